@@ -1,16 +1,15 @@
-"""Downloaded shards on the local disk: a folder of bounded size that the processes of a node share.
+"""The cache of downloaded shards: a local folder of bounded size, shared by a node's processes.
 
-A file is named by the SHA-256 of its content, so a shard of another dataset, or of an earlier build
-at the same address, is never taken for the right one. Locks are `flock`s on the files themselves:
-the system drops them with the process that holds them, however it ends, so a killed one leaves
-nothing that others wait for.
+Files are named by the SHA-256 of their content, so a shard of another dataset, or of an earlier
+build at the same URL, is never used by mistake. Locks are `flock`s on the files themselves: the
+system releases them however a process ends, so nobody waits for a killed one.
 
-    HASH.tar      A complete shard. It is verified when it arrives and whenever it is opened.
-                  Readers hold a shared lock (a memory map keeps the lock of its file); removing it
-                  takes an exclusive lock, unless it is damaged.
-    HASH.partial  A shard that is being downloaded, under an exclusive lock. It has its final size
-                  from the start, which reserves the space. Without a lock, it was left by a process
-                  that died, and is removed.
+    HASH.tar      A complete shard, verified when it arrives and whenever it is opened. Readers
+                  hold a shared lock (a memory map keeps its file's lock); removing it takes an
+                  exclusive lock, unless it is damaged.
+    HASH.partial  A shard being downloaded, under an exclusive lock. It has its final size from the
+                  start, which reserves the space. Without a lock, its process has died, and it is
+                  removed.
     room.lock     Held while shards are evicted, and while a file gets its final name.
 """
 
@@ -39,20 +38,29 @@ logger = logging.getLogger(__name__)
 DEFAULT_SIZE = "100GB"
 
 _ROOM = "room.lock"
-_ASK_AGAIN = 0.02  # seconds
-_TRIES = 2  # of a shard that the disk damages
+_POLL_SECONDS = 0.02
+_TRIES = 2  # downloads of a shard that the disk damages
+
+_FULL = "All its shards are in use: free space, or set data.cache to a larger disk"
+_NO_LOCKS = "Its file system has no file locks: set data.cache to a folder on a local disk"
+_TOO_MANY_FILES = "Raise the limit of open files with ulimit -n"
+_FIXES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.ENOLCK: _NO_LOCKS,
+    errno.EOPNOTSUPP: _NO_LOCKS,
+    errno.EMFILE: _TOO_MANY_FILES,
+    errno.ENFILE: _TOO_MANY_FILES,
+}
 
 
 def default_folder() -> Path:
-    """Where downloads are kept unless a setting says otherwise.
-
-    SAMESTEP_CACHE, or ~/.cache/samestep.
-    """
+    """The default folder for downloads: SAMESTEP_CACHE, or ~/.cache/samestep."""
     return Path(os.environ.get("SAMESTEP_CACHE") or "~/.cache/samestep").expanduser()
 
 
 class _File(NamedTuple):
-    used: int  # when, in ns
+    used: int  # modification time, in ns
     bytes: int
     path: Path
 
@@ -62,9 +70,7 @@ class ShardCache:
     """Downloaded shards.
 
     Attributes:
-        folder: where they are kept.
-        limit: bytes they may take together. Only shards that are all in use at a time may exceed
-            it.
+        limit: maximum bytes; only shards that are in use at the same time may exceed it.
     """
 
     folder: Path
@@ -75,14 +81,14 @@ class ShardCache:
         """The cache in `folder`, by default `default_folder()`, of a size such as "100GB".
 
         Raises:
-            ConfigError: the size is none.
+            ConfigError: the size cannot be parsed.
         """
         root = Path(folder).expanduser() if folder else default_folder()
         return cls(root / "shards", parse_size(size, "data.cache_size"))
 
     @property
     def capacity(self) -> int:
-        """Bytes that shards can take: the limit, or what the disk has for them if that is less.
+        """Bytes available for shards: the limit, or less if the disk is smaller.
 
         Raises:
             DataError: the folder cannot be read.
@@ -94,10 +100,10 @@ class ShardCache:
             )
 
     def prepare(self) -> None:
-        """Makes the folder.
+        """Creates the folder.
 
         Raises:
-            DataError: that, or writing or locking files in it, is impossible.
+            DataError: files in it cannot be created, written or locked.
         """
         with self.failure_explained():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,17 +111,12 @@ class ShardCache:
                 pass
 
     def open(self, url: str, sha256: str, size: int) -> BinaryIO:
-        """Opens a shard, downloaded first if it is not here, or if the disk has damaged it since.
+        """Opens a shard, after downloading it if it is missing or damaged.
 
-        It stays here until the file and its maps are closed.
-
-        Args:
-            url: where it comes from.
-            sha256: of its bytes.
-            size: in bytes.
+        It cannot be evicted until the file and its maps are closed.
 
         Raises:
-            DataError: it cannot be downloaded, or not kept.
+            DataError: it cannot be downloaded or stored.
         """
         path = self.folder / f"{sha256}.tar"
         damaged = 0
@@ -127,38 +128,38 @@ class ShardCache:
                     self._download(url, path, sha256, size, needed=True)
                     continue
                 fcntl.flock(file, fcntl.LOCK_SH)
-                if os.fstat(file.fileno()).st_nlink:  # or it was removed before it was locked
+                # Without links it was removed before it was locked: start over.
+                if os.fstat(file.fileno()).st_nlink:
                     if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
                         os.utime(path)
                         file.seek(0)
                         return file
                     damaged += 1
-                    logger.warning("%s was damaged on this disk; it is downloaded again", path)
+                    logger.warning("%s was damaged on this disk; downloading it again", path)
+                    # Processes that map the file keep it; it was whole when they opened it.
                     if _is_at(file, path):
-                        path.unlink(
-                            missing_ok=True
-                        )  # whoever maps it keeps what was whole when it was opened
+                        path.unlink(missing_ok=True)
                 file.close()
         raise DataError(
-            f"{path} was damaged on this disk {damaged} times in a row; set data.cache to a folder "
-            "of another"
+            f"{path} was damaged on this disk {damaged} times in a row. Set data.cache to a folder "
+            "on another disk."
         )
 
     def fetch(self, url: str, sha256: str, size: int) -> None:
-        """Downloads a shard before it is needed, or if it is here, marks it as used.
+        """Downloads a shard in advance, or marks it as used.
 
         Raises:
-            DataError: it cannot be downloaded, or only by exceeding the limit.
+            DataError: it cannot be downloaded, or there is no room.
         """
         if not self.touch(sha256):
             with self.failure_explained():
                 self._download(url, self.folder / f"{sha256}.tar", sha256, size, needed=False)
 
     def touch(self, sha256: str) -> bool:
-        """Marks a shard as used, so that it is kept for longer; whether it is here.
+        """Marks a shard as used; returns whether it is cached.
 
         Raises:
-            DataError: the disk refuses.
+            DataError: the disk fails.
         """
         with self.failure_explained():
             try:
@@ -168,34 +169,30 @@ class ShardCache:
         return True
 
     def _download(self, url: str, path: Path, sha256: str, size: int, needed: bool) -> None:
-        """Moves a shard into the cache, unless another thread or process has done so meanwhile."""
+        """Downloads a shard, unless another thread or process has done so meanwhile."""
         partial = path.with_suffix(".partial")
         with locked(partial) as file:
             try:
                 if path.exists():
                     partial.unlink()
                     return
-                file.truncate(0)  # what a process that died has left
+                file.truncate(0)  # a process that died may have left something
                 self._reserve(file, size, needed)
                 storage.download(url, file, size, sha256)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # a power cut must not leave a hole under the name of a verified shard
-                with locked(
-                    self.folder / _ROOM
-                ):  # who counts the files must find it under one name or the other
+                # A power cut must not leave a hole under the name of a verified shard.
+                os.fsync(file.fileno())
+                # Whoever counts the files must see it under exactly one name.
+                with locked(self.folder / _ROOM):
                     partial.rename(path)
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
 
     def _reserve(self, file: BinaryIO, size: int, needed: bool) -> None:
-        """Gives a partial file its final size, once shards that nobody has used for longest have
-        made room for it.
+        """Evicts the least recently used shards, and gives a partial file its final size.
 
-        Where all others are in use, one that is `needed` exceeds the limit and one that is not is
-        refused.
+        If all other shards are in use, a `needed` one may exceed the limit; others are rejected.
         """
         with locked(self.folder / _ROOM):
             files = [f for f in self._files() if f.path.suffix != ".partial" or not _remove(f.path)]
@@ -206,7 +203,7 @@ class ShardCache:
                 if _remove(candidate.path):
                     taken -= candidate.bytes
             if taken + size > self.limit and not needed:
-                raise DataError(f"{self.folder} has no room for shards that are not needed yet")
+                raise DataError(f"{self.folder} has no room to download shards in advance")
             if sys.platform == "linux":
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
@@ -216,51 +213,44 @@ class ShardCache:
         for path in self.folder.iterdir():
             try:
                 stat = path.stat()
-            except FileNotFoundError:  # a download ended meanwhile
+            except FileNotFoundError:  # a download has ended meanwhile
                 continue
             yield _File(stat.st_mtime_ns, stat.st_size, path)
 
     @contextmanager
     def failure_explained(self) -> Iterator[None]:
-        """Turns an error of the local disk into a DataError that names the folder and the fix."""
+        """Converts errors of the local disk to a DataError with the folder and the fix."""
         try:
             yield
         except OSError as error:
-            fix = "set data.cache (or SAMESTEP_CACHE) to a local folder that this user may write to"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                fix = "all its shards are in use: free space, or set data.cache to a larger disk"
-            elif error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
-                fix = (
-                    "its file system has no file locks: set data.cache to a folder of a local disk"
-                )
-            elif error.errno in (errno.EMFILE, errno.ENFILE):
-                fix = "raise the limit of open files with ulimit -n"
+            fix = _FIXES.get(
+                error.errno or 0,
+                "Set data.cache (or SAMESTEP_CACHE) to a local folder that this user can write to",
+            )
             raise DataError(
-                f"cannot keep shards in {self.folder}: {error.strerror or error}; {fix}"
+                f"cannot store shards in {self.folder}: {error.strerror or error}. {fix}."
             ) from error
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file, new if there is none, under an exclusive lock.
+    """Opens or creates a file under an exclusive lock.
 
-    It asks again and again: who waits in the system for a partial file would still wait for it when
-    it has become a whole one, which is locked for as long as it is in use.
+    It polls instead of blocking: a process that blocks on a partial file would keep waiting after
+    the rename, when readers lock it for as long as they use it.
     """
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         with file:
-            if _try_lock(file) and _is_at(
-                file, path
-            ):  # not renamed or removed by who held the lock before
+            # The previous holder may have renamed or removed the file.
+            if _try_lock(file) and _is_at(file, path):
                 try:
                     yield file
                 finally:
-                    fcntl.flock(
-                        file, fcntl.LOCK_UN
-                    )  # closing would leave it to a process forked in the meantime
+                    # Closing alone would leave the lock to a process forked in the meantime.
+                    fcntl.flock(file, fcntl.LOCK_UN)
                 return
-        time.sleep(_ASK_AGAIN)
+        time.sleep(_POLL_SECONDS)
 
 
 def _try_lock(file: BinaryIO) -> bool:
@@ -279,12 +269,11 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Removes a file unless it is in use; whether it is gone."""
+    """Removes a file unless it is in use; returns whether it is gone."""
     try:
         with path.open("rb") as file:
-            if not _try_lock(file) or not _is_at(
-                file, path
-            ):  # a download that has ended has another name
+            # After a download has ended, its file has another name.
+            if not _try_lock(file) or not _is_at(file, path):
                 return False
             path.unlink()
     except FileNotFoundError:

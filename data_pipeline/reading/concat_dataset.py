@@ -1,7 +1,7 @@
 """Several datasets as one, like `torch.utils.data.ConcatDataset`.
 
-Their shards are numbered through, in the order of the sources. `data_pipeline.order.mixture` decides
-which source an example comes from; here it is read.
+Their shards are numbered consecutively, in the order of the sources. `data_pipeline.order.mixture`
+decides which source an example comes from; this module reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A built dataset, opened for training.
-
-Its examples under one packing, gathered from memory-mapped shards.
-"""
+"""A built dataset, and the examples of a split under one packing, from memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ from trainer.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_SHARDS = 2048  # of a split; 64 lanes in windows of 4 shards use about 320
+MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need about 320
 MAX_PLAN_BYTES = 2**31
 _OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
@@ -56,26 +53,22 @@ _EXAMPLE = name_key("example")
 
 @functools.cache
 def max_open_shards() -> int:
-    """How many shards of a split this process keeps open.
+    """Maximum number of open shards per split: `MAX_OPEN_SHARDS`, or less if the system says so.
 
-    `MAX_OPEN_SHARDS`, or what the system allows.
-
-    Each holds a file descriptor, of which processes begin with as few as 256; the first call asks
-    for as many as it takes to train and to evaluate, with as many again for all else.
+    Each needs a file descriptor, and a process may start with as few as 256. The first call raises
+    the limit to three times `MAX_OPEN_SHARDS`: for training, for evaluation, and for all else.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (
-        3 * MAX_OPEN_SHARDS if hard == resource.RLIM_INFINITY else min(3 * MAX_OPEN_SHARDS, hard)
-    )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # macOS grants less than it says
+    wanted = 3 * MAX_OPEN_SHARDS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_SHARDS
+    if soft < wanted:
+        with suppress(OSError, ValueError):  # macOS grants less than its hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-    return (
-        MAX_OPEN_SHARDS
-        if soft == resource.RLIM_INFINITY
-        else max(1, min(MAX_OPEN_SHARDS, soft // 3))
-    )
+    return max(1, min(MAX_OPEN_SHARDS, soft // 3))
 
 
 @dataclass(frozen=True)
@@ -83,9 +76,8 @@ class Dataset:
     """A dataset written by `samestep data build`.
 
     Attributes:
-        path: its folder; for a remote dataset, a folder with its small files.
-        manifest: what it holds.
-        remote: where the shards of a remote dataset are; None for a local one.
+        path: its folder; for a remote dataset, a local folder with its small files.
+        remote: location of a remote dataset's shards; None for a local one.
     """
 
     path: Path
@@ -102,13 +94,12 @@ class Dataset:
         """Opens a dataset.
 
         Args:
-            path: its folder, of which every shard is looked at, or its address on an object store
-                or web server.
-            cache: where shards of a remote dataset are kept; None is the default one.
-            whole: refuses a local dataset of which a shard is cut short.
+            path: its folder, or its URL on an object store or web server.
+            cache: for shards of a remote dataset; None is the default cache.
+            whole: whether to reject truncated shards of a local dataset.
 
         Raises:
-            DataError: the dataset is unfinished, or a shard is missing or cut short.
+            DataError: the dataset is unfinished, or a shard is missing or truncated.
         """
         if is_url(str(path)):
             remote = RemoteDataset(str(path).rstrip("/"), cache or ShardCache.open_folder())
@@ -120,19 +111,16 @@ class Dataset:
             file = folder / shard.name
             size = file.stat().st_size if file.is_file() else None
             if size is None or (whole and size != shard.bytes):
-                found = (
-                    "is missing" if size is None else f"has {size} bytes instead of {shard.bytes}"
-                )
+                found = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise DataError(
-                    f"the shard {file} {found}; copy the dataset again, or build it again with "
-                    "samestep data build, "
-                    f"and check it with: samestep data verify {folder}"
+                    f"the shard {file} {found}. Copy the dataset again, or rebuild it with "
+                    f"samestep data build; check it with: samestep data verify {folder}"
                 )
         return cls(folder, manifest)
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """Its location, for messages."""
         return shown(self.remote.url) if self.remote else str(self.path)
 
     @functools.cached_property
@@ -140,16 +128,14 @@ class Dataset:
         """The tokenizer that made the tokens.
 
         Raises:
-            DataError: the one in the folder is not it.
+            DataError: the folder has another one.
         """
         tokenizer = Tokenizer.load(self.path / "tokenizer")
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise DataError(
-                f"{self.path / 'tokenizer'} is not the tokenizer that made the shards beside it "
-                "(fingerprint "
-                f"{tokenizer.fingerprint[:12]}, the manifest says "
-                f"{self.manifest.tokenizer_fingerprint[:12]}); "
-                f"put the right one back or build the dataset again"
+                f"{self.path / 'tokenizer'} has fingerprint {tokenizer.fingerprint[:12]}, but the "
+                f"dataset was built with {self.manifest.tokenizer_fingerprint[:12]}. Restore that "
+                "tokenizer, or build the dataset again."
             )
         return tokenizer
 
@@ -161,31 +147,25 @@ class Dataset:
         """
         shards = self.manifest.splits.get(split, ())
         if not shards:
-            if (
-                split == "train"
-                and self.manifest.task is not None
-                and any(self.manifest.splits.values())
-            ):
-                raise DataError(
-                    f"{self.name} has held-out rows only, to evaluate on; train on another dataset"
-                )
-            fix = "raise heldout_fraction" if split == "heldout" else "check the source"
+            has_rows = self.manifest.task is not None and any(self.manifest.splits.values())
+            if split == "train" and has_rows:
+                raise DataError(f"{self.name} has held-out rows only. Train on another dataset.")
+            fix = "Raise heldout_fraction" if split == "heldout" else "Check the source"
             raise DataError(
-                f"the {split} split of {self.name} is empty; {fix} and build the dataset again"
+                f"the {split} split of {self.name} is empty. {fix}, and build the dataset again."
             )
         return shards
 
     def open_shard(
         self, info: ShardInfo, sentences: bool = False, verify: bool = False, labels: bool = False
     ) -> Shard:
-        """Maps one of the shards, with or without its `sentences` and `labels`.
+        """Memory-maps a shard, with its `sentences` and `labels` if asked for.
 
-        A remote one is downloaded first.
-
-        To `verify` a local one is to read it through; a remote one is verified in any case.
+        A remote shard is downloaded first, and always verified; `verify` also verifies a local one,
+        by reading all of it.
 
         Raises:
-            DataError: it is missing or damaged, or a remote one cannot be downloaded or kept.
+            DataError: it is missing or damaged, or cannot be downloaded or cached.
         """
         if self.remote is None:
             sha256 = info.sha256 if verify else None
@@ -198,7 +178,7 @@ class Dataset:
             )
 
     def read_index(self, info: ShardInfo, sentences: bool = False) -> ShardIndex:
-        """What one of the shards holds; a remote one is not downloaded for that.
+        """Reads the document lengths of a shard, without downloading a remote one.
 
         Raises:
             DataError: it is missing or damaged.
@@ -210,31 +190,26 @@ class Dataset:
             index = ShardIndex.read(file, address, self.manifest.token_dtype, sentences)
         if (len(index.length), index.length.sum()) != (info.documents, info.tokens):
             raise DataError(
-                f"{address} is not the shard that the manifest describes; push the dataset again"
+                f"{address} differs from the shard in the manifest. Push the dataset again."
             )
         return index
 
     def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
-        """The rows of a task that a split keeps for scores, which the held-out one does, by their
-        document numbers.
-
-        Those of the shards `without` are empty. They are read once: a run scores them again and
-            again.
+        """The original rows of a task in a split, for metrics; empty ones for shards in `without`.
 
         Raises:
-            DataError: it has none, a shard is missing or damaged, or a remote one cannot be
-                downloaded.
+            DataError: there are none, a shard is missing or damaged, or cannot be downloaded.
         """
         if self.manifest.task is None:
             raise DataError(
-                f"{self.name} holds documents, not rows of a task, and cannot be scored as those"
+                f"{self.name} has documents, not rows of a task. Evaluate on a task's dataset."
             )
         rows: list[TaskRow] = []
         for info in self.shards(split):
             if info.name in without:
                 rows += [TaskRow(())] * info.documents
                 continue
-            if info.name not in self._rows:
+            if info.name not in self._rows:  # an evaluation reads them again and again
                 self._rows[info.name] = self._read_rows(info)
             rows += self._rows[info.name]
         return rows
@@ -249,10 +224,10 @@ class Dataset:
 
     @contextmanager
     def small_file(self, name: str) -> Iterator[Path]:
-        """Where a file that goes with the dataset is, or is to be made; it may be missing.
+        """Yields the path of a file beside the dataset, which may be missing.
 
-        Other processes of this node that use the same remote dataset wait, for it to be fetched or
-        made once.
+        For a remote dataset, other processes of this node wait meanwhile, so the file is downloaded
+        or made only once.
         """
         if self.remote is None:
             yield self.path / name
@@ -262,21 +237,18 @@ class Dataset:
 
 
 class PackedSplit:
-    """The examples of one split under one packing, addressed by (shard, index in the shard).
+    """The examples of a split under one packing, addressed by (shard, index in the shard).
 
-    Opened shards and their plans are kept, the least recently used dropped first. Threads may share
-    an object.
+    Open shards and their plans are an LRU cache. Thread-safe.
 
     Attributes:
         counts: int64 [shards], examples in each shard.
-        most_open: shards that are kept open, if the system allows as many.
+        most_open: maximum number of open shards.
 
     Args:
-        dataset: the dataset.
         split: "train" or "heldout".
         spec: length of examples, from the objective.
-        policy: how documents become examples.
-        seed: the run's seed; keys of examples and choices of the packing come from it.
+        seed: the run's seed, for the examples' keys and the packing's choices.
 
     Raises:
         DataError: the split is empty or a shard is damaged.
@@ -298,27 +270,19 @@ class PackedSplit:
         self.counts = self._cached_counts(split)
         alone = [shard.name for shard in self._shards if shard.documents < 2 and policy == "pairs"]
         if not self.counts.any():
-            fix = (
-                "raise shard_bytes or heldout_fraction, so that shards hold several,"
-                if alone
-                else "check the source"
-            )
-            lacks = (
-                "has a single document in each shard, and pairs need a second one"
-                if alone
-                else "holds no tokens"
-            )
+            reason = "has no tokens. Check the source"
+            if alone:
+                reason = "has one document per shard, but pairs need two. Raise shard_bytes"
             raise DataError(
-                f"the {split} split of {dataset.name} {lacks}; {fix} and build it again"
+                f"the {split} split of {dataset.name} {reason}, and build the dataset again."
             )
         if alone:
             logger.warning(
-                "%d of %d %s shards hold a single document and give no pairs, which need another "
-                "one for random "
-                "segments: they are left out, %s first; a larger shard_bytes avoids it",
+                "excluding %d of %d %s shards, the first %s: each has a single document, but pairs "
+                "need another one for random segments. A larger shard_bytes avoids that.",
                 *(len(alone), len(self._shards), split, alone[0]),
             )
-        # Plans are as narrow as they go: of a large dataset hundreds are in memory.
+        # Hundreds of plans may be in memory, so they use int32 if shards are small enough.
         self._narrow = np.dtype(
             np.int32 if max(shard.bytes for shard in self._shards) < 2**31 else np.int64
         )
@@ -326,16 +290,11 @@ class PackedSplit:
         self._first_document = [0, *accumulate(shard.documents for shard in self._shards)]
 
     def ids(self, at: Location) -> Int64:
-        """The number of each example in the split, counted through the shards in the manifest's
-        order: int64 [B].
-        """
+        """The index of each example in the split, in the manifest's order of shards: int64 [B]."""
         return self._first_id[at.shard] + at.index
 
     def positions(self, at: Location) -> Int64:
-        """The filled positions of examples that are rows of a task, of one sequence each.
-
-        Int64 [B].
-        """
+        """Number of filled positions of rows of a task with one sequence each: int64 [B]."""
         opened = self._packed(np.unique(at.shard).tolist())
         ends = [
             opened[shard].rows[index, 5]
@@ -346,18 +305,17 @@ class PackedSplit:
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
         """Gathers examples.
 
-        Tokens are copied piece by piece: slices need no index of every token, which would take
-        several times as long to make and to follow.
-
         Args:
-            at: places of B examples.
+            at: locations of B examples.
             weight: float32 [B], copied into the result.
 
         Raises:
-            CorruptShardError: the bytes of a shard are not those that were built.
+            CorruptShardError: a shard's bytes differ from those that were built.
             DataError: a shard cannot be read.
         """
         is_pairs = self._policy == "pairs"
+        # Random segments of pairs change with the epoch, so shard 2 of 10 in epoch 3 has a plan of
+        # its own, number 32.
         numbers = at.shard + len(self._shards) * at.epoch if is_pairs else at.shard
         opened = self._packed(np.unique(numbers).tolist())
         shards = [opened[number] for number in numbers.tolist()]
@@ -365,6 +323,8 @@ class PackedSplit:
         first, end = (
             np.array(list(map(getitem, starts, i.tolist()))) for i in (at.index, at.index + 1)
         )
+        # Tokens are copied chunk by chunk. An index of every token would take several times as long
+        # to make and to follow.
         pieces = gather((shard.pieces for shard in shards), 3 * first, 3 * end, self._narrow)
         address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
         sources = chain.from_iterable(
@@ -400,21 +360,17 @@ class PackedSplit:
         return found
 
     def _packed(self, numbers: list[int]) -> dict[int, PackedShard]:
-        """The shards of these numbers, opened and planned."""
+        """Opens and plans shards, by number."""
         with self._lock:
             found = {number: self._open[number] for number in numbers if number in self._open}
             for number in found:
                 self._open.move_to_end(number)
-        # Outside the lock; two threads may make the same one, which does no harm.
+        # Outside the lock: two threads may open the same shard, which does no harm. A run starts
+        # with many shards, whose verification takes a while, so threads share it.
         if missing := [number for number in numbers if number not in found]:
-            with ThreadPoolExecutor(
-                _OPENERS
-            ) as pool:  # verifying the many of the beginning takes a while
-                packed = pool.map(self._pack, missing)
-                found |= {
-                    number: self._keep(number, shard)
-                    for number, shard in zip(missing, packed, strict=True)
-                }
+            with ThreadPoolExecutor(_OPENERS) as pool:
+                for number, packed in zip(missing, pool.map(self._pack, missing), strict=True):
+                    found[number] = self._keep(number, packed)
         return found
 
     def _keep(self, number: int, packed: PackedShard) -> PackedShard:
@@ -436,17 +392,17 @@ class PackedSplit:
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> PackedShard:
-        """Plans shard `number`, or under `pairs` shard and epoch in one number."""
+        """Opens and plans a shard; under `pairs` the number contains the epoch."""
         epoch, number = divmod(number, len(self._shards))
         try:
             shard, packed = self._plan(number, epoch)
         except CorruptError as error:
             raise CorruptShardError(str(error), number) from error
-        if len(packed.example_start) - 1 != self.counts[number]:
+        if packed.examples != self.counts[number]:
             raise DataError(
-                f"{self._shards[number].name} of {self._dataset.name} was damaged when its "
-                "examples were counted; "
-                f"remove the counts in {self._dataset.path / '.cache'} and start again"
+                f"{self._shards[number].name} of {self._dataset.name} has {packed.examples} "
+                f"examples, but {self.counts[number]} were counted. Remove the counts in "
+                f"{self._dataset.path / '.cache'} and start again."
             )
         return PackedShard.of(shard, packed, self._narrow, self._first_document[number])
 
@@ -459,15 +415,15 @@ class PackedSplit:
         )
 
     def _cached_counts(self, split: str) -> Int64:
-        """The examples in each shard, as counted now or by an earlier run with the same packing."""
+        """Number of examples in each shard, counted now or by an earlier run."""
         parts = [self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy)]
-        if self._policy == "pairs":  # the others make as many examples whatever the seed
+        if self._policy == "pairs":  # only here does the number depend on the seed
             parts.append(str(self._seed))
         name = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
         with self._dataset.small_file(f".cache/{name}.counts") as file:
             return cached_counts(file, len(self._shards), self._count_all)
 
     def _count_all(self) -> Int64:
-        # Threads wait for the disk or the network together; shards are not kept open.
+        # Threads overlap waiting for the disk or the network. Shards do not stay open.
         with ThreadPoolExecutor(INDEX_READERS if self._dataset.remote else None) as pool:
             return np.array(list(pool.map(self._count, range(len(self._shards)))), dtype=np.int64)

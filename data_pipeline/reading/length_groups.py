@@ -1,10 +1,10 @@
-"""Groups of examples of about the same length, so that little of a batch is padding.
+"""Groups examples of similar length, to reduce the padding of batches.
 
-Pools of consecutive examples of a pass are sorted by length and cut into groups, which are taken in
-a random order. A pure function of the order and the seed, like the order itself: the size of
-batches and the number of devices have no part in it, but batches that are as large as a group, or a
-part of it, have the least padding. Where a pass ends within a batch, the shortest examples of both
-passes meet in it.
+Pools of consecutive examples of an epoch are sorted by length and cut into groups, which are read
+in random order: lengths 7 2 5 3 in groups of 2 become [2 3] [5 7], or [5 7] [2 3]. The result is a
+pure function of the order and the seed; batch size and number of devices play no role. Batches as
+large as a group, or a divisor of it, have the least padding. If an epoch ends within a batch, that
+batch holds the shortest examples of both epochs.
 """
 
 from __future__ import annotations
@@ -22,47 +22,38 @@ from trainer.errors import ConfigError
 from trainer.examples import PackSpec
 from trainer.hashing import combine, name_key
 
-GROUPS = 50  # of a pool, as in transformers' `group_by_length`
-WIDTH_MULTIPLE = 8  # rows of a batch are as wide as its longest example, rounded up to this
+GROUPS = 50  # per pool, as in transformers' `group_by_length`
+WIDTH_MULTIPLE = 8  # a batch is as wide as its longest example, rounded up to a multiple of this
 
 _GROUPS = name_key("length groups")
 
 
 def can_group(spec: PackSpec) -> bool:
-    """Whether examples are rows of tasks, of one sequence each."""
+    """Whether examples are rows of a task with one sequence each."""
     return spec.parts is not None and spec.parts.choices == 1
 
 
 def check_groups(config: Config, spec: PackSpec) -> None:
-    """Refuses what `data.group_by_length` does not go with.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Rejects settings that are incompatible with `data.group_by_length`."""
     if not can_group(spec):
         raise ConfigError(
-            "data.group_by_length is for rows of tasks of one sequence each; set it to null"
+            "data.group_by_length needs rows of a task with one sequence each. Set it to null."
         )
     if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
         raise ConfigError(
-            "data.group_by_length looks ahead, so what comes must not change: set it to null, or "
-            "data.on_corrupt=stop "
-            "data.weights=[] data.on_change=error"
+            "data.group_by_length needs an order that never changes. Set it to null, or set "
+            "data.on_corrupt=stop data.weights=[] data.on_change=error."
         )
 
 
 class LengthGroups:
-    """An order in groups of about the same length.
-
-    Attributes:
-        examples: as in the order.
+    """An `ExampleOrder` in groups of similar length.
 
     Args:
-        order: that is grouped.
-        positions: returns the filled positions of examples, int64 [B].
-        size: examples of a group.
-        seed: the run's.
-        finite: whether the order ends after one pass.
+        order: the order to group.
+        positions: returns the number of filled positions of examples, int64 [B].
+        size: number of examples in a group.
+        finite: whether the order ends after one epoch.
     """
 
     def __init__(
@@ -76,14 +67,14 @@ class LengthGroups:
         self._order, self._positions, self._size, self._seed = order, positions, size, seed
         self.examples = order.examples
         self._end = order.examples if finite else None
-        self._pool = functools.lru_cache(maxsize=8)(self._arrange)  # a batch is of one or two
+        self._pool = functools.lru_cache(maxsize=8)(self._arrange)  # a batch needs one or two
 
     def _arrange(self, first: int, end: int) -> Int64:
-        """The numbers, in the order that is grouped, of a pool's examples."""
+        """A pool's example numbers in the underlying order, grouped."""
         number = np.arange(first, end)
         by_length = number[np.argsort(self._positions(self._order.locate(number)), kind="stable")]
-        # Groups begin at multiples of their size, as batches do; other passes may share the first
-        # and the last one.
+        # Groups begin at multiples of their size, as batches do. The first and the last group may
+        # belong partly to another epoch, so they are not shuffled.
         head = min(-first % self._size, len(number))
         tail = (len(number) - head) % self._size
         groups = by_length[head + tail :].reshape(-1, self._size)
@@ -95,7 +86,7 @@ class LengthGroups:
         )
 
     def _bounds(self, number: Int64) -> tuple[Int64, Int64]:
-        """The first example of the pool that each one is in, and the one after its last."""
+        """The range [first, end) of each example's pool, which does not cross epochs."""
         size, begin = GROUPS * self._size, number // self.examples * self.examples
         pool = number // size * size
         return np.maximum(pool, begin), np.minimum(pool + size, begin + self.examples)
@@ -109,7 +100,7 @@ class LengthGroups:
         return found
 
     def width(self, number: Int64, most: int) -> int:
-        """How wide rows must be for examples."""
+        """The width of rows for these examples, at most `most`."""
         longest = int(self._positions(self.locate(number)).max(initial=1))
         return min(most, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
@@ -127,7 +118,7 @@ class LengthGroups:
         return self._order.locate(self._grouped(np.asarray(number, dtype=np.int64)))
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        """As in `ExampleOrder`: any batch may take from all that its pool does."""
+        """As in `ExampleOrder`; a batch may read any shard of its pool."""
         return self._order.working_set(GROUPS * self._size, 0, 1)
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:

@@ -1,10 +1,15 @@
-"""The training loop's source of batches.
+"""The loader: the same global batches at any number of replicas and threads.
 
-The same global batches at any number of replicas and threads.
+A step's batch is a pure function of its first global example number. Threads make batches earlier,
+never different ones. So the loader's state is that number, with the names of everything that
+determines the order it counts in.
 
-A step's batch is a pure function of its first global example number; threads only make batches
-earlier, never different ones. So the loader's state is one number, beside the names of what that
-number counts.
+From a number to a batch:
+
+    steps       numbers of the global batch       Exclusions skip some     (`order.exclusions`)
+    numbers     locations (epoch, shard, index)   the order                (`order.mixture`)
+    locations   examples                          memory-mapped shards     (`reading.dataset`)
+    examples    arrays                            the objective's collate  (`reading.rows`)
 """
 
 from __future__ import annotations
@@ -39,21 +44,21 @@ logger = logging.getLogger(__name__)
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 Block: TypeAlias = list[list[MicroBatch]]
-"""Steps that are made together, each as its micro-batches."""
+"""Consecutive steps that are made together, each as its micro-batches."""
 
 
 @dataclass(frozen=True)
 class SplitOrder:
-    """The order of a split; with the dataset and the `data` section, this decides every batch.
+    """The order of a split; with the dataset and the `data` section, it determines every batch.
 
     Attributes:
         seed: of the order, the masks and the dropout.
         split: "train" or "heldout".
-        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`,
-            the last batch padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on
-            where the loader is.
-        example_after: the number of examples that a run has taken of this order after a number of
-            steps; None takes the global batch size for each step.
+        finite: for evaluation: one pass in a fixed order (`SinglePass`) with fixed keys, restarted
+            by every `iter()`, the last batch padded. Otherwise endless and shuffled, and `iter()`
+            continues.
+        example_after: number of examples consumed after a number of steps; None means the global
+            batch size per step.
     """
 
     seed: int
@@ -65,49 +70,48 @@ class SplitOrder:
 class StreamingLoader:
     """Yields one optimizer step's micro-batches at a time, for one replica.
 
-    Every replica gets the same number of micro-batches of the same shape, as the largest share of a
-    global batch needs. Rows that a share does not fill are copies of an example, with weight 0
-    (padding rows). For example, 10 rows on 3 replicas in micro-batches of 2: shares of 3, 3 and 4
-    rows, so each replica gets 2 micro-batches, and the first two replicas one padding row.
+    Every replica gets the same number of micro-batches of the same shape. Rows without an example
+    are copies of another with weight 0 (padding rows). For example, 10 rows on 3 replicas in
+    micro-batches of 2: the replicas have 3, 3 and 4 rows, so each gets 2 micro-batches, and the
+    first two replicas one padding row.
 
     Each micro-batch of B rows has the arrays of `collate`, and
 
         dropout_key   int32 [B], by global example number; [B, sequences] if rows hold several
         number        int64 [B], the global example number; -1 for padding rows
-        source        int64 [B], the number of its dataset in `sources`
-        example       int64 [B], its number in the split of its dataset; -1 for padding rows
+        source        int64 [B], index of its dataset in `sources`
+        example       int64 [B], its index in the dataset's split; -1 for padding rows
         epoch         int64 [B], the epoch of that split
         digest        int64 [B], hash of dataset, epoch, example and tokens; 0 for padding rows
-        filled        int64 [B], positions that hold a token; 0 for padding rows
+        filled        int64 [B], number of positions with a token; 0 for padding rows
 
     For rows of a task, also
 
-        document      int64 [B], the row's number in the split of its dataset; -1 for padding rows
+        document      int64 [B], the row's index in its dataset's split; -1 for padding rows
         begin         int64 [B], first token of the row's last chunk, counted through its texts
         column        int64 [B], position of that token
         length        int64 [B], tokens of that chunk
 
-    A row of a corrupt shard that is skipped keeps its number, example and epoch. Another example
-    takes its place, with weight, digest and filled 0, and document -1.
+    A row in a skipped corrupt shard keeps its number, example and epoch, but holds another example
+    with weight, digest and filled 0, and document -1.
 
     Attributes:
-        micro_batches: micro-batches in every step, the same on all replicas.
-        sources: of each dataset, its name and number of examples.
+        micro_batches: number of micro-batches per step, the same on all replicas.
+        sources: name and number of examples of each dataset.
 
     Args:
         dataset: a dataset or a mixture.
         config: the `data` section.
-        order: which split is read, and how.
         layout: how a global batch is divided.
         pack_spec: the objective's, for `config.sequence_length`.
-        collate: the objective's; makes the arrays of a micro-batch from its examples and
-            `pack_spec.sequence_length`.
-        largest: the largest of the numbers that replicas call it with, told to all of them; they do
-            so before each step where `config.on_corrupt` is skip.
+        collate: the objective's; makes the arrays of a micro-batch from its examples and their
+            `sequence_length`.
+        largest: all-reduce (max) of an integer over replicas. It is called before each step if
+            `config.on_corrupt` is skip.
 
     Raises:
-        ConfigError: fewer examples in the split than lanes, or more shards to read from at a time
-            than may be kept open.
+        ConfigError: fewer examples in the split than lanes, or more shards to read at a time than
+            may be open.
         DataError: the split is empty or a shard is damaged.
     """
 
@@ -125,10 +129,8 @@ class StreamingLoader:
         self._named = named = _sources(dataset, order)
         self._order, self._batch_size, self._largest = order, layout.global_batch_size, largest
         self._group, self._prefetch = config.group_by_length, config.prefetch
-        self._accept_change, self._skips_corrupt = (
-            config.on_change == "accept",
-            config.on_corrupt == "skip",
-        )
+        self._accept_change = config.on_change == "accept"
+        self._skips_corrupt = config.on_corrupt == "skip"
         self._packed = ConcatSplit(named, order.split, pack_spec, config.packing, order.seed)
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
@@ -166,9 +168,11 @@ class StreamingLoader:
         self._ahead: deque[Future[Block | CorruptShardError]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
-        self._position = self._planned = self._fed_from = (
-            0  # numbers of the order, skipped ones included
-        )
+        # Global example numbers, which count skipped examples too. With batches of 10: after step 3
+        # of a run that prefetches two steps, `_fed_from` is 20, `_position` 30, `_planned` 50.
+        self._fed_from = 0  # first example of the step taken last
+        self._position = 0  # first example of the next step
+        self._planned = 0  # first example of the next block to hand to the threads
         self._block_steps = 1
         self._identity: LoaderState = {
             "order": ORDER_VERSION,
@@ -180,8 +184,8 @@ class StreamingLoader:
         }
 
     def _reach(self, layout: BatchLayout) -> tuple[int, int, int]:
-        """The examples that are read together: a batch size, and index and count of this reader."""
-        if self._group is not None:  # whole groups are sorted by length
+        """Examples that are read together: a batch size, this reader's index, and their count."""
+        if self._group is not None:  # every replica sorts whole pools of groups by length
             return GROUPS * self._group, 0, 1
         return layout.global_batch_size, layout.replica.index, layout.replica.count
 
@@ -200,21 +204,18 @@ class StreamingLoader:
         """Sets how many shards of each source stay open; returns how many of these are remote.
 
         Raises:
-            ConfigError: one process may not open as many files.
+            ConfigError: the process may not open enough files.
         """
         needed = mixture.order.working_set(*reach)
         if needed > max_open_shards():
             raise ConfigError(
-                f"data.lanes {config.lanes} and data.window {config.window} have this process read "
-                f"from {needed} "
-                f"shards at a time, and it can keep {max_open_shards()} open; lower one of them "
-                "(in a new run), "
-                "use more devices, which share the lanes, or raise the limit of open files "
-                "(ulimit -n)"
+                f"data.lanes {config.lanes} and data.window {config.window} need {needed} open "
+                f"shards in this process, which can open {max_open_shards()}. Lower one of them "
+                "(in a new run), use more devices, or raise the limit of open files (ulimit -n)."
             )
         of_each = [each.working_set(*reach) for each in mixture.orders.values()]
         spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
-        # A shard in the cache stays there while it is open, so remote sources have no spare ones.
+        # An open shard cannot be evicted from the cache, so remote sources keep no spare ones.
         remote = [source.remote is not None for source in self._named.values()]
         self._packed.keep_open(
             [each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)]
@@ -223,7 +224,7 @@ class StreamingLoader:
 
     @property
     def examples(self) -> int:
-        """Number of examples of the split, of all sources together."""
+        """Number of examples of the split in all sources."""
         return self._maker.order.examples
 
     def _grouped(self, order: ExampleOrder) -> ExampleOrder:
@@ -240,35 +241,34 @@ class StreamingLoader:
 
     def __next__(self) -> list[MicroBatch]:
         shard = self._fill()
-        # All replicas skip a shard that one of them needs and finds corrupt, from this step on.
+        # If one replica finds a shard corrupt, all skip it from this step on. `_largest` tells them
+        # which; -1 means none. Another shard may turn up corrupt then, so ask again.
         while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
             self._corrupt = self._corrupt.add(shard, self._position)
             self._go_to(self._position)
             shard = self._fill()
         if not self._ready:
             raise StopIteration
-        self._fed_from, self._position = (
-            self._position,
-            self._excluded.after(self._position, self._batch_size),
-        )
+        self._fed_from = self._position
+        self._position = self._excluded.after(self._position, self._batch_size)
         return self._ready.popleft()
 
     def _fill(self) -> int:
-        """Readies the next step, if there is one; returns a corrupt shard to skip first, or -1.
+        """Makes the next step ready, if there is one; returns a corrupt shard to skip first, or -1.
 
         Raises:
-            CorruptShardError: it needs one, and none is to be skipped.
+            CorruptShardError: a shard is corrupt, and `on_corrupt` is stop.
         """
         if self._ready:
             return -1
         block = self._next_block()
         if isinstance(block, CorruptShardError):
-            # A block has many steps, of which a later one may need the shard. Now it has one step.
+            # Perhaps only a later step of the block needs the shard. Retry with a block of one.
             self._go_to(self._position)
             block = self._next_block()
         if isinstance(block, CorruptShardError):
             logger.warning(
-                "its examples are skipped from here on, because data.on_corrupt is skip: %s", block
+                "skipping the shard's examples from here on (data.on_corrupt is skip): %s", block
             )
             return block.shard
         self._ready.extend(block)
@@ -282,9 +282,9 @@ class StreamingLoader:
         return self._ahead.popleft().result()
 
     def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards]:
-        """Where the next block's steps begin.
+        """Plans the next block: the first example of each step.
 
-        It has one at first, since many may read from many more shards.
+        Blocks grow from one step, so the first batch does not wait for the shards of many.
         """
         starts = []
         for _ in range(self._block_steps):
@@ -296,7 +296,7 @@ class StreamingLoader:
     def _make(
         self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards
     ) -> Block | CorruptShardError:
-        """Makes a block; a corrupt shard is returned where those are skipped, else raised."""
+        """Makes a block; returns a corrupt shard's error if such shards are skipped."""
         try:
             steps = self._maker.make(starts, excluded, corrupt)
         except CorruptShardError as error:
@@ -317,10 +317,9 @@ class StreamingLoader:
         self._block_steps = 1
 
     def documents(self, numbers: npt.NDArray[np.int64]) -> list[list[tuple[str, int]]]:
-        """The (source file, line) of each document that global examples have pieces of, example by
-        example.
+        """The (source file, line) of each chunk of global examples, example by example.
 
-        Unknown for corrupt shards that are skipped.
+        Empty for skipped corrupt shards.
         """
         at = self._maker.order.locate(numbers)
         rows = np.flatnonzero(~self._corrupt.has(numbers, at.shard))
@@ -328,8 +327,7 @@ class StreamingLoader:
         return [found.get(row, []) for row in range(len(numbers))]
 
     def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]:
-        """The rows of the split of each of the `sources`, which are rows of a task, and the names
-        of its labels.
+        """The rows of a task in each of the `sources`, and the task's labels.
 
         Raises:
             DataError: a shard is damaged.
@@ -347,34 +345,27 @@ class StreamingLoader:
 
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:
-        """The shards that are skipped.
-
-        Digest of the dataset, name of the shard, first global example of these.
-        """
+        """Skipped shards: digest of the dataset, name of the shard, first skipped example."""
         return self._corrupt.found
 
     @property
     def consumed(self) -> list[list[int]]:
-        """The ranges [first, end) of global examples that the step taken last had, over all
-        replicas.
-        """
+        """Ranges [first, end) of the global examples of the step taken last, over all replicas."""
         return self._excluded.kept(self._fed_from, self._position)
 
     def exclude(self, first: int, end: int) -> None:
-        """Passes over the global examples [first, end) from now on.
+        """Skips the global examples [first, end) from now on.
 
-        They are of the step taken last, or come after it. Those of that step count as if they had
-        never been taken: it is taken again, with the examples that follow.
+        They may belong to the step taken last, which then counts as not taken: it is taken again,
+        with the examples that follow.
         """
         assert self._fed_from <= first < end
         self._excluded |= Exclusions([(first, end)])
-        if end > self._position:  # or what has been made ahead is as it should be
+        if end > self._position:  # otherwise prefetched steps are still right
             self._go_to(self._position)
 
     def state_dict(self) -> LoaderState:
-        """How many examples were taken (not merely made ahead), which were skipped, and of
-        which order.
-        """
+        """Number of consumed (not prefetched) examples, exclusions, and the order's identity."""
         return {
             **self._identity,
             "mixture": self._mixture.state() if self._mixture else [],
@@ -384,39 +375,32 @@ class StreamingLoader:
         }
 
     def load_state_dict(self, state: LoaderState, as_recorded: bool = False) -> None:
-        """Continues after the steps another loader gave.
-
-        Batch sizes, replicas and threads may differ freely.
+        """Continues where another loader stopped; batch sizes, replicas and threads may differ.
 
         Args:
-            state: as `state_dict` gives it.
-            as_recorded: mixes the sources from there on as that loader would have, whatever the
-                configuration says.
+            as_recorded: uses the recorded mixture from there on, whatever the configuration says.
 
         Raises:
-            DataError: the state counts examples of another order or mixture, or has taken some that
+            DataError: the state belongs to another order or mixture, or has consumed examples that
                 `data.exclude` excludes.
         """
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise DataError(
                     f"the checkpoint's data order cannot be continued: its {name} is "
-                    f"{state.get(name)!r}, this run's "
-                    f"is {value!r}; {_SAME_AGAIN[name]}, or start a new run from the checkpoint's "
-                    "weights"
+                    f"{state.get(name)!r}, but this run's is {value!r}. To continue, "
+                    f"{_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights."
                 )
         excluded = Exclusions(state.get("excluded", ()))
         position = excluded.after(0, int(state["example"]))
         if (excluded | self._configured).before(position) > excluded.before(position):
             raise DataError(
                 f"data.exclude {self._configured.ranges} has examples before {position}, which the "
-                "run has taken "
-                f"already (it has skipped {excluded.ranges}); exclude later ones, go on from "
-                "an older checkpoint, "
-                "or start a new run"
+                f"run has already consumed (it has skipped {excluded.ranges}). Exclude later ones, "
+                "continue from an older checkpoint, or start a new run."
             )
         if self._mixture is not None:
-            # Loaders that knew no mixtures said which dataset it was.
+            # Checkpoints from before mixtures existed name a single dataset.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
             recorded = Schedule.of((first, shares) for first, shares in parts)
             self._mixture.resume(
@@ -429,7 +413,7 @@ class StreamingLoader:
         self._fed_from = position
 
     def close(self) -> None:
-        """Stops the threads; batches made ahead are dropped."""
+        """Stops the threads and drops prefetched batches."""
         self._go_to(self._position)
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
@@ -444,7 +428,7 @@ class StreamingLoader:
 
 
 def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
-    """The datasets by name; for a single pass those that have the split: some hold out nothing."""
+    """The datasets by name; for a finite order, only those that have the split."""
     named = named_sources(dataset)
     if not order.finite:
         return named
@@ -456,7 +440,7 @@ def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
 def _schedule(
     config: Config, keys: dict[str, str], example_after: Callable[[int], int]
 ) -> Schedule:
-    """The shares that the configuration asks for, given the key of each source by its name."""
+    """The configured weights over time; `keys`: name -> key of a source."""
     weights = [
         (0, {source.label: source.weight for source in config.sources} or dict.fromkeys(keys, 1.0))
     ]

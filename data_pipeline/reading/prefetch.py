@@ -1,4 +1,4 @@
-"""Downloads of the shards that will be needed, before they are."""
+"""Downloads shards in advance."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _TOUCH_SECONDS = 1.0
 
 
 class Prefetcher:
-    """Brings shards of a split into the cache, as many as this process's part of it holds.
+    """Downloads shards of a split to the cache, as many as fit into this process's part of it.
 
-    Its threads do not hold up the end of the process. An error of theirs is not one of the run: who
-    needs the shard tries again, and says so if it fails.
+    Its daemon threads do not delay the end of the process. Their errors are not the run's: the
+    reader of a shard tries again, and reports a failure.
 
     Args:
-        shards: those of the split, and where they are; None for those that are on this machine
-            anyway.
-        working_set: how many of them this process reads from at a time.
+        shards: the split's shards and their remote datasets; None for local ones.
+        working_set: number of shards that this process reads at a time.
 
     Raises:
-        ConfigError: the cache is too small for what the processes of this node read from at a time.
+        ConfigError: the cache is too small for the shards that are read at a time.
     """
 
     def __init__(
@@ -43,26 +42,18 @@ class Prefetcher:
         self._bytes = np.array([shard.bytes if remote else 0 for remote, shard in shards])
         cache = next(remote.cache for remote, _ in shards if remote)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # Which shards are read from changes all the time, so the largest stand for all.
+        # The working set changes all the time, so assume that it has the largest shards.
         needed = min(
             int(self._bytes.sum()), processes * int(np.sort(self._bytes)[-working_set:].sum())
         )
         capacity = cache.capacity
         if needed > capacity:
-            limit = cache.limit
-            reason = (
-                f"data.cache_size is {limit:,} bytes"
-                if capacity == limit
-                else "its disk has no more to give"
-            )
+            by = "data.cache_size" if capacity == cache.limit else "its disk"
             raise ConfigError(
-                f"the cache {cache.folder} takes {capacity:,} bytes ({reason}) and is too small: "
-                "this run's "
-                f"processes on this node ({processes}) read from up to {working_set} shards each "
-                "at a time, "
-                f"{needed:,} bytes together; set data.cache_size to {_round_up(needed)} or more, "
-                "or data.cache to a "
-                f"folder of a larger disk, or lower data.lanes or data.window (in a new run)"
+                f"the cache {cache.folder} takes {capacity:,} bytes (limited by {by}), but this "
+                f"node's processes ({processes}) read up to {working_set} shards each at a time, "
+                f"{needed:,} bytes. Set data.cache_size to {_round_up(needed)} or more, data.cache "
+                "to a larger disk, or lower data.lanes or data.window (in a new run)."
             )
         self._capacity = capacity // processes
         self._begun: set[int] = set()
@@ -74,10 +65,7 @@ class Prefetcher:
             threading.Thread(target=self._work, name="prefetch", daemon=True).start()
 
     def expect(self, shards: Int64) -> None:
-        """Says which shards will be needed, the most urgent first.
-
-        It replaces what was said before.
-        """
+        """Replaces the list of shards that will be needed, the most urgent first."""
         _, first = np.unique(shards, return_index=True)
         shards = shards[np.sort(first)]
         shards = shards[self._bytes[shards] > 0]
@@ -89,15 +77,14 @@ class Prefetcher:
             self._changed.notify_all()
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touched = time.monotonic()
-            for number in (
-                here
-            ):  # or shards that came early would make room before those that nobody needs any more
+            # Otherwise shards downloaded early would be evicted before unneeded ones.
+            for number in here:
                 remote, shard = self._shards[number]
                 if remote:
                     remote.touch(shard)
 
     def close(self) -> None:
-        """Ends the threads; a download that has begun is finished in the background."""
+        """Ends the threads; a running download finishes in the background."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -115,7 +102,7 @@ class Prefetcher:
                 if remote:
                     remote.fetch(shard)
             except DataError as error:
-                logger.debug("not downloaded ahead: %s", error)
+                logger.debug("not downloaded in advance: %s", error)
 
 
 def _round_up(size: int) -> str:

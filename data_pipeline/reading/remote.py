@@ -1,9 +1,8 @@
 """A dataset on an object store or a web server.
 
-Shards come into the local cache when they are needed.
-
-Its small files are kept in the cache too, so that the rest of the program finds them in a folder,
-like a local dataset's. The index of a shard is read without the shard itself, by ranges.
+Shards are downloaded to the local cache when they are needed. Small files are mirrored there too,
+where the rest of the program finds them as in a local dataset. Document lengths are read by range
+requests, without the shards.
 """
 
 from __future__ import annotations
@@ -23,34 +22,31 @@ from trainer.errors import ConfigError, DataError, ObjectNotFoundError, StorageE
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-INDEX_READERS = 32  # shards whose index is read at a time: most of that is waiting
+INDEX_READERS = 32  # threads that read document lengths; mostly they wait
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-SENTENCEPIECE_MODEL = (
-    "spiece.model"  # what a tokenizer of SentencePiece has instead of tokenizer.json
-)
+SENTENCEPIECE_MODEL = "spiece.model"  # SentencePiece tokenizers have it instead of tokenizer.json
 
-_READ_BYTES = (
-    2**16
-)  # at a time; the arrays of a chunk of 2,000 documents, and the headers of the next, lie in it
+# Bytes per range request: enough for the arrays of a chunk of 2,000 documents and the next headers.
+_READ_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class RemoteDataset:
-    """Where a remote dataset is.
+    """The location of a remote dataset.
 
     Attributes:
-        url: its address, without a slash at the end.
-        cache: where its shards go.
+        url: its URL, without a slash at the end.
+        cache: for its shards.
     """
 
     url: str
     cache: ShardCache
 
     def mirror(self, manifest: Manifest) -> Path:
-        """The folder of the cache for the dataset's small files, with its tokenizer.
+        """Downloads the tokenizer to the cache's folder for the dataset's small files.
 
         Raises:
-            DataError: the tokenizer cannot be read, or the folder not written.
+            DataError: the tokenizer cannot be read, or the folder cannot be written.
         """
         self.cache.prepare()
         folder = self.cache.folder.parent / "datasets" / manifest.digest
@@ -60,10 +56,7 @@ class RemoteDataset:
 
     @contextmanager
     def small_file(self, folder: Path, name: str) -> Iterator[Path]:
-        """The copy in `folder` of a small file of the dataset, if it has it.
-
-        Meanwhile others here wait for it.
-        """
+        """Yields the local copy of a small file, if the dataset has it; other processes wait."""
         file = folder / name
         with self._claimed(file.parent):
             if not file.exists():
@@ -73,7 +66,7 @@ class RemoteDataset:
 
     @contextmanager
     def _claimed(self, folder: Path) -> Iterator[None]:
-        """Keeps other processes that ask for the same folder waiting."""
+        """Locks a folder against other processes."""
         with ExitStack() as claim:
             with self.cache.failure_explained():
                 folder.mkdir(parents=True, exist_ok=True)
@@ -81,19 +74,19 @@ class RemoteDataset:
             yield
 
     def address(self, shard: ShardInfo) -> str:
-        """Where a shard is."""
+        """The URL of a shard."""
         return f"{self.url}/{shard.name}"
 
     def open(self, shard: ShardInfo) -> BinaryIO:
-        """Opens a whole shard, from the cache.
+        """Opens a whole shard from the cache.
 
         Raises:
-            DataError: it cannot be downloaded or kept.
+            DataError: it cannot be downloaded or stored.
         """
         return self.cache.open(self.address(shard), shard.sha256, shard.bytes)
 
     def fetch(self, shard: ShardInfo) -> None:
-        """Brings a shard into the cache before it is needed.
+        """Downloads a shard to the cache in advance.
 
         Raises:
             DataError: it cannot be downloaded, or there is no room for it.
@@ -101,46 +94,45 @@ class RemoteDataset:
         self.cache.fetch(self.address(shard), shard.sha256, shard.bytes)
 
     def touch(self, shard: ShardInfo) -> None:
-        """Marks a shard as used, if the cache has it."""
+        """Marks a cached shard as used."""
         self.cache.touch(shard.sha256)
 
     def open_parts(self, shard: ShardInfo) -> BinaryIO:
-        """Opens a shard where it is, to read parts of it, which come unverified."""
+        """Opens a shard for reading parts of it by range requests, unverified."""
         return cast(
             BinaryIO, io.BufferedReader(_Ranges(self.address(shard), shard.bytes), _READ_BYTES)
         )
 
 
 def load_manifest(location: str) -> Manifest:
-    """Reads the manifest of a dataset, given its folder or its address without a slash at the end.
+    """Reads the manifest of a dataset, given its folder or its URL without a slash at the end.
 
     Raises:
-        ConfigError: the address has a query.
-        DataError: there is none, or it cannot be read.
+        ConfigError: the URL has a query.
+        DataError: there is no manifest, or it cannot be read.
     """
     if not storage.is_url(location):
         return Manifest.load(Path(location))
     if "?" in location:
         raise ConfigError(
-            f"the address {storage.shown(location)} of a dataset has a query (?...), and the names "
-            "of its files cannot "
-            "be appended to that; leave it out, and give access by the store's own credentials"
+            f"the dataset's URL {storage.shown(location)} has a query (?...), so names of files "
+            "cannot be appended. Leave it out, and use the store's own credentials."
         )
     path = f"{location}/{MANIFEST}"
     try:
         return Manifest.parse(storage.read(path), storage.shown(path))
     except ObjectNotFoundError as error:
         raise DataError(
-            f"{error}. There is no finished dataset at that address; put one there with: samestep "
-            "data push DIR URL"
+            f"{error}. There is no finished dataset at that URL. Put one there with: samestep data "
+            "push DIR URL"
         ) from error
 
 
 def fetch_tokenizer(url: str, folder: Path) -> None:
-    """Copies the tokenizer of a remote dataset to `folder`/tokenizer, where it is missing.
+    """Downloads the missing files of a remote dataset's tokenizer to `folder`/tokenizer.
 
     Raises:
-        DataError: it cannot be read, or not be written.
+        DataError: they cannot be read or written.
     """
     url, folder = f"{url}/tokenizer", folder / "tokenizer"
     model, *settings = TOKENIZER_FILES
@@ -151,9 +143,9 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
         return
     try:
         _fetch(f"{url}/{model}", folder / model)
-    except (
-        StorageError
-    ) as error:  # a store that may not be listed forbids, as it says, to read what is not there
+    except StorageError as error:
+        # Any error may mean that the file is missing: without the right to list a bucket, a store
+        # answers "forbidden".
         try:
             _fetch(f"{url}/{SENTENCEPIECE_MODEL}", folder / SENTENCEPIECE_MODEL)
         except StorageError:

@@ -285,7 +285,7 @@ def test_a_damaged_shard(
 def test_a_damaged_cache(
     run: Run, remote: tuple[str, ...], tmp_path: Path, survived: Survived
 ) -> None:
-    sign = "was damaged on this disk; it is downloaded again"
+    sign = "was damaged on this disk; downloading it again"
     observer = Observer(
         "bit flipped in each cached shard, run killed and started again", run.folder, sign
     )

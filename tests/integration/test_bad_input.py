@@ -171,7 +171,7 @@ def test_another_tokenizer(
         "train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}"
     )
     assert result.code == 1
-    assert "is not the tokenizer that made the shards" in result.message
+    assert "but the dataset was built with" in result.message
 
     manifest = json.loads((dataset_copy / "manifest.json").read_text())
     manifest["tokenizer_fingerprint"] = Tokenizer.load(dataset_copy / "tokenizer").fingerprint

@@ -66,7 +66,7 @@ def test_a_stopped_push_goes_on_and_is_no_dataset_before(
     shard.write_bytes(content)
     with pytest.raises(DataError, match=r"the bytes of .*train-000004.tar have changed"):
         push(dataset, s3_folder)
-    with pytest.raises(DataError, match="no finished dataset at that address"):
+    with pytest.raises(DataError, match="no finished dataset at that URL"):
         Dataset.open(s3_folder)
     assert not storage.exists(f"{s3_folder}/train-000004.tar")
     content[1000] ^= 1

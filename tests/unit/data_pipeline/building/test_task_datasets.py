@@ -338,7 +338,7 @@ def test_rows_to_evaluate_on_are_a_dataset_of_their_own(corpus, tmp_path, caplog
     )
     assert inspect(dataset).split == "heldout"
     with pytest.raises(
-        DataError, match="has held-out rows only, to evaluate on; train on another dataset"
+        DataError, match="has held-out rows only. Train on another dataset"
     ):
         PackedSplit(dataset, "train", SPECS["classification"], "padded", 0)
 

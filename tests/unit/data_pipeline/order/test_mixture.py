@@ -381,8 +381,8 @@ def test_impossible_weights_are_refused(weights: dict[str, float], message: str)
 def test_impossible_mixtures_are_refused(folders: dict[str, Path], write_dataset: Any) -> None:
     two = (Source("x/a"), Source("y/b"))
     for settings, message in (
-        ({}, "set path to a dataset, or sources"),
-        ({"path": "x", "sources": two}, "leave the other one out"),
+        ({}, "Set either path to a dataset"),
+        ({"path": "x", "sources": two}, "Set either path"),
         ({"sources": (Source("x/a"), Source("y/a"))}, "same name in a, a"),
         (
             {"sources": two, "weights": (Weights(3, {"a": 1}),)},
@@ -393,7 +393,7 @@ def test_impossible_mixtures_are_refused(folders: dict[str, Path], write_dataset
     ):
         with pytest.raises(ConfigError, match=message):
             Config(**settings)
-    with pytest.raises(ConfigError, match="has the same dataset twice"):
+    with pytest.raises(ConfigError, match="lists the same dataset twice"):
         Config(
             sources=(Source(str(folders["wiki"])), Source(str(folders["wiki"]), name="again"))
         ).open()

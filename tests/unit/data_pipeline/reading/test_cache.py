@@ -204,7 +204,7 @@ def test_only_what_is_needed_may_exceed_the_limit(shards: Shards, tmp_path: Path
     cache = make_cache(tmp_path, limit=SIZE)
     with shards.open(cache, 0):
         shards.get(cache, 1)
-        with pytest.raises(DataError, match="no room for shards that are not needed yet"):
+        with pytest.raises(DataError, match="no room to download shards in advance"):
             shards.fetch(cache, 2)
         assert shards.kept(cache) == [0]
     shards.fetch(cache, 2)
@@ -267,7 +267,7 @@ def test_a_disk_smaller_than_the_limit_is_the_limit(shards: Shards, small_disk: 
     for number in range(8):
         shards.get(cache, number)
     assert 0 < len(shards.kept(cache)) < 5
-    refused = r"cannot keep shards in .*: No space left.*all its shards are in use"
+    refused = r"cannot store shards in .*: No space left.*All its shards are in use"
     with ExitStack() as in_use, pytest.raises(DataError, match=refused):
         _ = [in_use.enter_context(shards.open(cache, number)) for number in range(8)]
     assert not partial_files(cache)
@@ -276,7 +276,7 @@ def test_a_disk_smaller_than_the_limit_is_the_limit(shards: Shards, small_disk: 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        DataError, match=rf"{tmp_path}/file/cache/shards: Not a directory; set data.cache .*writ"
+        DataError, match=rf"{tmp_path}/file/cache/shards: Not a directory. Set data.cache .*writ"
     ):
         ShardCache.open_folder(str(tmp_path / "file/cache")).prepare()
 

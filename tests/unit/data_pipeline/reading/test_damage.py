@@ -73,4 +73,4 @@ def test_a_shard_that_the_cache_s_disk_has_damaged_is_fetched_again(
             with damaged([kept], random.Random(round)), cache.open(*address) as file:
                 assert file.read() == (folder / shard.name).read_bytes()
             assert web.contents.total() > before
-            assert "was damaged on this disk; it is downloaded again" in caplog.text
+            assert "was damaged on this disk; downloading it again" in caplog.text

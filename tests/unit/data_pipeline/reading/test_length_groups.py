@@ -134,7 +134,7 @@ def test_a_loader_goes_on_where_another_was(dataset: Path) -> None:
 
 def test_what_cannot_be_grouped_is_refused(dataset: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.group_by_length is for rows of tasks of one sequence each"
+        ConfigError, match=r"data\.group_by_length needs rows of a task with one sequence each"
     ):
         make_loader(dataset, **settings(pack_spec=PackSpec(LENGTH, 1, 1)))
     choices = PackSpec(LENGTH, 1, 1, parts=Parts("multiple_choice", choices=2))

@@ -137,7 +137,7 @@ def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batches, "_BLOCK_CELLS", 1)
+    monkeypatch.setattr(batches, "_BLOCK_POSITIONS", 1)
     other = Source(str(write_dataset_to(tmp_path / "other", shards=3)), 1)
     local = make_loader(None, None, sources=(Source(str(dataset), 3, "it"), other))
     expected = digests(local, steps := 2 * local.examples // BATCH)
@@ -149,7 +149,7 @@ def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
         assert digests(loader, steps) == expected
     assert 0 < sum(sizes(tmp_path / "cache" / "shards").values()) <= enough
     with pytest.raises(
-        ConfigError, match=r"cache_size is .* read from up to 4 shards"
+        ConfigError, match=r"data.cache_size.* read up to 4 shards"
     ):  # not the local ones
         make_loader(
             None,
@@ -181,7 +181,7 @@ def test_a_cache_smaller_than_the_dataset_is_never_exceeded_and_changes_nothing(
     dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        batches, "_BLOCK_CELLS", 1
+        batches, "_BLOCK_POSITIONS", 1
     )  # what is read together is a small part of a window, as usual
     local = make_loader(dataset, None)
     steps = 2 * local.examples // BATCH
@@ -201,13 +201,13 @@ def test_a_cache_that_is_smaller_than_the_working_set_is_refused(
     dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enough = largest(dataset, WORKING_SET)
-    refused = rf"takes {enough - 1:,} bytes \(data.cache_size is .* \(1\) read from up to {WORKING_SET} .* {enough:,} byt"
+    refused = rf"takes {enough - 1:,} bytes \(limited by .* \(1\) read up to {WORKING_SET} .* {enough:,} byt"
     with pytest.raises(ConfigError, match=refused):
         make_loader(remote, tmp_path / "cache", cache_size=f"{enough - 1}B")
     make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B").close()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the processes of a node share the cache
     with pytest.raises(
-        ConfigError, match=r"this node \(2\) .* set data.cache_size to .*lower data.lanes"
+        ConfigError, match=r"processes \(2\) .* Set data.cache_size to .*lower data.lanes"
     ):
         make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B")
 
@@ -258,7 +258,7 @@ def test_a_missing_and_a_replaced_shard_are_named_at_the_start(
     address = f"{own_remote}/train-000003.tar"
     storage.upload(dataset / "train-000004.tar", address)
     with pytest.raises(
-        DataError, match=rf"{address} is (not the shard that the manifest|cut short)"
+        DataError, match=rf"{address} (differs from the shard in the manifest|is cut short)"
     ):
         make_loader(own_remote, tmp_path / "cache")
     storage.remove(address)
@@ -276,7 +276,7 @@ def test_a_wrong_address_is_named(remote: str, tmp_path: Path) -> None:
 
 def test_an_address_with_a_query_is_refused_without_its_secrets() -> None:
     with pytest.raises(
-        ConfigError, match=r"https://host/dataset of a dataset has a query \(\?\.\.\.\)"
+        ConfigError, match=r"https://host/dataset has a query \(\?\.\.\.\)"
     ) as caught:
         Config(path="https://host/dataset?signature=secret").open()
     assert "secret" not in str(caught.value)
