@@ -337,7 +337,7 @@ def test_rows_to_evaluate_on_are_a_dataset_of_their_own(corpus, tmp_path, caplog
         == HELDOUT
     )
     assert inspect(dataset).split == "heldout"
-    with pytest.raises(DataError, match="has held-out rows only. Train on another dataset"):
+    with pytest.raises(DataError, match=r"has held-out rows only\. Train on another dataset"):
         PackedSplit(dataset, "train", SPECS["classification"], "padded", 0)
 
 
