@@ -70,7 +70,7 @@ optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: {_EVERY * saves + 1}, global_batch_size: {batch}, micro_batch_size: {batch}, log_every: 1}}
 checkpoint: {{every: {_EVERY}, asynchronous: {str(asynchronous).lower()}}}
 strategy: ddp
-""")
+""")  # noqa: E501
     with tempfile.TemporaryDirectory(dir=folder) as output:
         command = [
             sys.executable,

@@ -77,7 +77,7 @@ model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width},
 objective: {{kind: mlm}}
 optimizer: {{kind: adamw}}
 training: {{steps: 1, global_batch_size: 8, micro_batch_size: 2}}
-"""
+"""  # noqa: E501
     )
     experiment = load(Experiment, str(file), [])
     world = World.start(60)

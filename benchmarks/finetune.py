@@ -56,7 +56,7 @@ objective: {{kind: classification}}
 optimizer: {{kind: adamw, lr: 1e-4, weight_decay: 0.01}}
 training: {{steps: 1000000, global_batch_size: {self.batch}, micro_batch_size: {self.batch}}}
 strategy: single
-""")
+""")  # noqa: E501
         return load(Experiment, str(file))
 
 
@@ -91,7 +91,10 @@ def ready_batches(job: Job, steps: int = 512) -> list[dict[str, Tensor]]:
 def measure(job: Job, repeats: int) -> Comparison:
     """Both sides in turn."""
     sides = {"samestep": step.ours, "Hugging Face Trainer": theirs}
-    title = f"Fine-tuning BERT-{job.model}: {job.batch} rows a step, by length, the CPU, threads: {job.threads}, fp32"
+    title = (
+        f"Fine-tuning BERT-{job.model}: {job.batch} rows per step, by length, the CPU, "
+        f"threads: {job.threads}, fp32"
+    )
     return step.in_turns(title, sides, job, repeats)
 
 

@@ -266,7 +266,7 @@ objective: {{kind: mlm}}
 optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: {_STEPS}, global_batch_size: {args.processes}, micro_batch_size: 1, verify_state_every: null}}
 checkpoint: {{every: 1000000}}
-""")
+""")  # noqa: E501
         found = {name: measure(folder, file, name, args.processes) for name in args.strategies}
         print(
             f"{date.today()}, {args.processes} processes on {os.cpu_count()} cores, "

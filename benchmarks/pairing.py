@@ -131,7 +131,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def publish(comparisons: Sequence[Comparison], path: Path | None) -> None:
-    """Prints the tables with machine, date and versions, and writes everything measured to `path`."""
+    """Prints the tables with machine, date and versions; writes all measurements to `path`."""
     conditions = {"date": date.today().isoformat(), "hardware": hardware(), "versions": versions()}
     console = Console()
     for comparison in comparisons:

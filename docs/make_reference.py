@@ -24,7 +24,7 @@ HEADER = """# Settings
 
 Written by `docs/make_reference.py` from the docstrings of the `Config` classes; edit those, not this page.
 [configuration.md](configuration.md) says how files, overrides and kinds work.
-"""
+"""  # noqa: E501
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -65,7 +65,8 @@ def _section(
     if fields:
         yield "| key | value | default | what it is |\n|---|---|---|---|"
         for field in fields:
-            yield f"| `{field.name}` | {_type(hints[field.name])} | {_default(field)} | {texts[field.name]} |"
+            type_, default = _type(hints[field.name]), _default(field)
+            yield f"| `{field.name}` | {type_} | {default} | {texts[field.name]} |"
         yield ""
     for field in fields:
         hint, inner = hints[field.name], f"{path}.{field.name}" if path else field.name
@@ -94,7 +95,8 @@ def _type(hint: Any) -> str:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if origin is tuple:
         inner = _type(arguments[0])
-        return f"list of {inner.replace('list', 'lists', 1) if inner.startswith('list') else inner + 's'}"
+        nested = inner.startswith("list")
+        return f"list of {inner.replace('list', 'lists', 1) if nested else inner + 's'}"
     return "a kind" if origin is Annotated else _NAMES.get(hint, "section")
 
 

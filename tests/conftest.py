@@ -100,7 +100,7 @@ optimizer: {{kind: adamw, lr: 1e-3}}
 schedule: {{warmup_steps: 4}}
 training: {{steps: 12, global_batch_size: 10, micro_batch_size: 4, log_every: 1, collective_timeout: 60}}
 checkpoint: {{every: 1000}}
-"""
+"""  # noqa: E501
     )
     return str(path)
 
@@ -133,7 +133,7 @@ schedule: {{decay: inverse_sqrt, decay_start: 4}}
 training: {{steps: 12, global_batch_size: 10, micro_batch_size: 4, max_grad_norm: null, log_every: 1,
   collective_timeout: 60}}
 checkpoint: {{every: 1000}}
-"""
+"""  # noqa: E501
     )
     return str(path)
 

@@ -57,7 +57,7 @@ def moments(process: Process) -> Iterator[None]:
 
 
 def kill(process: Process) -> None:
-    """Kills a command and all that it has started at one moment, as a machine that loses its power."""
+    """Kills a command and everything it has started at once, like a power cut."""
     os.killpg(process.popen.pid, signal.SIGKILL)
     process.popen.wait()
 

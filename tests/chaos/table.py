@@ -21,7 +21,7 @@ _STEP_SECONDS = "0.3"
 _HEAD = """\
 | fault | noticed after, s | next new step after, s | steps redone | examples lost | repeated | skipped | goodput |
 |---|---|---|---|---|---|---|---|
-"""
+"""  # noqa: E501
 
 
 class Outcomes:

@@ -172,7 +172,7 @@ two replicas; `zero-1` to `zero-3` are the stages of DeepSpeed's ZeRO; `accelera
 {chr(10).join(rows)}
 
 {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}).
-"""
+"""  # noqa: E501
 
 
 def _join(values: Iterable[object]) -> str:

@@ -55,7 +55,7 @@ def config_file(folder: Path, kind: str, **settings: Any) -> str:
 
 
 def fake_gpu(kind: str, accelerator: object, world: object, replicas: int | None = None) -> Any:
-    """What Accelerate makes of FSDP and DeepSpeed where there is a GPU, as much as is asked of it."""
+    """What Accelerate sets up for FSDP and DeepSpeed on a GPU, as far as it is used."""
     state = SimpleNamespace(
         fsdp_plugin=FullyShardedDataParallelPlugin() if kind == "FSDP" else None
     )

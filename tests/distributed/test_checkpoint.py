@@ -31,7 +31,7 @@ from trainer.errors import CheckpointError
 
 
 class Tiny(nn.Module):
-    """Sizes that no world size divides, fewer rows than ranks, two element types and a tied weight."""
+    """Sizes that no world size divides, fewer rows than ranks, two dtypes and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()

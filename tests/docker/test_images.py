@@ -104,7 +104,7 @@ class Image:
             f"--chdir={self.config['WorkingDir']}",
             *self.config["Env"],
         ]
-        script = 'ip link set lo up && mount --rbind /dev "$0/dev" && exec chroot --userspec="$1" "$0" "${@:2}"'
+        script = 'ip link set lo up && mount --rbind /dev "$0/dev" && exec chroot --userspec="$1" "$0" "${@:2}"'  # noqa: E501
         own = [
             "unshare",
             "--pid",
@@ -264,7 +264,7 @@ def test_image_has_nothing_that_it_does_not_need(image: Image):
 
 
 def test_any_user_may_be_named(image: Image):
-    script = "import getpass, os, torch; open('a', 'w').close(); os.remove('a'); print(getpass.getuser(), os.getuid())"
+    script = "import getpass, os, torch; open('a', 'w').close(); os.remove('a'); print(getpass.getuser(), os.getuid())"  # noqa: E501
     assert image.run("python", "-c", script, uid=54321) == "samestep 54321\n"
     assert image.run("sh", "-c", "touch ~/a && rm ~/a", uid=54321) == ""
 

@@ -70,7 +70,7 @@ class Process:
 
     @property
     def leftovers(self) -> list[Path]:
-        """Temporary files outside the run's folder, but for the cache that torch keeps on purpose."""
+        """Temporary files outside the run's folder, except the cache that torch keeps."""
         return [
             path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")
         ]

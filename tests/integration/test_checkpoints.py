@@ -27,7 +27,7 @@ from trainer.training.run import open_checkpointer
 from trainer.training.weights import Weights, load_weights
 
 HYBRID = "strategy={kind: fsdp, replicas: 2}"
-ROBERTA = "{kind: roberta, vocab_size: 600, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"
+ROBERTA = "{kind: roberta, vocab_size: 600, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"  # noqa: E501
 
 
 def test_one_process_scores_what_two_trained(

@@ -29,8 +29,16 @@ from trainer.training.experiment import Experiment
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import load_weights
 
-STUDENT = {"kind": "bert", "vocab_size": 600, "layers": 1, "width": 16, "heads": 2, "ffn_width": 32,
-           "max_positions": 32, "attention_dropout": 0.0}  # fmt: skip
+STUDENT = {
+    "kind": "bert",
+    "vocab_size": 600,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "ffn_width": 32,
+    "max_positions": 32,
+    "attention_dropout": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +55,13 @@ def taught(
     )
     tree = yaml.safe_load(experiment.read_text())
     del tree["init_from"]
-    objective = {"kind": "distillation", "teacher": str(folder / "run-classification"), "of": tree["objective"],
-                 "hard": 0.5, "mse": 0.1}  # fmt: skip
+    objective = {
+        "kind": "distillation",
+        "teacher": str(folder / "run-classification"),
+        "of": tree["objective"],
+        "hard": 0.5,
+        "mse": 0.1,
+    }
     model = {**STUDENT, "head": "classification", "labels": ["about_class", "about_file"]}
     tree |= {"output": str(folder / "student"), "objective": objective, "model": model}
     (folder / "student.yaml").write_text(yaml.safe_dump(tree))
@@ -210,8 +223,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(
     settings = (f"data.path={other}", f"output={tmp_path / 'run'}", *distilled_mlm(finished_run))
     message = samestep("train", experiment_file, *settings).message
     assert "was trained with another tokenizer than" in message
-    message = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *distilled_mlm(finished_run)[:1],
-                       "model.vocab_size=640").message  # fmt: skip
+    message = samestep(
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        *distilled_mlm(finished_run)[:1],
+        "model.vocab_size=640",
+    ).message
     assert "has vocab_size 600, and model.vocab_size is 640" in message
 
 

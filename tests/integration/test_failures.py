@@ -56,7 +56,7 @@ class Objective(mlm.MaskedLM):
             elif self.config.rank == int(os.environ.get("RANK", "0")):
                 raise DataError("in its own words") if self.config.does == "refuse" else KeyError("a bug")
         return super().weights(batch)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_interrupted(stalled: Process) -> None:
 
 
 def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> None:
-    """A rank's own words are the only ones, and the others do not wait for a collective's time-out."""
+    """Only that rank's message appears, and the others do not wait for a time-out."""
     kind = f"objective={{kind: {objective}, does: refuse}}"
     result = start("train", experiment_file, *overrides(tmp_path), kind, "--processes", 2).wait(50)
     assert result.code == 1

@@ -52,10 +52,22 @@ def test_hidden_states_are_those_of_transformers(
     shutil.copytree(dataset_folder / "tokenizer", tmp_path / "model")
     model.save_pretrained(tmp_path / "model")
     output = tmp_path / "all.npy"
-    assert samestep(
-        "features", tmp_path / "model", texts, "--output", output, "--layers", "all", "--pool", "none",
-        "--batch-tokens", 100,
-    ).code == 0  # fmt: skip
+    assert (
+        samestep(
+            "features",
+            tmp_path / "model",
+            texts,
+            "--output",
+            output,
+            "--layers",
+            "all",
+            "--pool",
+            "none",
+            "--batch-tokens",
+            100,
+        ).code
+        == 0
+    )
 
     tokenizer = Tokenizer.load(dataset_folder / "tokenizer")
     cls, sep = tokenizer.vocabulary.cls, tokenizer.vocabulary.sep

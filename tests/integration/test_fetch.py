@@ -163,7 +163,7 @@ def test_both_files_of_parallel_text_are_fetched(hub, samestep, data_file, tmp_p
     for name in ("en", "de"):
         hub.write(f"datasets/owner/pairs/train.{name}", b"one\ntwo\n")
     address = "hf://datasets/owner/pairs/train."
-    source = f'source={{kind: parallel_text, source_paths: ["{address}en"], target_paths: ["{address}de"]}}'
+    source = f'source={{kind: parallel_text, source_paths: ["{address}en"], target_paths: ["{address}de"]}}'  # noqa: E501
     found = settings(samestep("fetch", data_file, source, "--to", tmp_path / "raw"))
     assert [setting.partition("=")[0] for setting in found[1:]] == [
         "source.source_paths",

@@ -52,7 +52,10 @@ def test_a_classifier_learns_and_is_scored_again_and_verified(
     assert f"accuracy     {last['heldout/accuracy']:.6g}" in evaluated.out
     resolved = yaml.safe_load((run / "config.yaml").read_text())["model"]
     assert (resolved["head"], resolved["labels"], resolved["layers"]) == (
-        "classification", ["about_class", "about_file"], 2)  # fmt: skip
+        "classification",
+        ["about_class", "about_file"],
+        2,
+    )
     assert samestep("ledger", "verify", run).code == 0
 
 
@@ -87,8 +90,12 @@ def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
     rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     assert [row["row"] for row in rows] == list(range(60))
     given = [json.loads(line) for line in (tmp_path / f"{kind}-dev.jsonl").read_text().splitlines()]
-    again = {"regression": check_numbers, "multiple_choice": check_choices, "question_answering": check_answers,
-             "tagging": check_tags}[kind](rows, given, threshold)  # fmt: skip
+    again = {
+        "regression": check_numbers,
+        "multiple_choice": check_choices,
+        "question_answering": check_answers,
+        "tagging": check_tags,
+    }[kind](rows, given, threshold)
     assert {name: printed[name] for name in again} == pytest.approx(again, rel=1e-5)
 
 
@@ -321,17 +328,31 @@ def test_a_fine_tuned_model_serves_in_transformers(
 @pytest.mark.parametrize(
     ("kind", "row", "settings", "message"),
     [
-        ("classification", {"text": "a", "label": "c"}, {}, r"dev.jsonl:3: label 'c' is not one of: about_class"),
+        (
+            "classification",
+            {"text": "a", "label": "c"},
+            {},
+            r"dev.jsonl:3: label 'c' is not one of: about_class",
+        ),
         ("classification", {"text": "a"}, {}, r"dev.jsonl:3: no column 'label'"),
         ("classification", {"label": 1}, {}, r"dev.jsonl:3: no column 'text'"),
         ("classification", {"text": " ", "label": 1}, {}, r"dev.jsonl:3: empty text"),
-        ("question_answering", {"question": "?", "context": "a b", "answers": [{"text": "c", "answer_start": 0}]}, {},
-         r"dev.jsonl:3: answer 'c' is not in the context"),
+        (
+            "question_answering",
+            {"question": "?", "context": "a b", "answers": [{"text": "c", "answer_start": 0}]},
+            {},
+            r"dev.jsonl:3: answer 'c' is not in the context",
+        ),
         ("tagging", {"tokens": ["a"], "ner": ["NAME"]}, {}, r"dev.jsonl:3: tag 'NAME' is not BIO"),
-        ("multiple_choice", {"context": "a", "choices": ["b", "c", "d"], "label": 3}, {}, r"dev.jsonl:3: .*label"),
+        (
+            "multiple_choice",
+            {"context": "a", "choices": ["b", "c", "d"], "label": 3},
+            {},
+            r"dev.jsonl:3: .*label",
+        ),
         ("regression", {"a": "a", "b": "b", "score": "x"}, {}, r"dev.jsonl:3: .*score"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows_are_named(
     kind: str,
     row: dict,

@@ -42,8 +42,16 @@ def test_cosines(
         "".join(f"{text}\n\n" for text in [query, *SENTENCES, SENTENCES[1]])
     )
     options = ("--layer", 1, "--top", 7)
-    result = samestep("neighbours", finished_run, "Prefixes", "--in", query, "--corpus", tmp_path / "corpus.txt",
-                      *options)  # fmt: skip
+    result = samestep(
+        "neighbours",
+        finished_run,
+        "Prefixes",
+        "--in",
+        query,
+        "--corpus",
+        tmp_path / "corpus.txt",
+        *options,
+    )
     assert result.code == 0, result.err
     printed = rows(result.out)
     assert len(printed) == 14
@@ -51,8 +59,20 @@ def test_cosines(
     tokenizer = Tokenizer.load(finished_run / "tokenizer")
     (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in [query, *SENTENCES]))
     output = tmp_path / "states.npy"
-    assert samestep("features", finished_run, tmp_path / "texts.txt", "--output", output, "--layers", 1,
-                    "--pool", "none").code == 0  # fmt: skip
+    assert (
+        samestep(
+            "features",
+            finished_run,
+            tmp_path / "texts.txt",
+            "--output",
+            output,
+            "--layers",
+            1,
+            "--pool",
+            "none",
+        ).code
+        == 0
+    )
     states, offsets = np.load(output), np.load(tmp_path / "states.offsets.npy")
     vectors = {}
     for number, (text, (_, spans)) in enumerate(

@@ -16,7 +16,7 @@ from tests.processes import run_ranks
 from trainer.strategies.world import World
 
 PAGE = Path(__file__).parents[2] / "docs" / "new_architecture.md"
-MODEL = f"{{kind: outside.narrow, vocab_size: {VOCAB_SIZE}, embedding_width: 16, max_positions: 32, layers: 2,"
+MODEL = f"{{kind: outside.narrow, vocab_size: {VOCAB_SIZE}, embedding_width: 16, max_positions: 32, layers: 2,"  # noqa: E501
 MODEL += " width: 32, heads: 2, ffn_width: 64}"
 
 

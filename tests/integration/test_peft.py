@@ -145,10 +145,20 @@ def short(tuned: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("lora", "fsdp"), ("lora", "zero-2"), ("adapters", "zero-1"), ("prompt", "accelerate")]),
-        pytest.param(3, [("lora", "zero-3"), ("prefix", "ddp"), ("frozen", "fsdp")], marks=pytest.mark.long),
+        (
+            2,
+            [
+                ("lora", "fsdp"),
+                ("lora", "zero-2"),
+                ("adapters", "zero-1"),
+                ("prompt", "accelerate"),
+            ],
+        ),
+        pytest.param(
+            3, [("lora", "zero-3"), ("prefix", "ddp"), ("frozen", "fsdp")], marks=pytest.mark.long
+        ),
     ],
-)  # fmt: skip
+)
 def test_same_losses_everywhere_and_after_a_restart(
     world_size: int, cases: list[tuple[str, str]], short: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What each recipe under configs/pretrain promises, stated independently of the code that keeps it."""
+"""The properties of each recipe under configs/pretrain, stated independently of the code."""
 
 from __future__ import annotations
 
@@ -74,8 +74,13 @@ def in_turn(border: int, before: Rate, after: Rate) -> Rate:
 BERT_ADAM = {"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": False}
 ADAM = {"kind": "adamw", "betas": (0.9, 0.98), "eps": 1e-6, "bias_correction": True}
 ADAFACTOR = {
-    "kind": "adafactor", "scale_by_rms": True, "clip_threshold": 1.0, "decay_rate": 0.8, "beta1": 0.0, "eps": 1e-30,
-}  # fmt: skip
+    "kind": "adafactor",
+    "scale_by_rms": True,
+    "clip_threshold": 1.0,
+    "decay_rate": 0.8,
+    "beta1": 0.0,
+    "eps": 1e-30,
+}
 LAMB = {
     "kind": "lamb",
     "betas": (0.9, 0.999),

@@ -81,7 +81,7 @@ optimizer: {{kind: adafactor, lr: 1e-2}}
 schedule: {{decay: constant}}
 training: {{steps: 6, global_batch_size: 6, micro_batch_size: 3, log_every: 1, evaluate_every: 6, max_grad_norm: null}}
 checkpoint: {{every: 3}}
-"""
+"""  # noqa: E501
     )
     return str(tmp_path / "experiment.yaml")
 
@@ -189,8 +189,8 @@ def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) ->
     result = build(gap)
     assert result.code == 1
     assert (
-        f"{corpus}/train.en:7: empty target. Correct it, or count, list and leave out such documents"
-        in result.message
+        f"{corpus}/train.en:7: empty target. Correct it, or count, list and leave out such "
+        "documents" in result.message
     )
     assert build(gap, "on_error=skip").code == 0
     (rejected,) = (tmp_path / "data" / "rejected.jsonl").read_text().splitlines()

@@ -39,7 +39,7 @@ class Objective(mlm.MaskedLM):
         while (FOLDER / "hold").exists() and metrics.exists() and metrics.read_text().count("train/loss") >= 10:
             time.sleep(0.02)
         return super().weights(batch)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

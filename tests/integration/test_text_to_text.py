@@ -86,7 +86,7 @@ def test_an_exported_decoder_ends_texts_with_the_token_of_its_tokenizer(
     samestep: Samestep, t5_experiment: str, tmp_path: Path
 ) -> None:
     """GPT-2's own is number 50256, which this vocabulary does not have."""
-    model = "model={kind: gpt2, vocab_size: 700, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 64}"
+    model = "model={kind: gpt2, vocab_size: 700, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 64}"  # noqa: E501
     changes = [f"output={tmp_path / 'run'}", "training.steps=1", model, "objective=causal_lm"]
     assert train(load(Experiment, t5_experiment, changes)) == 0
     assert samestep("export", tmp_path / "run", tmp_path / "exported").code == 0

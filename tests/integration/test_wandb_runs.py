@@ -159,7 +159,7 @@ def test_rewind(samestep: Samestep, settings: list[str], tmp_path: Path) -> None
     assert result.code == 0, result.err
     assert ended(tmp_path / "run") == [0]
     (alert,) = offline_alerts(tmp_path / "run")
-    text = "the gradient norm is nan; the run goes on from step 6, without the examples around the fault"
+    text = "the gradient norm is nan; the run goes on from step 6, without the examples around the fault"  # noqa: E501
     assert alert == ("WARN", "The run has gone back", text)
     assert [row["_step"] for row in offline_rows(tmp_path / "run")] == list(range(1, 13))
 

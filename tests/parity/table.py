@@ -42,7 +42,7 @@ same, since padding is in no answer.
 
 | model | parameters | logits | loss | gradients | {tokens} greedy tokens |
 |---|---|---|---|---|---|
-"""
+"""  # noqa: E501
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

@@ -26,8 +26,14 @@ from trainer.objectives import mlm_nsp
 from trainer.training.weights import load_weights
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
-SHAPE = {"vocab_size": 500, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "intermediate_size": 96, "max_position_embeddings": 40}  # fmt: skip
+SHAPE = {
+    "vocab_size": 500,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 40,
+}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ FAMILIES = {"gpt2": GPT2Config(**SHAPE, n_inner=80), "openai-gpt": OpenAIGPTConf
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> tuple[PreTrainedModel, gpt2.Config, Transformer]:
-    """A random model of theirs, and ours imported from the folder tmp_path/reference that it saved."""
+    """A random model of transformers, and ours imported from the folder it saved."""
     reference = AutoModelForCausalLM.from_config(
         FAMILIES[request.param], attn_implementation="eager"
     ).eval()

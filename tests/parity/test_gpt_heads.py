@@ -169,7 +169,9 @@ def test_the_language_model_beside_a_classifier_is_that_without(family: type[gpt
     model = built(replace(before, head="classification", labels=LABELS["classification"]))
     alone = built(before)
     assert {name for name, _ in model.named_parameters()} == {
-        "head.classifier.weight", *(name for name, _ in alone.named_parameters())}  # fmt: skip
+        "head.classifier.weight",
+        *(name for name, _ in alone.named_parameters()),
+    }
     batch = rows(23, 1, 9, 17)
     batch = {
         **batch,

@@ -27,8 +27,14 @@ from trainer.models import bert, roberta
 from trainer.models.transformer import Transformer
 
 FAMILIES = {"bert": (BertConfig, bert.Config, 0), "roberta": (RobertaConfig, roberta.Config, 1)}
-SHAPE = {"vocab_size": 1000, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "intermediate_size": 96, "max_position_embeddings": 40}  # fmt: skip
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 40,
+}
 
 
 @dataclass
@@ -222,10 +228,11 @@ def test_older_checkpoints_are_understood(pair: Pair, caplog: pytest.LogCaptureF
     tensors = {name: value.detach() for name, value in pair.reference.named_parameters()}
     expected = pair.config.import_tensors(tensors)
     old = {
-        name.removeprefix(pair.prefix("")).replace("LayerNorm.weight", "LayerNorm.gamma")
+        name.removeprefix(pair.prefix(""))
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
         .replace("LayerNorm.bias", "LayerNorm.beta"): value
         for name, value in tensors.items()
-    }  # fmt: skip
+    }
     old[f"{pair.config.head_names['decoder']}.weight"] = old["embeddings.word_embeddings.weight"]
     old[f"{pair.config.head_names['decoder']}.bias"] = old.pop(pair.config.head_names["bias"])
     extra = [

@@ -52,8 +52,12 @@ TARGETS = {
     "t5": ("query", "cross_value", "cross_query", "up"),
     "t5-gated": ("value", "gate", "cross_out"),
 }
-NAMES = {"classification": "SequenceClassification", "tagging": "TokenClassification",
-         "question_answering": "QuestionAnswering", "multiple_choice": "MultipleChoice"}  # fmt: skip
+NAMES = {
+    "classification": "SequenceClassification",
+    "tagging": "TokenClassification",
+    "question_answering": "QuestionAnswering",
+    "multiple_choice": "MultipleChoice",
+}
 
 
 def auto(config: Any, folder: Path) -> Any:
@@ -200,9 +204,16 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
         (["query", "output.dense"], "query") if family == "bert" else (["c_attn", "c_fc"], "c_fc")
     )
     task = "SEQ_CLS" if family == "bert" else "CAUSAL_LM"
-    settings = LoraConfig(task_type=task, r=2, lora_alpha=3, target_modules=targets, rank_pattern={wider: 5},
-                          alpha_pattern={wider: 7}, init_lora_weights=False, 
-                          fan_in_fan_out=family == "gpt2")  # fmt: skip
+    settings = LoraConfig(
+        task_type=task,
+        r=2,
+        lora_alpha=3,
+        target_modules=targets,
+        rank_pattern={wider: 5},
+        alpha_pattern={wider: 7},
+        init_lora_weights=False,
+        fan_in_fan_out=family == "gpt2",
+    )
     theirs = get_peft_model(reference, settings).eval()
     theirs.peft_config["default"].base_model_name_or_path = str(base)
     theirs.save_pretrained(tmp_path / "adapter")
@@ -219,17 +230,32 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
 
 
 NOT_IN_PEFT = {
-    "prefix": {"bert-words", "bert-choice", "openai-gpt", "openai-gpt-classes", "t5", "t5-gated", "t5-classes",
-               "t5-tagging", "t5-question_answering"},
-    "prompt": {"bert-words", "bert-choice", "gpt2-classes", "openai-gpt-classes", "t5-classes",
-               "t5-question_answering"},
-}  # fmt: skip
+    "prefix": {
+        "bert-words",
+        "bert-choice",
+        "openai-gpt",
+        "openai-gpt-classes",
+        "t5",
+        "t5-gated",
+        "t5-classes",
+        "t5-tagging",
+        "t5-question_answering",
+    },
+    "prompt": {
+        "bert-words",
+        "bert-choice",
+        "gpt2-classes",
+        "openai-gpt-classes",
+        "t5-classes",
+        "t5-question_answering",
+    },
+}
 
 
 @pytest.mark.parametrize("added", [prefix.Config(3), prompt.Config(3)], ids=["prefix", "prompt"])
 @torch.no_grad()
 def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_path: Path) -> None:
-    """Or are not exported: where the library refuses them, passes them over or reads another cell."""
+    """Not exported: the library rejects or ignores them, or pools another position."""
     model, tensors = make(family, added)
     kind = type(added).__module__.rpartition(".")[2]
     if family in NOT_IN_PEFT[kind]:

@@ -17,8 +17,16 @@ from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.training.weights import load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.
-SHAPE = {"vocab_size": 300, "d_model": 48, "d_kv": 20, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,
-         "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
+SHAPE = {
+    "vocab_size": 300,
+    "d_model": 48,
+    "d_kv": 20,
+    "d_ff": 80,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 VERSIONS = {"v1.0": {}, "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}}
 
 
@@ -41,7 +49,7 @@ def make(version: str, folder: Path) -> T5ForConditionalGeneration:
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> tuple[T5ForConditionalGeneration, t5.Config, EncoderDecoder]:
-    """A random model of theirs, and ours imported from the folder tmp_path/reference that it saved."""
+    """A random model of transformers, and ours imported from the folder it saved."""
     reference = make(request.param, tmp_path / "reference")
     weights = load_weights(tmp_path / "reference")
     model = weights.config.build().eval()
@@ -171,8 +179,16 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
 
 def test_configurations_of_published_models_are_understood():
     """Keys as in the config.json of t5-small and t5-v1_1-small."""
-    common = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 32128, "d_model": 512, "d_kv": 64,
-              "relative_attention_num_buckets": 32, "dropout_rate": 0.1, "layer_norm_epsilon": 1e-6}  # fmt: skip
+    common = {
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_kv": 64,
+        "relative_attention_num_buckets": 32,
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6,
+    }
     small = t5.Config.from_huggingface({**common, "d_ff": 2048, "num_layers": 6, "num_heads": 8})
     assert small == t5.Config(layers=6, width=512, heads=8, ffn_width=2048)
     newer = {"d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}

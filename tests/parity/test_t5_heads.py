@@ -34,8 +34,16 @@ from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.
-SHAPE = {"vocab_size": 300, "d_model": 48, "d_kv": 20, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,
-         "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
+SHAPE = {
+    "vocab_size": 300,
+    "d_model": 48,
+    "d_kv": 20,
+    "d_ff": 80,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 VERSIONS = {"v1.0": {}, "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}}
 TASKS = {task: each for task, each in heads.TASKS.items() if task != "multiple_choice"}
 END = 1

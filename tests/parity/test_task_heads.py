@@ -32,8 +32,15 @@ FAMILIES: dict[str, Any] = {
     "bert": (BertConfig, bert.Config, 0),
     "roberta": (RobertaConfig, roberta.Config, 1),
 }
-SHAPE = {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "intermediate_size": 96, "max_position_embeddings": 40, "type_vocab_size": 2}  # fmt: skip
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 40,
+    "type_vocab_size": 2,
+}
 PADDED, FULL = (
     [(9, 9), (1, 1), (15, 3), (5, 12), (10, 4), (7, 7)],
     [(9, 12), (20, 1), (1, 20), (3, 18), (5, 16), (6, 15)],

@@ -14,12 +14,17 @@ from tests.integration.commands import Samestep
 from tests.xla.conftest import Work
 
 RELATIVE = 1e-4
-MODEL = "model={kind: bert, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"
+MODEL = "model={kind: bert, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"  # noqa: E501
 TASKS = {
-    "classification": ("model.head=classification", "model.labels=[about_class,about_file]",
-                       "objective.metrics=[accuracy]", "optimizer.layer_decay=0.8", "strategy.scan_layers=false"),
+    "classification": (
+        "model.head=classification",
+        "model.labels=[about_class,about_file]",
+        "objective.metrics=[accuracy]",
+        "optimizer.layer_decay=0.8",
+        "strategy.scan_layers=false",
+    ),
     "question_answering": ("model.head=question_answering",),
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(600)
@@ -81,7 +86,7 @@ def test_a_student_learns_beside_its_teacher(
     settings = ("init_from=null", MODEL, *TASKS["classification"][:2], *batches)
     teacher = tmp_path / "teacher"
     assert samestep("train", file, f"output={teacher}", *settings).code == 0
-    of = f"objective={{kind: distillation, teacher: {teacher}, of: classification, hard: 0.5, cosine: 1.0}}"
+    of = f"objective={{kind: distillation, teacher: {teacher}, of: classification, hard: 0.5, cosine: 1.0}}"  # noqa: E501
     student = (*settings, of, "model.layers=2", "seed=3")
     assert samestep("train", file, f"output={tmp_path / 'cpu'}", *student).code == 0
     report = work(str(file), f"output={tmp_path / 'xla'}", *student)

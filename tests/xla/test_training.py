@@ -242,11 +242,11 @@ def test_the_host_waits_for_the_devices_to_log_only(
     [
         (
             "shape",
-            r"step is not the graph that was compiled: .*\[12,3\].*, where it had .* \(changing_objective.py, line",
+            r"step is not the graph that was compiled: .*\[12,3\].*, where it had .* \(changing_objective.py, line",  # noqa: E501
         ),
         (
             "number",
-            r"graph that was compiled: aten::mul, .*with another number in it \(changing_objective.py, line",
+            r"graph that was compiled: aten::mul, .*with another number in it \(changing_objective.py, line",  # noqa: E501
         ),
     ],
 )

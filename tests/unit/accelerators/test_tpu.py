@@ -75,7 +75,7 @@ print(json.dumps({
     "third of two": refusal(WORLD_SIZE="3", LOCAL_RANK="2"),
     "launcher": refusal(LOCAL_RANK="1", TORCH_TPU_TOPOLOGY="1,2,1", TORCH_TPU_SLICEBUILDER_ADDRESSES="a:1,b:2"),
 }))
-"""
+"""  # noqa: E501
 
 
 def install(folder: Path, package: str, version: str, source: str = "") -> None:

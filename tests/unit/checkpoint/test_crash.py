@@ -1,6 +1,7 @@
 """Whatever moment a process dies at, a committed step with the right content can be restored.
 
-Run as a script, this file forks processes that save until they die; torch is imported once for all of them.
+Run as a script, this file forks processes that save until they die; torch is imported once for all
+of them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def die_before_operation(folder: Path, step: int, number: int) -> bool:
-    """Saves a step in a process that dies just before its n-th file operation; False if there were fewer."""
+    """Saves a step in a process that dies just before its n-th file operation.
+
+    False if there were fewer.
+    """
 
     def save_and_die() -> None:
         left = number
@@ -95,7 +99,9 @@ def die_before_operation(folder: Path, step: int, number: int) -> bool:
 
 
 def die_at_every_file_operation(folder: Path, _times: int) -> None:
-    """For every operation of a save that first cleans up after a crash, and at its end removes an old step."""
+    """For every operation of a save that first cleans up after a crash, and at its end removes an
+    old step.
+    """
     checkpointer = open_at(folder)
     for step in (1, 2):
         checkpointer.save(step, tensors(step), {})

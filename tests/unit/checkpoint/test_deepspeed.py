@@ -1,4 +1,7 @@
-"""DeepSpeed's files without DeepSpeed: what is written is read, and no file runs code. The rest: test_conversion.py."""
+"""DeepSpeed's files without DeepSpeed: what is written is read, and no file runs code.
+
+The rest: test_conversion.py.
+"""
 
 from __future__ import annotations
 

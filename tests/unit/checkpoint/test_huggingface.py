@@ -31,8 +31,10 @@ def test_what_is_saved_is_loaded(saved: Path):
     assert config == {"model_type": "bert"}
     assert {*tensors} == {*TENSORS}
     assert len(tensors) == 2
-    assert all(tensors[name].dtype == value.dtype and torch.equal(tensors[name], value)
-               for name, value in TENSORS.items())  # fmt: skip
+    assert all(
+        tensors[name].dtype == value.dtype and torch.equal(tensors[name], value)
+        for name, value in TENSORS.items()
+    )
     names = sorted(path.name for path in saved.iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt"]
 

@@ -242,7 +242,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def split(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
-    """A tensor of zeros as this process holds it: some of its rows, or a flat range between random bounds."""
+    """A tensor of zeros as this process holds it.
+
+    Some of its rows, or a flat range between random bounds.
+    """
     whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "stack" else torch.float32)
     if kind == "rows":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

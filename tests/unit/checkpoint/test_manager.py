@@ -131,7 +131,10 @@ def test_retention_looks_at_the_newest_only(
 
 
 def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding the newest checkpoint, then opening it, reads it through once; reading needs no more than its rows."""
+    """Finding the newest checkpoint, then opening it, reads it through once.
+
+    Reading needs no more than its rows.
+    """
     save(tmp_path, 1, 2)
     verified, digest = [], files.digest
     monkeypatch.setattr(files, "digest", lambda path: (verified.append(path.name), digest(path))[1])
@@ -231,8 +234,11 @@ def test_leftovers_of_a_crash_are_cleaned_by_the_next_save(tmp_path: Path) -> No
         "step-2",
     ]
     assert sorted(path.name for path in (tmp_path / "step-00000002").iterdir()) == [
-        "COMMITTED", "checksums.json", "meta.json", "rank-00000.safetensors"
-    ]  # fmt: skip
+        "COMMITTED",
+        "checksums.json",
+        "meta.json",
+        "rank-00000.safetensors",
+    ]
 
 
 def test_another_model_leaves_the_tensors_alone(tmp_path: Path) -> None:
@@ -317,7 +323,10 @@ def test_a_failed_write_leaves_the_former_content_and_nothing_else(small_disk: P
 
 
 def test_going_back_to_a_step(tmp_path: Path) -> None:
-    """The newest sound step up to another; when later ones have been discarded, a restart finds it, too."""
+    """The newest sound step up to another.
+
+    When later ones have been discarded, a restart finds it, too.
+    """
     checkpointer = save(tmp_path, 2, 4, 6, 8, keep_last=9)
     corrupt_later = only_file(tmp_path, 4, "meta.json")
     corrupt_later.write_bytes(corrupt_later.read_bytes() + b" ")

@@ -53,8 +53,11 @@ def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
     assert save(s3_folder, *range(1, 5), keep_every=2).steps() == [2, 3, 4]
     assert storage.names(s3_folder) == [f"step-{step:08d}" for step in (2, 3, 4)]
     assert storage.names(f"{s3_folder}/step-00000004") == [
-        "COMMITTED", "checksums.json", "meta.json", "rank-00000.safetensors"
-    ]  # fmt: skip
+        "COMMITTED",
+        "checksums.json",
+        "meta.json",
+        "rank-00000.safetensors",
+    ]
     check_restores(s3_folder, 4)
 
     storage.write(f"{s3_folder}/step-00000007/rank-00000.json", b"{}")
@@ -144,7 +147,10 @@ def test_silence_is_not_taken_for_damage(
 def test_a_save_that_is_cut_off_before_any_request_leaves_a_whole_checkpoint(
     faulty_s3: FaultyProxy, s3_folder: str
 ) -> None:
-    """As by a process that dies: the store hears no more of it. The next save removes what it has left."""
+    """As by a process that dies: the store hears no more of it.
+
+    The next save removes what it has left.
+    """
     found: list[float] = []
     cut = True
     while cut:
@@ -192,7 +198,10 @@ def test_the_folder_of_the_config_must_be_writable() -> None:
 
 
 def save_on_all(url: str) -> list[str]:
-    """Saves a tensor that is split over the ranks, and one that is not; returns what this rank has written."""
+    """Saves a tensor that is split over the ranks, and one that is not.
+
+    Returns what this rank has written.
+    """
     logging.disable()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -20,7 +20,7 @@ Rows = dict[str, torch.Tensor]
 
 
 def lay_out(examples: Examples, sequence_length: int) -> Batch:
-    """The simplest objective: raw tokens (+ 1) in their cells, and what else an objective is given."""
+    """The simplest objective: raw tokens (+ 1) at their positions, and all that it is given."""
     tokens = np.zeros((len(examples.key), sequence_length), dtype=np.int64)
     within = np.arange(len(examples.tokens)) - np.repeat(
         np.cumsum(examples.length) - examples.length, examples.length

@@ -43,8 +43,14 @@ def test_names_and_seeds_give_unrelated_values():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("head.bias", 0), ("layers.3.attention.qkv.bias", 0), ("layers.3.ffn_norm.bias", 0), ("embeddings.norm.weight", 1),
-     ("layers.3.attention_norm.weight", 1), ("final_norm.weight", 1)],
-)  # fmt: skip
+    [
+        ("head.bias", 0),
+        ("layers.3.attention.qkv.bias", 0),
+        ("layers.3.ffn_norm.bias", 0),
+        ("embeddings.norm.weight", 1),
+        ("layers.3.attention_norm.weight", 1),
+        ("final_norm.weight", 1),
+    ],
+)
 def test_biases_are_zero_and_norm_weights_one(name: str, value: int):
     assert initial_values(name, 2, 6, seed=0, std=0.02).tolist() == [value] * 4

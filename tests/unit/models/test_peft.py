@@ -107,8 +107,10 @@ def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
             )
         return
     tokens = inputs["tokens"]
-    whole = [predict(model, tokens=row[None], positions=torch.arange(len(row))[None])[0]
-             for row in (tokens[0], tokens[1, 2:])]  # fmt: skip
+    whole = [
+        predict(model, tokens=row[None], positions=torch.arange(len(row))[None])[0]
+        for row in (tokens[0], tokens[1, 2:])
+    ]
     segments = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     found, cache = model.start(Inputs(tokens[:, :4], segments), 8)
     torch.testing.assert_close(found, torch.stack([whole[0][3], whole[1][1]]))
@@ -153,9 +155,15 @@ def test_unknown_targets_are_refused(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(lora, {"rank": 0}), (lora, {"alpha": 0}), (lora, {"targets": ()}), (adapters, {"width": 0}),
-     (prefix, {"length": 0}), (prompt, {"length": 0})],
-)  # fmt: skip
+    [
+        (lora, {"rank": 0}),
+        (lora, {"alpha": 0}),
+        (lora, {"targets": ()}),
+        (adapters, {"width": 0}),
+        (prefix, {"length": 0}),
+        (prompt, {"length": 0}),
+    ],
+)
 def test_sizes_of_nothing_are_refused(kind: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         kind.Config(**settings)

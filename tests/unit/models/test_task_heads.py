@@ -66,7 +66,8 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
         ),
         (
             {"head": "question_answering", "causal": True},
-            "causal needs a language-model head, but head is question_answering. Set causal to false",
+            "causal needs a language-model head, but head is question_answering. Set causal to "
+            "false",
         ),
     ],
 )

@@ -14,7 +14,9 @@ from tests.waiting import until
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Reads a .wandb file: a LevelDB log of 32 KiB blocks whose records are (crc, length, type, data)."""
+    """Reads a .wandb file: a LevelDB log of 32 KiB blocks whose records are (crc, length, type,
+    data).
+    """
     data = path.read_bytes()
     position, record = 7, b""
     while position + 7 <= len(data):
@@ -33,7 +35,9 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def offline_records(folder: Path, kind: str) -> Iterator[Any]:
-    """The records of a kind in all offline runs of a folder, in the order in which `wandb sync` reads them."""
+    """The records of a kind in all offline runs of a folder, in the order in which `wandb sync`
+    reads them.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
@@ -69,6 +73,9 @@ wait_for = partial(until, seconds=60)
 
 
 def ended(folder: Path) -> list[int]:
-    """The exit codes in all offline runs of a folder: W&B's own process writes the end of a file after its `finish`."""
+    """The exit codes in all offline runs of a folder.
+
+    W&B's own process writes the end of a file after its `finish`.
+    """
     wait_for(lambda: any(offline_records(folder, "exit")))
     return [record.exit_code for record in offline_records(folder, "exit")]

@@ -89,7 +89,9 @@ def test_reading_a_file_that_is_not_there_gives_nothing(tmp_path: Path):
 
 
 def test_rows_wait_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Training goes on; nothing is lost if there is room before the end, and at the end it is an error."""
+    """Training goes on; nothing is lost if there is room before the end, and at the end it is an
+    error.
+    """
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
     tracker.log(1, {})

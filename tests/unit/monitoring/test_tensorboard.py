@@ -34,7 +34,7 @@ if end == "kill":
     os.kill(os.getpid(), 9)
 for tracker in trackers:
     tracker.close()
-"""
+"""  # noqa: E501
 
 
 def run_steps(folder: Path, first: int, last: int, end: str) -> None:

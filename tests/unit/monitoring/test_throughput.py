@@ -8,7 +8,8 @@ from trainer.monitoring.throughput import Throughput
 
 
 def test_rates_are_of_the_window_and_the_time_left_is_from_the_mean():
-    # A step up to 200 is 1,000 tokens of 6e9 FLOPs; later ones, of another phase, are twice the work.
+    # A step up to 200 is 1,000 tokens of 6e9 FLOPs; later ones, of another phase, are twice the
+    # work.
     throughput = Throughput(
         100, 300, flops_until=lambda step: 6e12 * (step + max(0, step - 200)), peak_flops=1e14
     )

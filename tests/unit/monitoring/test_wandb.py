@@ -1,4 +1,7 @@
-"""W&B holds each step of metrics.jsonl exactly once, whatever was killed; checked on the real client, offline."""
+"""W&B holds each step of metrics.jsonl exactly once, whatever was killed.
+
+Checked on the real client, offline.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +67,15 @@ if end == "wait":
     time.sleep(100)
 for tracker in trackers:
     tracker.close()
-"""
+"""  # noqa: E501
 
 
 def run_steps(
     folder: Path, mode: str, first: int, last: int, kill_when: Callable[[], object] | None = None
 ) -> None:
-    """Trains from step `first` to `last` in a process, and kills it when all is logged and `kill_when` holds."""
+    """Trains from step `first` to `last` in a process, and kills it when all is logged and
+    `kill_when` holds.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [str(folder), mode, str(first), str(last), "wait" if kill_when else "close"]
     child = subprocess.Popen(
@@ -86,7 +91,9 @@ def run_steps(
 
 
 def check_history(rows: list[dict[str, Any]], folder: Path, last: int) -> None:
-    """Each step is there once, in order, with its metrics and the time at which they were first logged."""
+    """Each step is there once, in order, with its metrics and the time at which they were first
+    logged.
+    """
     times = {row["step"]: row["time"] for row in read_rows(folder / "metrics.jsonl")}
     assert [row["_step"] for row in rows] == list(range(1, last + 1))
     assert [row["train/loss"] for row in rows] == [1 / step for step in range(1, last + 1)]
@@ -297,7 +304,7 @@ tracker.alert("WARN", "A step was skipped", "https://me:pass@host/data.tar?X-Amz
 tracker.alert("ERROR", "The run has failed", "why")
 tracker.log(2, {"train/loss": 1.0})
 exec(last_step)
-"""
+"""  # noqa: E501
 ALERTS = [
     ("WARN", "A step was skipped", "https://host/data.tar is odd"),
     ("ERROR", "The run has failed", "why"),
@@ -334,7 +341,7 @@ def test_a_server_that_falls_silent_at_an_alert_does_not_keep_the_process(
 ):
     """Left to itself, W&B would try again for many minutes, and the end of Python waits for W&B."""
     server.silent_at_alerts = True
-    shorter = "tracking.FINISH_SECONDS, tracking._REQUEST_SECONDS, tracking._REQUEST_RETRIES = 3.0, 1.0, 1"
+    shorter = "tracking.FINISH_SECONDS, tracking._REQUEST_SECONDS, tracking._REQUEST_RETRIES = 3.0, 1.0, 1"  # noqa: E501
     fail(tmp_path, "online", "sys.exit(1)", before=shorter)
     assert server.silent.is_set()
 

@@ -692,7 +692,10 @@ def test_predictions_of_rows_are_in_the_order_of_the_rows() -> None:
     found = predictions([[9, 0], [0, 9], [0, 9]], rows, ("no", "yes"), **columns)
     said = [*classification.Config().build(VOCABULARY).row_predictions(found)]
     assert [(row["group"], row["label"], row["prediction"]) for row in said] == [
-        ("a", "yes", "yes"), ("b", "no", "yes"), ("c", "yes", "no")]  # fmt: skip
+        ("a", "yes", "yes"),
+        ("b", "no", "yes"),
+        ("c", "yes", "no"),
+    ]
     assert said[0]["probabilities"] == pytest.approx(
         {"no": 1 / (1 + np.exp(9)), "yes": 1 / (1 + np.exp(-9))}
     )

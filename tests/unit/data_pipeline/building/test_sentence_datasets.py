@@ -43,7 +43,7 @@ def make_text(index: int) -> str:
         return "\x00"
     draw = np.random.default_rng(index)
     return " ".join(
-        f"D{index} s{i} {' '.join(f'w{word}' for word in draw.integers(0, 50, draw.integers(1, 8)))}."
+        f"D{index} s{i} {' '.join(f'w{word}' for word in draw.integers(0, 50, draw.integers(1, 8)))}."  # noqa: E501
         for i in range(draw.integers(1, 12))
     )
 
@@ -57,9 +57,15 @@ def config(tmp_path_factory) -> Config:
     tokenizer.train(make_text(i) for i in range(DOCUMENTS)).save(tokenizer.path)
     source = jsonl.Config((f"{folder}/a.jsonl",))
     return Config(
-        source, tokenizer, str(folder / "built"), shard_bytes=9000, heldout_fraction=0.2, workers=1, sentences="rules",
+        source,
+        tokenizer,
+        str(folder / "built"),
+        shard_bytes=9000,
+        heldout_fraction=0.2,
+        workers=1,
+        sentences="rules",
         on_error="skip",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

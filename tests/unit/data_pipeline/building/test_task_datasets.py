@@ -48,7 +48,7 @@ from trainer.config import to_tree
 from trainer.errors import ConfigError, CorruptError, DataError
 from trainer.examples import Examples, PackSpec, Parts, TaskRow
 
-TEXT = "the quick brown fox jumps over a lazy dog while naïve café owners pack fifty boxes of jugs in Zürich"
+TEXT = "the quick brown fox jumps over a lazy dog while naïve café owners pack fifty boxes of jugs in Zürich"  # noqa: E501
 WORDS = TEXT.split()
 CLASSES, TAGS = ("no", "maybe", "yes"), ("O", "B-X", "I-X")
 TRAIN, HELDOUT = 60, 25
@@ -261,8 +261,14 @@ def test_the_manifest_says_what_rows_are_for_and_others_stay_as_they_are(built, 
         Manifest.parse(content, "m.json")
 
 
-OLD_NAMES = {"classification": "class", "soft": "class", "regression": "number", "multiple_choice": "choice",
-             "tagging": "tags", "question_answering": "span"}  # fmt: skip
+OLD_NAMES = {
+    "classification": "class",
+    "soft": "class",
+    "regression": "number",
+    "multiple_choice": "choice",
+    "tagging": "tags",
+    "question_answering": "span",
+}
 
 
 def test_a_dataset_with_old_names_is_read_and_not_built_again(corpus, tmp_path, kind):
@@ -557,9 +563,9 @@ def test_rows_are_shown_with_what_is_to_be_predicted(built, tmp_path, kind):
     rest = {
         "soft": "{kind: classification, soft: true}",
         "multiple_choice": "{kind: multiple_choice, choices: 3}",
-        "question_answering": "{kind: question_answering, question_length: 10, stride: 9, impossible: true}",
+        "question_answering": "{kind: question_answering, question_length: 10, stride: 9, impossible: true}",  # noqa: E501
     }
-    data = f"data: {{path: x, sequence_length: 40, packing: padded, lanes: 4}}\nobjective: {rest.get(kind, kind)}\n"
+    data = f"data: {{path: x, sequence_length: 40, packing: padded, lanes: 4}}\nobjective: {rest.get(kind, kind)}\n"  # noqa: E501
     (tmp_path / "experiment.yaml").write_text(data)
     output = printed(show, str(built[kind]), str(tmp_path / "experiment.yaml"), [], 0, 12)
     _, *shown = output.split("\nexample ")

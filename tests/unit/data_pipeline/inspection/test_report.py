@@ -1,4 +1,4 @@
-"""`samestep data inspect` and `samestep data show` say what is in the dataset and in the batches."""
+"""`samestep data inspect` and `samestep data show` print datasets and batches."""
 
 import argparse
 import io
@@ -85,8 +85,10 @@ def test_figures_are_those_of_the_shards(write_dataset) -> None:
     lengths = np.concatenate(
         [dataset.open_shard(shard).length for shard in dataset.shards("train")]
     )
-    assert inspection.histogram.tolist() == [((lengths >= lo) & (lengths < hi)).sum() for lo, hi in
-                                             [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64)]]  # fmt: skip
+    assert inspection.histogram.tolist() == [
+        ((lengths >= lo) & (lengths < hi)).sum()
+        for lo, hi in [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64)]
+    ]
     assert len(inspection.forecasts) == 6
     for forecast in inspection.forecasts:
         spec = PackSpec(forecast.sequence_length, 1, 1)

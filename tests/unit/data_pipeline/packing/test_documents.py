@@ -15,7 +15,7 @@ POLICIES = ("concat", "padded", "best_fit")
 
 
 def assert_valid(packed: PackPlan, lengths: np.ndarray, spec: PackSpec, policy: str) -> None:
-    """Every token of every document is in exactly one piece, and no two pieces want the same cell."""
+    """Every token is in exactly one chunk, and no two chunks overlap."""
     covered = np.zeros(int(lengths.sum()), dtype=int)
     document_start = np.cumsum(lengths) - lengths
     np.add.at(covered, ranges(document_start[packed.document] + packed.begin, packed.length), 1)
@@ -40,8 +40,19 @@ def assert_valid(packed: PackPlan, lengths: np.ndarray, spec: PackSpec, policy: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("spec", [PackSpec(3, 1, 1), PackSpec(4, 1, 1), PackSpec(16, 1, 1), PackSpec(9, 0, 1),
-                                  PackSpec(7, 0, 0), PackSpec(12, 2, 3), PackSpec(512, 1, 1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PackSpec(3, 1, 1),
+        PackSpec(4, 1, 1),
+        PackSpec(16, 1, 1),
+        PackSpec(9, 0, 1),
+        PackSpec(7, 0, 0),
+        PackSpec(12, 2, 3),
+        PackSpec(512, 1, 1),
+    ],
+    ids=str,
+)
 def test_every_token_is_in_exactly_one_piece(policy: str, spec: PackSpec) -> None:
     random = np.random.default_rng(spec.sequence_length)
     for documents in (1, 2, 7, 300):

@@ -411,7 +411,7 @@ loader = StreamingLoader(Dataset.open({str(write_dataset())!r}), Config(path="")
     collate=lambda e, s: {{"tokens": np.ones((len(e.key), s), np.int32)}})
 next(loader)
 raise SystemExit(3)
-"""
+"""  # noqa: E501
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
 
 

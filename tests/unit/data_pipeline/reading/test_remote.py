@@ -201,7 +201,7 @@ def test_a_cache_that_is_smaller_than_the_working_set_is_refused(
     dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enough = largest(dataset, WORKING_SET)
-    refused = rf"takes {enough - 1:,} bytes \(limited by .* \(1\) read up to {WORKING_SET} .* {enough:,} byt"
+    refused = rf"takes {enough - 1:,} bytes \(limited by .* \(1\) read up to {WORKING_SET} .* {enough:,} byt"  # noqa: E501
     with pytest.raises(ConfigError, match=refused):
         make_loader(remote, tmp_path / "cache", cache_size=f"{enough - 1}B")
     make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B").close()

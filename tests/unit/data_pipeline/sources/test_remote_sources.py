@@ -58,7 +58,7 @@ def test_patterns_on_the_hub_are_listed_and_read_in_order(hub):
 
 def test_the_signature_of_an_address_does_not_get_into_the_dataset(hub, tmp_path):
     def signed(signature):
-        address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/b.jsonl.gz?X-Amz-Signature={signature}"
+        address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/b.jsonl.gz?X-Amz-Signature={signature}"  # noqa: E501
         return build.Config(
             source=jsonl.Config((address,)),
             tokenizer=TokenizerConfig(path=str(tmp_path / "tokenizer"), vocab_size=100),

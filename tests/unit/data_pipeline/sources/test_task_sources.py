@@ -153,16 +153,35 @@ def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path)
         ("a.csv", "text,label\n", [(1, "empty file")]),
         ("a.json", "[]", [(1, "empty file")]),
         ("a.parquet", parquet_of([{"text": "x", "label": "no"}])[:-9], [(1, "corrupt file")]),
-        ("a.parquet", parquet_of([{"x": "1", "y": "2"}]), [(1, "no column 'text'; there are: x, y")]),
+        (
+            "a.parquet",
+            parquet_of([{"x": "1", "y": "2"}]),
+            [(1, "no column 'text'; there are: x, y")],
+        ),
         ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text'; there are: x, y")]),
         ("a.csv", "text,text,label\n1,2,3\n", [(1, "two columns are named 'text'")]),
-        ("a.jsonl", b'{"text": "\xff"}\n{\n[1]\n{"text": 3}', [
-            (1, "invalid UTF-8"), (2, "invalid JSON"), (3, "not a JSON object"), (4, "column 'text' is not text")]),
-        ("a.json", '{\n[]\n{"text": "x", "label": 1}', [
-            (1, "invalid JSON"), (2, "not a JSON object"), (3, TaskRow(("x",), 1.0))]),
-        ("a.json", '["x", {"text": "\\ud83d"}]', [(1, "not a JSON object"), (2, "invalid Unicode")]),
+        (
+            "a.jsonl",
+            b'{"text": "\xff"}\n{\n[1]\n{"text": 3}',
+            [
+                (1, "invalid UTF-8"),
+                (2, "invalid JSON"),
+                (3, "not a JSON object"),
+                (4, "column 'text' is not text"),
+            ],
+        ),
+        (
+            "a.json",
+            '{\n[]\n{"text": "x", "label": 1}',
+            [(1, "invalid JSON"), (2, "not a JSON object"), (3, TaskRow(("x",), 1.0))],
+        ),
+        (
+            "a.json",
+            '["x", {"text": "\\ud83d"}]',
+            [(1, "not a JSON object"), (2, "invalid Unicode")],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_named_and_reading_goes_on(tmp_path, name, data, expected):
     source = classification.Config((write(tmp_path / name, data),), labels=LABELS).build()
     assert parsed(source) == expected
@@ -324,8 +343,12 @@ def test_labels_are_names_or_indices_of_names_and_ignored_ones_are_no_rows(tmp_p
         classification.Config((path,), labels=("1", "0", "true"), ignore=("-", "-1")).build()
     )
     assert [(line, row.label if isinstance(row, TaskRow) else row) for line, row in found] == [
-        (1, 1.0), (2, 0.0), (3, 2.0), (6, "label '2' is not one of: 1, 0, true"), (7, "invalid JSON")
-    ]  # fmt: skip
+        (1, 1.0),
+        (2, 0.0),
+        (3, 2.0),
+        (6, "label '2' is not one of: 1, 0, true"),
+        (7, "invalid JSON"),
+    ]
     named = parsed(
         classification.Config(
             (path,), labels=("a", "b", "c"), ignore=("-", "-1", "true"), group="text"
@@ -558,15 +581,33 @@ def test_words_and_tags_that_do_not_fit_are_named(file, tokens, tags, reason):
 
 def test_conll_files_hold_a_word_a_line(tmp_path):
     lines = [
-        b"-DOCSTART- -X- -X- O", b"",
-        b"Jo NNP B-NP B-PER", b"ran\tVB  I-VP\tO\r", b" ", b"",
-        b"a O", b"alone", b"b", b"c O", b"",
-        b"\xff O", b"",
-        b"-DOCSTART- O", b"Bonn B-LOC", b"",
-        b"we O", b"saw O", b"Jo PER", b"in B-ORG", b"",
-        b"we O", b"met 4", b"",
-        b"met O", b"Jo 1",
-    ]  # fmt: skip
+        b"-DOCSTART- -X- -X- O",
+        b"",
+        b"Jo NNP B-NP B-PER",
+        b"ran\tVB  I-VP\tO\r",
+        b" ",
+        b"",
+        b"a O",
+        b"alone",
+        b"b",
+        b"c O",
+        b"",
+        b"\xff O",
+        b"",
+        b"-DOCSTART- O",
+        b"Bonn B-LOC",
+        b"",
+        b"we O",
+        b"saw O",
+        b"Jo PER",
+        b"in B-ORG",
+        b"",
+        b"we O",
+        b"met 4",
+        b"",
+        b"met O",
+        b"Jo 1",
+    ]
     source = tagger(
         write(tmp_path / "a.conll.gz", b"\n".join(lines)), tokens="words", tags="tags.ner"
     )

@@ -18,7 +18,7 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from data_pipeline.tokenizers.alignment import trim
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 
-CORPUS = "the quick brown fox jumps over a lazy dog while naive café owners pack fifty boxes of jugs in Zürich 1\u20442"
+CORPUS = "the quick brown fox jumps over a lazy dog while naive café owners pack fifty boxes of jugs in Zürich 1\u20442"  # noqa: E501
 LINES = [" ".join(np.random.default_rng(seed).permutation(CORPUS.split())) for seed in range(50)]
 TEXTS = [
     "The quick  brown fox.",
@@ -112,7 +112,7 @@ def test_spans_ascend_within_the_text_and_have_no_white_space_around_them(tokeni
 
 
 def test_every_word_begins_with_a_token_and_ends_with_one(tokenizer):
-    text = "The quick  brown fox.\nZürich, Übergrößen; naïve cafés — ÉCOLE 日本語 😀 ﬁve½ …owners… \uff26\uff2f İzmir ß"
+    text = "The quick  brown fox.\nZürich, Übergrößen; naïve cafés — ÉCOLE 日本語 😀 ﬁve½ …owners… \uff26\uff2f İzmir ß"  # noqa: E501
     ((_, spans),) = tokenizer.encode_aligned([text])
     found = [(begin, end) for begin, end in spans.tolist() if begin < end]
     at = 0

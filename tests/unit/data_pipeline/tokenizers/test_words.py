@@ -20,7 +20,7 @@ TEXTS = [topics[name] for name in sorted(topics)]
 WHITE = "".join(chr(c) for c in range(0x3001) if chr(c).isspace()) + "\u180e\u200b\u2060\ufeff"
 HARD = (
     WHITE
-    + "   \n\n\t\x00\x01\x1b\x7f\u0301\u0308\u200d\xad'_,.-(5²½°$ab'stÉßΣςİﬁǅ日本の한ع😀\U000e0001[MASK]<s>"
+    + "   \n\n\t\x00\x01\x1b\x7f\u0301\u0308\u200d\xad'_,.-(5²½°$ab'stÉßΣςİﬁǅ日本の한ع😀\U000e0001[MASK]<s>"  # noqa: E501
 )
 
 

@@ -1,4 +1,6 @@
-"""Counting examples by their names finds an order that is wrong itself, which making the batches again cannot."""
+"""Counting examples by their names finds an order that is wrong itself, which making the batches
+again cannot.
+"""
 
 from __future__ import annotations
 

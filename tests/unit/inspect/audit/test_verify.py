@@ -1,4 +1,6 @@
-"""`samestep ledger`: a sound run is proven sound, and whatever is wrong with a run, its ledger or its data is found."""
+"""`samestep ledger`: a sound run is proven sound, and whatever is wrong with a run, its ledger or
+its data is found.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def forge(folder: Path, change: Callable[[list[dict[str, Any]]], Iterable[dict[s
 def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(
     experiment_file: str, tmp_path: Path
 ) -> None:
-    """Two passes; a kill between two rows, another batch size after it, a step skipped, another sequence length."""
+    """Two passes; a kill between two rows, another batch size after it, a step skipped, another
+    sequence length.
+    """
     folder = tmp_path / "run"
     phases = (
         f"phases=[{{steps: 60, global_batch_size: {BATCH}}}, {{steps: 10, sequence_length: 24}}]"
@@ -168,7 +172,9 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(
 def test_a_mixture_is_proven_source_by_source(
     experiment_file: str, dataset_folder: Path, tmp_path: Path
 ) -> None:
-    """Its weights change at step 10, and when it goes on from step 14 a source has been taken out and one put in."""
+    """Its weights change at step 10, and when it goes on from step 14 a source has been taken out
+    and one put in.
+    """
     shards = Dataset.open(dataset_folder).manifest.splits["train"]
     for name, part in {"first": shards[:2], "second": shards[2:4], "third": shards[4:]}.items():
         copy = Path(shutil.copytree(dataset_folder, tmp_path / name))
@@ -176,7 +182,7 @@ def test_a_mixture_is_proven_source_by_source(
         replace(manifest, splits={**manifest.splits, "train": part}).save(copy)
 
     def mixture(**weights: float) -> str:
-        return f"data.sources=[{', '.join(f'{{path: {tmp_path / name}, weight: {w}}}' for name, w in weights.items())}]"
+        return f"data.sources=[{', '.join(f'{{path: {tmp_path / name}, weight: {w}}}' for name, w in weights.items())}]"  # noqa: E501
 
     folder, no_path = tmp_path / "run", "data.path=null"
     change = "data.weights=[{step: 10, weights: {first: 1, second: 5}}]"
