@@ -134,7 +134,7 @@ class Config(Cluster):
                 )
         if not self.staging.removeprefix("gs://").strip("/").partition("/")[2]:
             raise ConfigError(
-                f"staging {self.staging} is a whole bucket. Name a folder in it: gs://BUCKET/FOLDER."
+                f"staging {self.staging} is a whole bucket. Name a folder: gs://BUCKET/FOLDER."
             )
         for folder in self.mounts:
             if not folder.startswith("/"):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models.cache import Cache
+from trainer.models.peft import Peft
 from trainer.models.stack import LayerPlace, ScanGroup
 
 
@@ -56,12 +57,15 @@ class Inputs:
     dropout_key: Tensor | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
+    # A batch also has columns for the loss and for bookkeeping. Models get them in `extra`, so a
+    # new model may read a new column without a change here.
     @classmethod
     def of(cls, batch: Mapping[str, Tensor]) -> Self:
         """Selects a model's inputs from a batch."""
         given = {name: batch[name] for name in _COLUMNS if name in batch}
         return cls(**given, extra={name: batch[name] for name in batch if name not in given})
 
+    # Strategies move or shard all columns alike through this.
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Applies a function to every column except `extra`."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
@@ -245,6 +249,7 @@ class Model(nn.Module, ABC):
         found = {
             name: (self.layer_of(name), self.role(name)) for name, _ in self.named_parameters()
         }
+        # In an encoder-decoder each stack counts its own layers from the top.
         above = {name: place.depth - place.number for name, (place, _) in found.items() if place}
         below = max(above.values(), default=0) + 1
         return {
@@ -255,6 +260,7 @@ class Model(nn.Module, ABC):
     def last_layers(self, count: int) -> frozenset[str]:
         """The parameters of the last `count` layers of each stack."""
         places = {name: self.layer_of(name) for name, _ in self.named_parameters()}
+        # Layer 11 of 12 is the last: depth - number is 1.
         return frozenset(
             name for name, place in places.items() if place and place.depth - place.number <= count
         )
@@ -296,48 +302,6 @@ class Recomputes(Protocol):
     """A module that supports activation checkpointing."""
 
     checkpointing: bool
-
-
-class Peft(ABC):
-    """Parameter-efficient fine-tuning: the `Config` of a module of `trainer.models.peft`."""
-
-    @property
-    def length(self) -> int:
-        """Number of positions inserted before a text."""
-        return 0
-
-    @property
-    def trains_norms(self) -> bool:
-        """Whether the layers' norms are trained too."""
-        return False
-
-    @property
-    def merges(self) -> bool:
-        """Whether `merge` can fold the added parameters into plain weights."""
-        return False
-
-    @abstractmethod
-    def add_to(self, model: nn.Module) -> None:
-        """Adds parameters to a model, on the model's device, without values.
-
-        Raises:
-            ConfigError: the model has no place for them.
-        """
-
-    @abstractmethod
-    def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        """Standard deviation of an added parameter's initial values; None: it was not added."""
-
-    def owns(self, name: str) -> bool:
-        """Whether the parameter `name` was added."""
-        return self.initial_std(name, (1, 1)) is not None
-
-    def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters, by name, of an equivalent model without the added ones."""
-        kind = type(self).__module__.rpartition(".")[2]
-        raise ConfigError(
-            f"parameters of kind {kind} cannot be merged into plain weights. Use kind: lora."
-        )
 
 
 class ModelConfig(ABC):

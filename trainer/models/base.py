@@ -39,10 +39,14 @@ class TransformerModel(Model):
         self.config = config
         self.prompt: nn.Module | None = None
         self.reads = config.reads
+        # What an objective may ask for. A head that pools one position pools the last of a decoder,
+        # which has seen all others, or the first of an encoder ([CLS]).
         offers = {config.predicts, "hidden", *(f"layer.{n}" for n in range(config.layers + 1))}
         if config.head in POOLED:
             offers.add("last_position" if config.decoder else "first_position")
         self.offers: Outputs = frozenset(offers)
+        # An objective without this output would leave the head without gradients. A task's head can
+        # be removed by a setting; a language model's cannot.
         is_task = config.head != "language_model"
         self.trains = {config.predicts: "model.head=language_model" if is_task else ""}
 
@@ -55,6 +59,7 @@ class TransformerModel(Model):
         """Extends a column of segments or prefixes to the prompt: [B, S] -> [B, n + S]."""
         if column is None or self.prompt is None:
             return column
+        # The prompt belongs to the text: segment 1 (rows with a prompt hold one), or the prefix.
         return F.pad(column, (self.inserted, 0), value=1)
 
     def pooled(self, predicted: Tensor | None) -> Tensor | None:
@@ -86,6 +91,7 @@ class TransformerModel(Model):
     def role(self, name: str) -> Role:
         first = name.partition(".")[0]
         owner, _, own = name.rpartition(".")
+        # Norms are found by their module, since their parameters are called weight and bias too.
         kind = "bias" if own == "bias" else "weight"
         if self.config.peft is not None and self.config.peft.owns(name):
             kind = "adapter"
@@ -111,6 +117,7 @@ class TransformerModel(Model):
         config, shape = self.config, self.get_parameter(name).shape
         added = None if config.peft is None else config.peft.initial_std(name, shape)
         stds = config.initial_std(name) if added is None else (added,)
+        # Fused parameters have several parts with different distributions (T5's queries and keys).
         size = shape.numel() // len(stds)
         parts = []
         for part, std in enumerate(stds):
@@ -135,6 +142,7 @@ class TransformerModel(Model):
             sources |= {
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)
             }
+        # Stored weights that the model does not use must be expected, or they point to an error.
         parts: tuple[str, ...] = ("nsp_head",)
         reason = "model.nsp is false"
         if self.config.head != "language_model":
@@ -152,6 +160,8 @@ class TransformerModel(Model):
         if config.head == "language_model":
             own = [name for name in shapes if name.startswith("nsp_head.")]
             return {name: None for name in own if name not in stored.shapes}
+        # A head for the same labels is loaded. For other labels only the classifier is new: the
+        # pooler of a head of the same kind still fits.
         if (config.head, config.labels) == (before.head, before.labels):
             return {}
         begin = "head." if config.head != before.head else "head.classifier."
@@ -172,6 +182,7 @@ class TransformerModel(Model):
     def head_flops(self) -> int:
         """`matrix_flops` of the head, per position that it reads."""
         own = matrix_flops(self.head)
+        # A tied head multiplies by the token embeddings, which are not among its own parameters.
         shares = self.config.head == "language_model" and self.config.tied
         return own + _flops(self.token_embeddings) if shares else own
 

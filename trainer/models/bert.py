@@ -194,6 +194,7 @@ class Config(Family):
             fixed["pad_token_id"] = cls.position_offset - 1
         fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
         decoded: Self = decode(cls, fields, "config.json")
+        # Detect heads by their tensors: `architectures` is often wrong.
         names = {cls._canonical(name) for name in tensors}
         heads: dict[Head, tuple[str, str]] = {
             head: (cls._task_architecture(head), f"{cls.task_names[head]['classifier']}.weight")
@@ -242,6 +243,7 @@ class Config(Family):
         # Names of older versions, and names without the family's prefix, are recognized.
         table = self.tensor_names()
         own = {name for names in table.values() for name in names}
+        # Many checkpoints have a pooler and next-sentence head that this model may not want.
         unused = [n for n in tensors if _NSP_HEAD.fullmatch(n) and self._canonical(n) not in own]
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
         if ignored:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trainer.config import Kinds
 from trainer.errors import ConfigError
-from trainer.models import Model, ModelConfig, Outputs, Peft
+from trainer.models import Model, ModelConfig, Outputs
+from trainer.models.peft import Peft
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
 Norm: TypeAlias = Literal["post", "pre"]

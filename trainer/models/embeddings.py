@@ -67,6 +67,7 @@ class Embeddings(nn.Module):
         if prompt is not None:
             hidden = prompt(hidden)
             count = hidden.shape[1] - tokens.shape[1]
+            # The prompt takes positions 0 to n - 1 and token type 0.
             before = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
             if positions is not None:
                 positions = torch.cat([before.to(positions.dtype), positions], 1)
@@ -76,6 +77,7 @@ class Embeddings(nn.Module):
             assert positions is not None, "the model has a position table"
             hidden = hidden + self.positions(positions + self.position_offset)
         if self.types is not None:
+            # Adding row 0 is cheaper than looking it up for every position.
             one_type = token_types is None
             hidden = hidden + (self.types.weight[0] if one_type else self.types(token_types))
         if self.norm is not None:

@@ -89,6 +89,7 @@ class EncoderDecoder(TransformerModel):
                 return found
         whole = "hidden" in outputs
         if not self.decoder:
+            # A tagger: its head reads the encoder.
             source, matrix = self._embed_source(inputs, keys.embeddings)
             read = None if whole else self.pooled(inputs.predicted)
             hidden = self._encode(inputs, source, keys, read)
@@ -104,6 +105,7 @@ class EncoderDecoder(TransformerModel):
         both, matrix = self.embeddings(
             torch.cat([tokens, targets], 1), None, dropout_key=keys.embeddings
         )
+        # The dropout of the embeddings was computed over source and target together.
         source, hidden = both.split([tokens.shape[1], targets.shape[1]], 1)
         source = self._prompted(source)
         memory = self._encode(inputs, source, keys)
@@ -114,6 +116,7 @@ class EncoderDecoder(TransformerModel):
             columns=self.columns(inputs),
         )
         bias = self._decoder_bias(targets, target_segments)
+        # A prompt comes before the source only, so target positions are not shifted.
         read = None if whole else inputs.predicted
         hidden = self.decoder.run(hidden, memory, bias, context, read)
         after = keys.after_decoder
@@ -125,6 +128,8 @@ class EncoderDecoder(TransformerModel):
             return _Keys()
         encoder, sites = len(self._encoder_layers), len(self.config.dropout_sites)
         layers = encoder + len(self.decoder)
+        # The order of keys is part of the numerics: embeddings, after encoder, after decoder,
+        # layers, head.
         keys = split_key(key, 4 + sites * layers)
         of_layers = keys[3:-1].view(layers, sites, -1)
         return _Keys(
@@ -228,6 +233,7 @@ class EncoderDecoder(TransformerModel):
         hidden, _ = self._embed_source(inputs)
         encoded = self._encode(inputs, hidden, _Keys())
         segments = self.with_prompt(inputs.segments)
+        # While decoding, a row is one sequence, so the mask only excludes padding of the source.
         memory = Memory(encoded, None if segments is None else (segments > 0)[:, None, None, :])
         is_text = torch.ones_like(targets, dtype=torch.bool)
         cache = Cache(len(self.decoder), capacity, is_text, memory)
@@ -261,6 +267,7 @@ class EncoderDecoder(TransformerModel):
         rest of the decoder counts per decoder position, except the last feed-forward network, which
         counts per predicted one. The decoder attends to T and to S positions.
         """
+        # 12 H K per pair of positions: scores and mixing, 2 FLOPs each, forward and twice backward.
         per_position = 12 * self.config.heads * self.config.head_width
         encoder = matrix_flops(self._encoder_layers, without="cross_attention")
         keys_values = matrix_flops(self.decoder, only="cross_attention.kv")

@@ -94,6 +94,7 @@ class Config(Family):
 
     def initial_std(self, name: str) -> tuple[float, ...]:
         into_residual = name.endswith((".attention.out.weight", ".ffn.down.weight"))
+        # Radford et al. 2019, section 2.3: two projections per layer add to the residual stream.
         divisor = (2 * self.layers) ** 0.5 if into_residual else 1.0
         return (self.initializer_range / divisor,)
 
@@ -116,6 +117,7 @@ class Config(Family):
         """
         fixed = {
             "model_type": cls.model_type,
+            # samestep has one dropout rate for embeddings and branches.
             "embd_pdrop": config.get("resid_pdrop"),
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
@@ -168,6 +170,7 @@ class Config(Family):
                 continue
             has_prefix = name.startswith(("transformer.", "lm_head.", "score."))
             found[name if has_prefix else f"transformer.{name}"] = _transpose(name, tensor)
+        # The tied head is stored a second time.
         huggingface.drop_copy(found, "lm_head.weight", self.table_names["embeddings.tokens.weight"])
         return huggingface.join_tensors(found, self.tensor_names(), self)
 

@@ -39,6 +39,7 @@ def read_settings(
     Raises:
         ConfigError: it describes another kind of model, or lacks a key.
     """
+    # Absent keys have transformers' defaults, which are the required values.
     for key, expected in fixed.items():
         if config.get(key, expected) != expected:
             raise ConfigError(
@@ -118,12 +119,14 @@ def join_tensors(
     Raises:
         CheckpointError: tensors are missing, unexpected or have another shape.
     """
+    # A fused QKV of [3 D, D] is three tensors of [D, D].
     expected = {}
     for ours, shape in _shapes(config).items():
         for theirs in names[ours]:
             expected[theirs] = (shape[0] // len(names[ours]), *shape[1:])
     _check(found, expected, config)
-    # Single tensors are not copied: a large model's memory-mapped tensors stay on disk until used.
+    # Only fused parameters are concatenated. Single tensors are not copied: a large model's
+    # memory-mapped tensors stay on disk until used.
     parts = {ours: [found[name] for name in theirs] for ours, theirs in names.items()}
     return {ours: torch.cat(found) if len(found) > 1 else found[0] for ours, found in parts.items()}
 

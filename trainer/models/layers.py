@@ -80,9 +80,10 @@ class Layer(nn.Module):
             bias: added to the scores of self-attention.
             context: masks, dropout keys, positions to compute, cache.
         """
+        # Pre-norm: x + f(norm(x)). Post-norm: norm(x + f(x)).
         pre = self.norm == "pre"
-        # Positions are selected where nothing needs the others any more: after self-attention, or
-        # after cross-attention where there is one.
+        # Positions are selected as soon as nothing needs the others: after self-attention, or after
+        # cross-attention if there is one.
         read = context.positions if memory is None else None
         branch = self.attention(self.attention_norm(hidden) if pre else hidden, bias, context, read)
         key = context.key("attention_output")

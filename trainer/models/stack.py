@@ -51,6 +51,7 @@ class Context:
 
     def key(self, site: str) -> Tensor | None:
         """The dropout keys of a site, int32 [B]; None: no dropout there."""
+        # A family without dropout at a site simply does not list it.
         if self.keys is None or site not in self.sites:
             return None
         return self.keys[self.sites.index(site)]
@@ -140,6 +141,7 @@ class Stack(nn.ModuleList):
         return replace(
             context,
             keys=None if context.keys is None else context.keys[index],
+            # Earlier layers need all positions, as keys and values of the next layer.
             positions=positions if index == len(self) - 1 else None,
             cache=None if cache is None else cache.layers[index],
         )
@@ -160,6 +162,7 @@ class Stack(nn.ModuleList):
             input of the first layer.
         """
         found = {0: hidden} if 0 in wanted else {}
+        # One by one, without the runner: a loop over layers keeps no states in between.
         for index in range(through):
             hidden = self[index](hidden, memory, bias, self.of_layer(context, index))
             if index + 1 in wanted:
@@ -174,6 +177,7 @@ class Stack(nn.ModuleList):
         """
         if len(set(self)) < len(self):
             return []
+        # groupby groups neighbors only, as a loop needs.
         groups, start = [], 0
         for _, members in groupby(self, key=_static):
             stop = start + len(list(members))
@@ -225,6 +229,7 @@ def one_by_one(
 
 def place_in_stacks(model: nn.Module, name: str) -> LayerPlace | None:
     """The layer of the parameter `name` in the model's stacks; None if it is in none."""
+    # Walks down "encoder.3.ffn.up.weight": `encoder` is a stack, so 3 is the layer's number.
     parts = name.split(".")
     module = model
     for number, part in enumerate(parts[:-1]):

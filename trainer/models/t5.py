@@ -193,6 +193,7 @@ class Config(Family):
     def initial_std(self, name: str) -> tuple[float, ...]:
         """As in mesh-tensorflow; an untied head too, which transformers initializes with 1."""
         width, query = self.width**-0.5, (self.width * self.head_width) ** -0.5
+        # Queries absorb the missing scale of the scores, 1 / sqrt(K).
         of_ends = {
             "attention.qkv.weight": (query, width, width),
             "attention.query.weight": (query,),
@@ -251,6 +252,7 @@ class Config(Family):
         fixed: dict[str, Any] = {"model_type": cls.model_type}
         if head != "tagging":
             fixed["is_encoder_decoder"] = True
+        # These heads run the decoder on the shifted input, so its first token matters.
         if head in ("classification", "question_answering"):
             fixed["decoder_start_token_id"] = START
         fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
@@ -308,6 +310,7 @@ class Config(Family):
         table = self._table()
         if self.head in ("language_model", "question_answering"):
             return table
+        # In these models only the head itself has no prefix.
         own = tuple(_HEADS[self.head].values())
         return {
             ours: tuple(name if name.startswith(own) else f"{_PREFIX}{name}" for name in names)
@@ -316,7 +319,7 @@ class Config(Family):
 
     def _table(self) -> dict[str, tuple[str, ...]]:
         table: dict[str, tuple[str, ...]] = {"embeddings.tokens.weight": ("shared.weight",)}
-        up = ("wi_1", "wi_0") if self.gated else ("wi",)  # the gate comes last here
+        up = ("wi_1", "wi_0") if self.gated else ("wi",)  # in our fused matrix the gate comes last
         for stack, layers in self._stacks.items():
             bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
             table[f"{stack}_bias.weight"] = (bias,)

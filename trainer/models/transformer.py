@@ -65,6 +65,7 @@ class Transformer(TransformerModel):
 
         If no output needs all positions, the last layer computes only those that heads read.
         """
+        # Every place of dropout has its own key, so masks do not depend on which layers run first.
         keys = self._keys(inputs.dropout_key)
         hidden, matrix, segments, prefix = self._embed(inputs, keys.embeddings)
         beside = self.lm_head is not None and "next_tokens" in outputs
@@ -88,6 +89,7 @@ class Transformer(TransformerModel):
         )
         found: dict[str, Tensor] = {}
         if numbers:
+            # If only hidden states are asked for, layers above the highest one need not run.
             only = all(name.startswith("layer.") for name in outputs)
             through = numbers[-1] if only else len(self.layers)
             hidden, states = self.layers.states(hidden, None, bias, context, numbers, through)
@@ -102,6 +104,7 @@ class Transformer(TransformerModel):
         if "hidden" in outputs:
             found["hidden"] = hidden
         if beside:
+            # GPT's auxiliary language-modeling loss: the next token of every position but the last.
             assert self.lm_head is not None
             found["next_tokens"] = self.lm_head(hidden[:, :-1], matrix)
         if "next_sentence" in outputs:
@@ -131,6 +134,7 @@ class Transformer(TransformerModel):
             Embeddings [B, n + S, D], the token embeddings [V, D], and the segments and prefix of
             prompt and text [B, n + S].
         """
+        # Text comes after a prefix or prompt, so its positions are shifted by their length.
         positions = inputs.positions
         if positions is not None:
             positions = positions + self.config.virtual_tokens
@@ -150,12 +154,14 @@ class Transformer(TransformerModel):
 
         The mask is None if nothing is masked, or only later positions in a causal model.
         """
+        # A prefix without segments: all positions are one sequence.
         if segments is None and prefix is not None:
             segments = torch.ones_like(tokens)
         causal = self.config.causal
         mask = None if segments is None else segment_mask(segments, causal, prefix)
         if self.relative_bias is None:
             return mask, None
+        # Without a mask the kernel applies the direction itself; a bias has to contain it.
         if mask is None and causal:
             mask = causal_mask(tokens)
         length = tokens.shape[1]
@@ -190,6 +196,7 @@ class Transformer(TransformerModel):
             The logits [B, V] of the next tokens, and the cache for `step`.
         """
         assert inputs.segments is not None, "padding is marked by segments"
+        # Segments 0 0 1 1 1 (two positions of padding) give positions 0 0 0 1 2.
         positions = (inputs.segments.cumsum(1) - 1).clamp(min=0)
         given = Inputs(inputs.tokens, inputs.segments, positions, prefix=inputs.prefix)
         hidden, matrix, segments, prefix = self._embed(given)
@@ -211,6 +218,7 @@ class Transformer(TransformerModel):
     def _decode(
         self, hidden: Tensor, matrix: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache
     ) -> Tensor:
+        # Prompts are padded at the left, so every row ends at the same index.
         last = torch.full((len(hidden), 1), hidden.shape[1] - 1, device=hidden.device)
         context = Context(mask=mask, causal=self.config.causal)
         hidden = self.layers.run(hidden, None, bias, context, last, cache)
@@ -231,6 +239,7 @@ class Transformer(TransformerModel):
         for predicted positions only. A prompt's positions count only as keys. Recomputation does
         not count.
         """
+        # The last layer still needs queries, keys and values of all positions.
         matrices = matrix_flops(self.layers)
         for_predicted = matrix_flops(self.layers[-1], without="qkv")
         positions = sequence_length + self.config.virtual_tokens

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Peft
 from trainer.models.layers import activate
+from trainer.models.peft import Peft
 from trainer.models.projections import Projection, WrappedProjection, put_in_place
 
 _ADDED = re.compile(r".*\.adapter\.(down|up)\.(weight|bias)")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Peft
+from trainer.models.peft import Peft
 from trainer.models.projections import Projection, WrappedProjection, put_in_place
 
 _ADDED = re.compile(r"(.*)\.lora\.(\w+)\.([ab])\.weight")
@@ -86,6 +86,7 @@ class Config(Peft):
                     f"model.peft.targets has {target!r}, which this model lacks.{meant} Known: "
                     f"{', '.join(known)}"
                 )
+        # A list, because the modules are replaced during the loop.
         for name, projection in list(_projections(model)):
             if not set(projection.parts).isdisjoint(self.targets):
                 put_in_place(model, name, LoraLinear(projection, self))
@@ -112,6 +113,7 @@ class Config(Peft):
         for change in self.changes(model):
             whole = merged[f"{change.linear}.weight"].float().clone()
             a, b = (tensors[change.name(matrix)].float() for matrix in "ab")
+            # chunk returns views, so this updates the part's rows of the fused matrix in place.
             whole.chunk(change.parts)[change.part].add_(self.scale * (b @ a))
             merged[f"{change.linear}.weight"] = whole
         return merged
@@ -149,6 +151,7 @@ class LoraLinear(WrappedProjection):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., out]."""
+        # The fused output [..., 3 * inner] has a part for each of query, key and value.
         parts = super().forward(x).chunk(len(self.parts), -1)
         changed = [
             part + self.lora[target](x) if target in self.lora else part

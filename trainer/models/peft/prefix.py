@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Peft
 from trainer.models.attention import SelfAttention
+from trainer.models.peft import Peft
 
 _ADDED = re.compile(r".*\.prefix\.(keys|values)")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Peft
 from trainer.models.base import TransformerModel
+from trainer.models.peft import Peft
 
 NAME = "prompt.weight"
 
