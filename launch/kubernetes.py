@@ -12,10 +12,11 @@ from typing import ClassVar, Literal
 
 import yaml
 
-from launch import command_line, kubectl, manifest
+from launch import command_line
 from launch.environment import check_secrets, check_variables
 from launch.job import CONFIG, JobSpec, Record, State, Submission
-from launch.manifest import ACTION_LABEL, GROUP, JOB_LABEL, Object, fill
+from launch.k8s import kubectl, manifest
+from launch.k8s.manifest import ACTION_LABEL, GROUP, JOB_LABEL, Object, fill
 from launch.settings import NodeCluster, check_least, check_patterns, chips_of
 from trainer.config import Tree
 from trainer.errors import ConfigError, LaunchError

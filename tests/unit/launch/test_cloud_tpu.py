@@ -126,7 +126,7 @@ def test_devices_are_those_that_xla_sees(
         ({"accelerator_type": "v4-8", "topology": "2x2"}, "topology"),
         ({"project": "My Project"}, "project"),
         ({"zone": "us-central2"}, "zone"),
-        ({"staging": "gs://bucket"}, "a folder in it"),
+        ({"staging": "gs://bucket"}, "Name a folder"),
         ({"staging": "s3://bucket/x"}, "staging"),
         ({"staging": "gs://bucket/x*"}, "staging"),
         ({"mounts": {"data": "gs://bucket/data"}}, "mounts"),

@@ -22,9 +22,10 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from launch import kubectl as client
-from launch import manifest, records, submit
+from launch import records, submit
 from launch.job import JobSpec, Record
+from launch.k8s import kubectl as client
+from launch.k8s import manifest
 from launch.kubernetes import MANIFEST, Config, Tpu, Volume
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch import command_line
 from launch.job import Record, State
-from launch.manifest import CONTAINER, JOB_LABEL, Object
+from launch.k8s.manifest import CONTAINER, JOB_LABEL, Object
 from trainer.errors import LaunchError
 
 _RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "job": "jobs.batch"}
