@@ -234,7 +234,7 @@ def test_run_of_another_dataset_or_seed(
     run = shutil.copytree(finished_run, tmp_path / "run")
     result = samestep("train", experiment_file, f"output={run}", "seed=5", "training.steps=13")
     assert result.code == 1
-    assert "its seed is 0, this run's is 5; set seed to the checkpoint's" in result.message
+    assert "its seed is 0, but this run's is 5. To continue, set seed to the checkpoint's" in result.message
 
 
 def test_damaged_checkpoints(

@@ -148,7 +148,7 @@ def test_a_wrong_address_a_small_cache_and_an_unknown_scheme_are_named(
         (
             [f"data.path={remote_dataset}", "data.cache_size=20kB"],
             2,
-            ["takes 20,000 bytes", "set data.cache_size to 1MB"],
+            ["takes 20,000 bytes", "Set data.cache_size to 1MB"],
         ),
         (
             [f"data.path={remote_dataset}", "data.cache_size=much"],

@@ -358,7 +358,7 @@ def test_a_prompt_is_left_out_of_features(
     assert "cannot be merged" in said
     assert "--adapter" in said
     assert (
-        "with adapters, peft does not compute"
+        "peft does not compute adapters"
         in samestep("export", short["adapters"], tmp_path / "exported", "--adapter").message
     )
     assert (
@@ -378,7 +378,7 @@ def test_a_prompt_is_left_out_of_features(
     [
         (["init_from=null", "model={kind: bert, peft: lora}"], "no init_from to take them from"),
         (["model.peft.rank=0"], "rank is 0"),
-        (["model.peft.targets=[qery]"], "did you mean 'query'?"),
+        (["model.peft.targets=[qery]"], "Did you mean 'query'?"),
         (["model.peft={kind: lorra}"], "did you mean 'lora'?"),
         (["frozen=[layer.0]"], "no parameter is called so; use layers.0"),
         (["model.peft=null", "frozen=[embeddings, layers, head]"], "every parameter is frozen"),
