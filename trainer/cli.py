@@ -146,7 +146,7 @@ def _add_evaluate(commands: Commands) -> None:
         metavar="METRIC",
         help=help_,
     )
-    help_ = "files of pairs like those of the run's dataset (default: its held-out split)"
+    help_ = "files of pairs in the format of the run's dataset (default: its held-out split)"
     generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
     generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")
     _add_processes(evaluate)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-OVERRIDES = "settings that replace those of the file, e.g. optimizer.lr=1e-3 training.steps=100"
+OVERRIDES = "settings that override the file's, e.g. optimizer.lr=1e-3 training.steps=100"
 
 
 def add_command(

@@ -30,7 +30,7 @@ def set_up(rank: int = 0, verbose: bool = False) -> None:
     stderr.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handlers: list[logging.Handler] = [stderr]
     folder = os.environ.get(FILES)
-    # Only workers write files: the launcher, which has no RANK, would write to that of rank 0.
+    # Only workers write files: the launcher, which has no RANK, would write to rank 0's.
     if folder and "RANK" in os.environ and os.path.isdir(folder):
         file = logging.FileHandler(Path(folder) / f"rank-{rank:05}.log")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

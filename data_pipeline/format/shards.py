@@ -161,8 +161,8 @@ class ShardIndex:
             unless asked for.
         labels: float32 [K], what is to be predicted of all documents, where they are rows of a
             task.
-        label_start: int64 [D + 1], those of document i are `labels[label_start[i] : label_start[i +
-            1]]`; like `labels` empty unless asked for.
+        label_start: int64 [D + 1]; document i has `labels[label_start[i] : label_start[i + 1]]`.
+            Empty unless asked for, like `labels`.
     """
 
     start: npt.NDArray[np.int64]

@@ -234,7 +234,8 @@ def test_run_of_another_dataset_or_seed(
     run = shutil.copytree(finished_run, tmp_path / "run")
     result = samestep("train", experiment_file, f"output={run}", "seed=5", "training.steps=13")
     assert result.code == 1
-    assert "its seed is 0, but this run's is 5. To continue, set seed to the checkpoint's" in result.message
+    fix = "its seed is 0, but this run's is 5. To continue, set seed to the checkpoint's"
+    assert fix in result.message
 
 
 def test_damaged_checkpoints(

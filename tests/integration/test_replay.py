@@ -61,7 +61,7 @@ def test_table(samestep: Samestep, finished_run: Path) -> None:
     result = samestep("replay", finished_run, 12, "--top", 3)
     assert result.code == 0, result.err
     assert "step 12: 10 examples, loss " in result.out
-    assert "the digest of steps 12 to 12 is that of the ledger" in result.out
+    assert "the digest of steps 12 to 12 matches the ledger" in result.out
     assert "topics:" in result.out
     assert len(result.out.strip().splitlines()) == 2 + 1 + 3
 

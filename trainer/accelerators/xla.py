@@ -186,7 +186,7 @@ class XlaAccelerator(Accelerator):
             self._watch()
 
     def _watch(self) -> None:
-        """Starts to compare recorded operations with those of the previous graph."""
+        """Starts to compare recorded operations with the previous graph's."""
         import torch_xla
 
         torch_xla._XLAC._dynamic_shape_detector_set_max_different_graphs(1)

@@ -2,8 +2,8 @@
 
 Two layouts are read: the one of `engine.save_checkpoint` under ZeRO stages 1 to 3, with a file of
 flat partitions per rank, and the universal one of `deepspeed.checkpoint.ds_to_universal`, with a
-folder per parameter. The universal one is also written. Both are those of DeepSpeed 0.19; files of
-other versions are read as far as they are alike.
+folder per parameter. The universal one is also written. Both are the layouts of DeepSpeed 0.19;
+other versions are read as far as they agree.
 
 All these files are pickles, and a pickle can name any function to be called. They are read with
 torch's restricted unpickler, which never looks up a name in them: every class that it does not know
@@ -362,8 +362,8 @@ def write_universal(
 ) -> None:
     """Writes a universal checkpoint, which DeepSpeed loads under any ZeRO stage and world size.
 
-    It holds no settings of the optimizer, because DeepSpeed would take them for those of the script
-    that loads it: one set for all groups in stage 3.
+    It holds no settings of the optimizer, because DeepSpeed would use them in place of the
+    script's: one set for all groups in stage 3.
 
     Args:
         folder: gets the folder of the step, and then `latest_universal` with its name.

@@ -143,7 +143,7 @@ class Checkpointer:
             tensors: by logical name. Plain tensors hold the same values on all ranks; DTensors are
                 sharded or replicated over all ranks; segments are partitions over all ranks.
             meta: everything else that is needed to resume; must be JSON.
-            kept: a step that retention keeps from now on, instead of that of the last call.
+            kept: a step that retention keeps from now on, instead of the last call's.
         """
         self.settle()
         self._kept = kept

@@ -69,7 +69,7 @@ def write_step(
     """Writes a rank's files of a step. Rank 0 returns when the step is committed.
 
     Args:
-        folder: of the step; exists, with no files but those of this save.
+        folder: of the step; exists, with files of this save only.
         content: header and body of the rank's safetensors file.
         meta: content of meta.json, which rank 0 writes.
         peer_timeout: seconds that rank 0 waits for the others after writing its own file.

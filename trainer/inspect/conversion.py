@@ -180,7 +180,7 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
     try:
         for kind, found in state.tensors.items():
             deferred = defer(found)
-            if not deferred.keys() & parameters.keys():  # the names are those of transformers
+            if not deferred.keys() & parameters.keys():  # transformers' names
                 deferred = experiment.model.import_tensors(deferred)
             tensors |= {f"{_PREFIXES[kind]}{name}": each for name, each in deferred.items()}
         wanted = {f"{prefix}{n}": p for prefix in _PREFIXES.values() for n, p in parameters.items()}
@@ -188,7 +188,7 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
         layout.check_same_tensors(wanted, own.pieces, folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the experiment's model section must be that of the model in {folder}: {error}"
+            f"the experiment's model section does not describe the model in {folder}: {error}"
         ) from error
     return own
 

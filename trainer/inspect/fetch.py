@@ -31,7 +31,7 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
 
     Args:
         target: hf://NAME, or the file of an experiment or of a dataset.
-        overrides: settings that replace those of the file.
+        overrides: settings that override the file's.
         to: the folder for everything. Without it, models and tokenizers go to the Hub's cache,
             where they are found under their own names, and data goes to the folder "fetched".
 

@@ -68,7 +68,7 @@ def register(commands: Commands) -> None:
     )
     help_ = "the experiment that resumes DeepSpeed's run, a YAML file; or the folder to export to"
     convert.add_argument("target", metavar="EXPERIMENT|DIR", help=help_)
-    help_ = "settings that replace those of the experiment, e.g. output=runs/bert"
+    help_ = "settings that override the experiment's, e.g. output=runs/bert"
     convert.add_argument("overrides", nargs="*", metavar="key=value", help=help_)
 
 

@@ -52,7 +52,7 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     if start and readable(start) and not is_hub_path(start) and not _has_all_weights(experiment):
         check_weights(files.location(start))
     if isinstance(experiment.model, starting.Config):
-        return  # the model is that of an `init_from` on another machine
+        return  # the model is described by an `init_from` on another machine
     if teacher and readable(teacher) and not is_hub_path(teacher):
         build_teacher(experiment, load_config(teacher))
     if all(map(readable, experiment.data.paths)):

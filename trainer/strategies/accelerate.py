@@ -280,7 +280,7 @@ def _fsdp(made: accelerate.Accelerator, world: World) -> fsdp.Config:
 
 
 def _zero() -> deepspeed.Config:
-    """DeepSpeed's settings, including those of its JSON."""
+    """DeepSpeed's settings, including its JSON."""
     from accelerate.utils import DeepSpeedPlugin
 
     try:

@@ -122,7 +122,7 @@ class StateCheck:
         who = " and ".join(f"rank {rank} ({nodes[rank]})" for rank in odd)
         raise SamestepError(
             f"silent corruption on {who}{'' if majority else ', one of them'}: after the update of "
-            f"step {step} the bits of {_named(tensors, differ)} are not those of "
+            f"step {step} the bits of {_named(tensors, differ)} differ from "
             f"{'the other replicas' if majority else 'the other'}; {_FIX}"
         )
 

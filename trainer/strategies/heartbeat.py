@@ -1,8 +1,8 @@
 """Hung runs: which rank is responsible, and where in its program it is.
 
-Each process publishes its place in the program. A process that makes no progress reads those of the
-others. Hardware, drivers and collectives take no part: a thread looks at the main thread's Python
-stack, so it works with any back-end, and when everything else has stopped.
+Each process publishes its place in the program. A process that makes no progress reads what the
+others have published. Hardware, drivers and collectives take no part: a thread looks at the main
+thread's Python stack, so it works with any back-end, and when everything else has stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.strategies.world import World
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 1.0
-_LOOKS = 20  # a hang takes at least so many looks that find the main thread in the same place
+_LOOKS = 20  # consecutive looks that must find the main thread in the same place
 _LONG = ("compilation", "checkpoint")  # parts that may take arbitrarily long
 _GRACE = 3  # beats within which a living process publishes again
 _HUNG = "hung"  # the store's key of the rank that ends the run

@@ -28,7 +28,7 @@ def stored_values(
     Args:
         model: gets the values. Its parameters must keep their shapes while values are read.
         seed: at the start of a run, initializes what the weights do not have, such as a head for
-            a new task; see `Model.start_from`. None: the weights must be those of this very model.
+            a new task; see `Model.start_from`. None: the weights must belong to this very model.
 
     Raises:
         CheckpointError: the weights are of another model.

@@ -42,8 +42,8 @@ def largest(peak: Callable[[int], int], budget: int, most: int) -> int:
     1 GiB an example, and 8 would fit: the passes are over 1, 2, 4 and 8 examples.
 
     Args:
-        peak: takes a number of examples, runs a pass over them and returns the peak memory in
-            bytes; of 0 examples, the memory without a pass.
+        peak: runs a pass over a number of examples and returns the peak memory in bytes; for 0
+            examples, the memory without a pass.
         budget: bytes.
 
     Returns:

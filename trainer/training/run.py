@@ -208,7 +208,7 @@ def build_trainer(
         weights: that parameters start from, as `load_weights` takes it; None initializes them by
             the run's seed.
         snapshots: None takes none.
-        to_restore: a checkpoint will replace all values but those of frozen parameters. So none
+        to_restore: a checkpoint will replace all values except frozen ones, so none
             are initialized, which would take seconds.
 
     Raises:

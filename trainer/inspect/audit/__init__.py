@@ -1,1 +1,1 @@
-"""`samestep ledger`: proves which examples a run has consumed, and lists those of a step."""
+"""`samestep ledger`: proves which examples a run has consumed, and lists the examples of a step."""

@@ -9,9 +9,7 @@ import sys
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED
 
-_OVERRIDES = (
-    "settings that replace those of the run, e.g. data.path=DIR where the dataset has moved"
-)
+_OVERRIDES = "settings that override the run's, e.g. data.path=DIR where the dataset has moved"
 
 
 def register(commands: Commands) -> None:
@@ -25,7 +23,7 @@ def register(commands: Commands) -> None:
         _verify,
         "recompute all batches of a run and compare them with what it has consumed",
         "example:\n  samestep ledger verify runs/bert_mini",
-        "Proves that each example of a finished pass over the data was consumed exactly once, and "
+        "Proves that each example of a finished epoch of the data was consumed exactly once, and "
         "each of the last pass at most once, except those that the run excluded. Exits with 1 if "
         "that cannot be proven.",
     )

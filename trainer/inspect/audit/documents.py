@@ -15,7 +15,7 @@ Example = TypedDict(
     "Example",
     {"number": int, "source": str, "pass": int, "example": int, "documents": list[Place]},
 )
-"""Global number; name of the source; pass over it (from 1) and number in it; documents."""
+"""Global number; name of the source; its epoch (from 1) and index in it; documents."""
 
 
 class Seen(TypedDict):

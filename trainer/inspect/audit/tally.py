@@ -15,7 +15,7 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass
 class Pass:
-    """One pass over a source.
+    """An epoch of a source.
 
     Attributes:
         seen: bool [N], the examples that were consumed or excluded.

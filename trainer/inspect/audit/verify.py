@@ -5,7 +5,7 @@ Four things are shown, each relying on the one before:
 1. The ledger's rows are those that were written: their hash chain holds, and the newest checkpoint
    has its head.
 2. The rows cover the steps and the examples of each data order without a gap or an overlap.
-3. The run consumed these examples: the hash sums in the rows are those of the recomputed batches.
+3. The run consumed these examples: the hash sums in the rows match the recomputed batches.
 4. Counted by their numbers in the dataset, these are all examples of each finished pass, once each.
 """
 
@@ -207,7 +207,7 @@ def _tallies(order: Row, sources: Sequence[tuple[str, int]], verdict: Verdict) -
 
 
 def _count(rows: Columns, times: Int64, excluded: Exclusions, tallies: Sequence[Tally]) -> None:
-    """Adds consecutive examples, consumed so many times each, to the tallies of their sources."""
+    """Adds consecutive examples, and how often each was consumed, to their sources' tallies."""
     start = int(rows["number"][0])
     skipped = rows["filled"] == 0  # examples of a corrupt shard come without content
     times = np.where(skipped, 0, times)

@@ -187,7 +187,7 @@ class Rows(Division):
         The root unit is gathered all the time. Of the others, the current one and the next are; if
         units are not resharded after the forward pass, all are. The gradients of the current unit
         are copied for their reduce-scatter. `accumulates`: these gradients themselves are not
-        counted here, as `held` counts those of all units.
+        counted here, since `held` includes all units' gradients.
         """
         unit, unit_gradients = (
             max((size for key, size in sizes.items() if key is not None), default=0)
@@ -217,7 +217,7 @@ class Buffers:
     """DeepSpeed's settings of what ZeRO reduces and gathers at a time, in elements.
 
     Attributes:
-        bucket: buffer in which gradients are reduced; None takes that of the strategy.
+        bucket: buffer in which gradients are reduced; None takes the strategy's.
         overlap: whether stages 1 and 2 have two such buffers.
         prefetch: what stage 3 gathers ahead.
         persistent: stage 3 keeps parameters of up to this size gathered.

@@ -47,7 +47,7 @@ def register(commands: Commands) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="settings that replace those of the run, e.g. data.path=DIR",
+        help="settings that override the run's, e.g. data.path=DIR",
     )
 
 

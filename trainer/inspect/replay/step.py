@@ -83,8 +83,8 @@ def replay(
     Args:
         folder: of the run.
         step: from 1; the run need not have come to it.
-        overrides: settings that replace those of the run.
-        exact: trains up to the step first; otherwise the weights are those of the checkpoint.
+        overrides: settings that override the run's.
+        exact: trains up to the step first; otherwise the checkpoint's weights are used.
         skipped: takes the batch that the step had before examples were last excluded.
 
     Raises:
@@ -204,7 +204,7 @@ class _Past:
             raise DataError(
                 f"the recomputed batches of steps {first} to {last} have the digest {found}, and "
                 f"the ledger of {self._experiment.output} says {row['digest']}: the dataset or the "
-                "settings are not those of the run. Find the difference with: samestep ledger "
+                "settings differ from the run's. Find the difference with: samestep ledger "
                 "verify"
             )
         return first, last
@@ -299,7 +299,7 @@ def report(found: Replayed, top: int, console: Console) -> None:
     compared, examples = found["compared"], found["examples"]
     checked = "the ledger has no row of it to compare with"
     if compared is not None:
-        checked = f"the digest of steps {compared[0]} to {compared[1]} is that of the ledger"
+        checked = f"the digest of steps {compared[0]} to {compared[1]} matches the ledger"
     loss = _shown(found["loss"])
     console.print(f"step {found['step']}: {len(examples)} examples, loss {loss}; {checked}")
     console.print(f"scored with the weights of step {found['weights_of']}, in fp32")

@@ -44,7 +44,7 @@ class Config(Peft):
 
 
 class Prompt(nn.Module):
-    """Puts learned embeddings before those of a text."""
+    """Inserts learned embeddings before a text's."""
 
     def __init__(self, length: int, width: int, device: torch.device) -> None:
         super().__init__()

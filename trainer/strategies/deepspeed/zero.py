@@ -111,7 +111,8 @@ def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, setti
     As a side effect, `torch.nn.functional.linear` is DeepSpeed's in this process. torch's own would
     keep a view of each gathered weight until the backward pass, and so the whole model.
     """
-    # `Init` of the first module sets DeepSpeed up; its parameter then converts those of the others.
+    # `Init` of the first module sets DeepSpeed up; its parameter then converts the others'
+    # parameters.
     first: nn.Parameter | None = None
     for module in reversed(list(model.modules())):
         if own := list(module.parameters(recurse=False)):

@@ -26,23 +26,21 @@ if TYPE_CHECKING:
     import jax
 
 _PLATFORM = "tpu"
-_BLOCKS = (512, 384, 256, 128)  # cells; the kernel knows multiples of 128 only
-_LANES = 128  # of a chip's vectors; the kernel knows heads that fit into them or fill them
+_BLOCKS = (512, 384, 256, 128)  # positions; the kernel supports only multiples of 128
+_LANES = 128  # per vector of a chip; a head must be narrower, or a multiple
 
 
 def usable(accelerator: XlaAccelerator) -> bool:
-    """Whether the devices can run the kernel, and there is a JAX to make it."""
+    """Whether the devices can run the kernel, and JAX is installed to build it."""
     return accelerator.platform == "tpu" and version_of("jax") is not None
 
 
 class FlashAttention:
-    """Takes the place of `scaled_dot_product_attention`.
-
-    Where the kernel does not fit, that computes.
+    """Replaces `scaled_dot_product_attention`; falls back to it for unsupported inputs.
 
     Args:
-        mesh: the number of the mesh whose devices examples are split over.
-        shortest: cells from which on the kernel is used.
+        mesh: number of the mesh over whose devices examples are sharded.
+        shortest: minimum sequence length for the kernel.
     """
 
     def __init__(self, mesh: int, shortest: int) -> None:
@@ -59,17 +57,16 @@ class FlashAttention:
     ) -> Tensor:
         """[B, H, S, K] each -> [B, H, S, K].
 
-        attn_mask: int [B, S], a cell attends to the cells of the same number; or as the function
-            that it replaces takes it.
+        Args:
+            attn_mask: int [B, S]: attention stays within equal numbers; or a mask as in the
+                replaced function.
         """
         segments = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
-        (_, _, cells, width), alike = (
-            query.shape,
-            query.shape == key.shape and query.dtype == torch.bfloat16,
-        )
+        _, _, length, width = query.shape
+        alike = query.shape == key.shape and query.dtype == torch.bfloat16
         fits = (
-            cells >= self._shortest
-            and cells % _BLOCKS[-1] == 0
+            length >= self._shortest
+            and length % _BLOCKS[-1] == 0
             and (width < _LANES or width % _LANES == 0)
         )
         if alike and fits and attn_mask is segments:
@@ -85,14 +82,14 @@ class FlashAttention:
 
 
 class _Call(NamedTuple):
-    """What decides which computation a call of the kernel is.
+    """The static arguments of a call, which select a compiled kernel.
 
     Attributes:
-        shape: of the queries [B, H, S, K], and of keys and values.
+        shape: of queries, keys and values, [B, H, S, K].
         packed: whether there are segments.
-        causal: whether cells attend to those before them only.
+        causal: whether positions attend only to earlier ones.
         scale: of the scores.
-        mesh: the number of a mesh whose devices have B / number of them examples each.
+        mesh: number of a mesh; its devices share the B examples equally.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +99,7 @@ class _Call(NamedTuple):
     mesh: int
 
 
-_CALLS: list[_Call] = []  # operations take numbers
+_CALLS: list[_Call] = []  # torch operations take numbers, so a call is an index in this list
 
 
 def _register(call: _Call) -> int:
@@ -112,12 +109,12 @@ def _register(call: _Call) -> int:
 
 
 class _Kernel(NamedTuple):
-    """Both passes as computations of XLA, for the examples of one device.
+    """Both passes as XLA computations for the examples of one device.
 
     Attributes:
         forward: (query, key, value[, segments]) -> (out, *residuals).
         backward: (*residuals, gradient) -> gradients of query, key and value.
-        results: shapes and types of out and residuals, of all devices.
+        results: shapes and dtypes of out and residuals, over all devices.
     """
 
     forward: object
@@ -127,35 +124,35 @@ class _Kernel(NamedTuple):
 
 @cache
 def _kernel(number: int) -> _Kernel:
-    """Has JAX write the kernel out.
+    """Lowers the kernel with JAX.
 
     Raises:
-        SamestepError: it cannot.
+        SamestepError: JAX fails.
     """
     call = _CALLS[number]
     try:
-        return _written(call)
+        return _lowered(call)
     except Exception as error:
         raise SamestepError(
-            f"JAX {version_of('jax')} cannot write out attention for {list(call.shape)}: {error}; "
-            "set "
-            "strategy.flash_attention_from=null to do without its kernel"
+            f"JAX {version_of('jax')} cannot lower attention for {list(call.shape)}: {error}. Set "
+            "strategy.flash_attention_from=null to use unfused attention."
         ) from error
 
 
-def _written(call: _Call) -> _Kernel:
+def _lowered(call: _Call) -> _Kernel:
     import jax
     from jax._src import cloud_tpu_init
 
-    jax.config.update("jax_platforms", "cpu")  # it must not take the chips
-    cloud_tpu_init.running_in_cloud_tpu_vm = (
-        False  # nor ask them for the version of a libtpu, which it has not loaded
-    )
+    # JAX only lowers the kernel here. It must not take the chips, nor ask a libtpu that it has not
+    # loaded for its version.
+    jax.config.update("jax_platforms", "cpu")
+    cloud_tpu_init.running_in_cloud_tpu_vm = False
     devices = mesh_of(call.mesh).size()
-    examples, (_, heads, cells, width) = call.shape[0] // devices, call.shape
-    inputs = [jax.ShapeDtypeStruct((examples, heads, cells, width), "bfloat16")] * 3
+    batch, heads, length, width = call.shape
+    examples = batch // devices
+    inputs = [jax.ShapeDtypeStruct((examples, heads, length, width), "bfloat16")] * 3
     if call.packed:
-        inputs.append(jax.ShapeDtypeStruct((examples, cells), "int32"))
+        inputs.append(jax.ShapeDtypeStruct((examples, length), "int32"))
     structure: list[jax.tree_util.PyTreeDef] = []
 
     def forward(

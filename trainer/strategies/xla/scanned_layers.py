@@ -25,7 +25,7 @@ class ScannedGroup:
 
     Attributes:
         start, stop: their numbers.
-        parameters: by the name in a layer, those of all layers: [stop - start, ...].
+        parameters: name in a layer -> the parameter stacked over layers: [stop - start, ...].
     """
 
     start: int

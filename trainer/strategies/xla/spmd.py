@@ -51,7 +51,7 @@ def check_slice(replicas: int, devices: int, here: int) -> None:
 
 
 class XlaSpmd(Strategy):
-    """The strategy `xla_spmd`; the arguments are those of its `Config`."""
+    """The strategy `xla_spmd`; arguments as for its `Config`."""
 
     kind = "xla_spmd"
     compiles = True
@@ -353,7 +353,7 @@ class XlaSpmd(Strategy):
     def _place(self, tensor: Tensor, axes: Split, own_rows: bool = False) -> Tensor:
         """Sends the host's tensor to the devices, split.
 
-        `own_rows`: they are those of this machine's devices.
+        `own_rows`: the tensor holds only the rows of this machine's devices.
         """
         from torch_xla.core.xla_model import send_cpu_data_to_device
         from torch_xla.distributed.spmd import ShardingSpec
@@ -383,5 +383,5 @@ def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _rows_dim(tensor: Tensor) -> int:
-    """The dimension of a tensor's rows, before which a stack has that of its layers."""
+    """The dimension of a tensor's rows: 1 in a stack, whose dimension 0 is layers."""
     return int(isinstance(tensor, StackedParameter))

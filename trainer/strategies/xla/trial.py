@@ -115,43 +115,42 @@ class XlaTrial:
         return right, 2 * (self.devices - 1) / self.devices * size / seconds
 
     def attention_error(
-        self, cells: int, width: int, causal: bool = True, packed: bool = True
+        self, length: int, width: int, causal: bool = True, packed: bool = True
     ) -> float:
-        """How far the kernel of attention is off on the devices of this machine, and its gradients.
+        """The error of the attention kernel and its gradients on this machine's devices.
 
         Args:
-            cells: of a sequence.
+            length: of a sequence.
             width: of a head.
-            causal: whether cells attend to those before them only.
+            causal: whether positions attend only to earlier ones.
             packed: whether there are three segments.
 
         Returns:
             The largest error relative to the largest value, in fp32 on the host.
         """
         generator = torch.Generator().manual_seed(0)
-        drawn = [torch.randn(1, 2, cells, width, generator=generator).bfloat16() for _ in range(4)]
-        segments = (
-            (torch.arange(cells) * 3 // cells)[None].int()
-            if packed
-            else torch.zeros(1, cells).int()
-        )
+        shape = (1, 2, length, width)
+        inputs = [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+        segments = torch.zeros(1, length).int()
+        if packed:
+            segments = (torch.arange(length) * 3 // length)[None].int()
         mask = segments[:, None, :, None] == segments[:, None, None, :]
 
         def results(
             attention: Callable[..., Tensor], tensors: list[Tensor], **settings: object
         ) -> list[Tensor]:
-            *inputs, gradient = (each.requires_grad_() for each in tensors)
-            out = attention(*inputs, **settings)
-            return [out, *torch.autograd.grad(out, inputs, gradient)]
+            *qkv, gradient = (each.requires_grad_() for each in tensors)
+            out = attention(*qkv, **settings)
+            return [out, *torch.autograd.grad(out, qkv, gradient)]
 
         expected = results(
             F.scaled_dot_product_attention,
-            [each.float() for each in drawn],
+            [each.float() for each in inputs],
             attn_mask=mask.tril() if causal else mask,
         )
         found = results(
             FlashAttention(register(self._mesh), shortest=1),
-            [self._on_each(each) for each in drawn],
+            [self._on_each(each) for each in inputs],
             attn_mask=self._on_each(segments) if packed else None,
             is_causal=causal,
         )
