@@ -102,6 +102,8 @@ class Lanes:
 
     def _find_lanes(self, size: int, index: int, count: int) -> Int64:
         """The lanes that replica `index` of `count` reads, for global batches of `size`."""
+        # 4 lanes and batches of 6: two batches have 12 examples, three turns of all lanes, so the
+        # third batch uses the same lanes as the first.
         # Batches repeat with respect to lanes after lanes / gcd of them; at most 2**20 examples.
         batches = min(self.lanes // math.gcd(size, self.lanes), 2**20 // size)
         number = np.arange(max(1, batches) * size).reshape(-1, size)
@@ -142,8 +144,10 @@ class Order(Lanes):
                 f"data.lanes to at most {self.examples}, use more text, or a smaller "
                 "data.sequence_length"
             )
+        # 11 examples on 3 lanes are spans of 4, 4 and 3.
         # The first `_longer_spans` lanes have one example more than the others.
         self._span, self._longer_spans = divmod(self.examples, lanes)
+        # Windows are a whole number per span, as near as possible to `window` average shards.
         examples_of_window = window * self.examples / len(self._counts)
         self._windows = min(max(1, round(self._span / examples_of_window)), self._span)
         self._window_key = combine(seed, _WINDOW)
@@ -173,6 +177,7 @@ class Order(Lanes):
             lane: int64 [N].
             turn: int64 [N], how many examples each of these lanes has consumed.
         """
+        # Lanes may be in different epochs, since their spans differ in length.
         span = self._span + (lane < self._longer_spans)
         epoch, position = np.divmod(turn, span)
         window = self._window_of(position, span)
@@ -185,6 +190,7 @@ class Order(Lanes):
             for e in sorted(set(epoch.tolist())):
                 shards, ends = self._line(e)
                 in_epoch = epoch == e
+                # The shards whose examples overlap [begin, last].
                 first_shard = np.searchsorted(ends, begin[in_epoch], side="right")
                 last_shard = np.searchsorted(ends, last[in_epoch], side="right")
                 found.append(shards[ranges(first_shard, last_shard - first_shard + 1)])
@@ -302,6 +308,7 @@ def permute(x: Int64, size: Int64, key: U64) -> Int64:
     Returns:
         int64 [N]; for equal (size, key), different x give different results in [0, size).
     """
+    # size 10 needs a grid of 4 x 3; on average 12 / 10 walks are enough.
     bound = size.astype(np.uint64)
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
     b = (bound + a - np.uint64(1)) // a
@@ -315,6 +322,8 @@ def permute(x: Int64, size: Int64, key: U64) -> Int64:
 
 def _feistel(x: U64, a: U64, b: U64, key: U64) -> U64:
     """Permutes the a * b elements left + a * right: each half is shifted by a hash of the other."""
+    # Each half-round adds a function of the other half, which can be subtracted again, so the map
+    # is invertible whatever the hash.
     right, left = np.divmod(x, a)
     for _ in range(_FEISTEL_ROUNDS // 2):
         left = (left + mix(key ^ right) % a) % a

@@ -116,6 +116,7 @@ class BatchMaker:
             CorruptShardError: a shard turns out to be corrupt.
             DataError: a shard cannot be read.
         """
+        # All steps of the block are located and read together.
         shares = [self._share(start, excluded) for start in starts]
         number, valid = (np.concatenate(parts) for parts in zip(*shares, strict=True))
         at = self.order.locate(number)
@@ -127,6 +128,7 @@ class BatchMaker:
             self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
         made: list[Batch] = []
         for cut, width in self._blocks(starts, len(number), excluded):
+            # Rows of corrupt shards read another example, and get no weight.
             gone = corrupt.has(number[cut], at.shard[cut])
             read = corrupt.stand_in(at[cut], gone, self._counts)
             arrays = self._row_maker.make(
@@ -158,6 +160,7 @@ class BatchMaker:
 
     def _batch(self, start: int, excluded: Exclusions) -> Int64:
         """Example numbers of the global batch from example `start`, sorted by lane."""
+        # Without exclusions inside, the batch is a plain range of numbers.
         if excluded.after(start, self._batch_size) == start + self._batch_size:
             return self.order.batch(start, self._batch_size)
         return self.order.rows(excluded.take(start, self._batch_size))

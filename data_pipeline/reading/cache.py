@@ -197,6 +197,7 @@ class ShardCache:
         with locked(self.folder / _ROOM):
             files = [f for f in self._files() if f.path.suffix != ".partial" or not _remove(f.path)]
             taken = sum(f.bytes for f in files)
+            # The least recently used first: a file's modification time is set on every use.
             for candidate in sorted(f for f in files if f.path.suffix == ".tar"):
                 if taken + size <= self.limit and size <= shutil.disk_usage(self.folder).free:
                     break
@@ -204,6 +205,7 @@ class ShardCache:
                     taken -= candidate.bytes
             if taken + size > self.limit and not needed:
                 raise DataError(f"{self.folder} has no room to download shards in advance")
+            # Allocating now turns a full disk into an error here, not in a write later.
             if sys.platform == "linux":
                 os.posix_fallocate(file.fileno(), 0, size)
             else:

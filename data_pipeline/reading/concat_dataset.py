@@ -43,6 +43,7 @@ class ConcatDataset:
         opened: dict[str, Dataset] = {}
         for source in sources:
             dataset = Dataset.open(source.path, cache, whole=whole)
+            # Ids of different tokenizers mean different tokens, which nothing later would notice.
             for other in opened.values():
                 if dataset.manifest.tokenizer_fingerprint != other.manifest.tokenizer_fingerprint:
                     raise DataError(
@@ -100,6 +101,7 @@ class ConcatSplit:
             (name, int(each.counts.sum())) for name, each in zip(sources, splits, strict=True)
         )
         self.counts = np.concatenate([split.counts for split in splits])
+        # Datasets of 3, 2 and 4 shards begin at shards 0, 3 and 5.
         self._first_shard = np.cumsum([0, *(len(split.counts) for split in splits[:-1])])
         if len(splits) > 1:
             self.keep_open([max_open_shards() // len(splits)] * len(splits))
@@ -161,6 +163,7 @@ class ConcatSplit:
             try:
                 parts.append((rows, split.read(within, weight[rows])))
             except CorruptShardError as error:
+                # The split knows its own numbering only.
                 error.shard += int(self._first_shard[self._splits.index(split)])
                 raise
         return parts[0][1] if len(parts) == 1 else _merge(parts, weight)
@@ -186,6 +189,8 @@ def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float
         parts: the rows of the batch that come from a dataset, and their examples.
     """
     rows, examples = zip(*parts, strict=True)
+    # Rows 0 and 2 of the batch come from dataset A, row 1 from B. A counts its rows 0 and 1, which
+    # become 0 and 2; then chunks are sorted by row.
     row = np.concatenate([mine[each.row] for mine, each in parts])
     pieces = np.argsort(row, kind="stable")
     length = np.concatenate([each.length for each in examples])

@@ -105,6 +105,7 @@ class Dataset:
             remote = RemoteDataset(str(path).rstrip("/"), cache or ShardCache.open_folder())
             manifest = load_manifest(remote.url)
             return cls(remote.mirror(manifest), manifest, remote)
+        # Only sizes are compared here. Content is verified when a shard is opened.
         folder = Path(path)
         manifest = Manifest.load(folder)
         for shard in manifest.shards:
@@ -286,6 +287,7 @@ class PackedSplit:
         self._narrow = np.dtype(
             np.int32 if max(shard.bytes for shard in self._shards) < 2**31 else np.int64
         )
+        # The first example and the first document of each shard, counted through the split.
         self._first_id = np.cumsum(self.counts) - self.counts
         self._first_document = [0, *accumulate(shard.documents for shard in self._shards)]
 
@@ -325,6 +327,7 @@ class PackedSplit:
         )
         # Tokens are copied chunk by chunk. An index of every token would take several times as long
         # to make and to follow.
+        # Three numbers per chunk: address, length, column.
         pieces = gather((shard.pieces for shard in shards), 3 * first, 3 * end, self._narrow)
         address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
         sources = chain.from_iterable(
@@ -354,6 +357,7 @@ class PackedSplit:
             for row in np.flatnonzero((at.shard == shard) & (at.epoch == epoch)).tolist():
                 pieces = slice(*packed.example_start[at.index[row] : at.index[row] + 2])
                 origin = opened.origin[packed.document[pieces]]
+                # Chunks of pairs alternate: source, target, source, target.
                 if self._spec.text_pairs and target_file is not None:
                     origin[1::2, 0] += target_file
                 found[row] = [(files[file], line) for file, line in origin.tolist()]
@@ -362,6 +366,7 @@ class PackedSplit:
     def _packed(self, numbers: list[int]) -> dict[int, PackedShard]:
         """Opens and plans shards, by number."""
         with self._lock:
+            # Move used shards to the end, so the front is the least recently used.
             found = {number: self._open[number] for number in numbers if number in self._open}
             for number in found:
                 self._open.move_to_end(number)
@@ -376,6 +381,7 @@ class PackedSplit:
     def _keep(self, number: int, packed: PackedShard) -> PackedShard:
         with self._lock:
             self._open[number] = packed
+            # Evict by number and by memory, but never the shard just opened.
             while len(self._open) > 1 and (
                 len(self._open) > min(self.most_open, max_open_shards())
                 or sum(p.bytes for p in self._open.values()) > MAX_PLAN_BYTES
@@ -419,6 +425,7 @@ class PackedSplit:
         parts = [self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy)]
         if self._policy == "pairs":  # only here does the number depend on the seed
             parts.append(str(self._seed))
+        # The name has every input of the counts, so a changed packing is counted anew.
         name = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
         with self._dataset.small_file(f".cache/{name}.counts") as file:
             return cached_counts(file, len(self._shards), self._count_all)

@@ -71,6 +71,7 @@ class LengthGroups:
 
     def _arrange(self, first: int, end: int) -> Int64:
         """A pool's example numbers in the underlying order, grouped."""
+        # A stable sort, so equal lengths keep the order's shuffling.
         number = np.arange(first, end)
         by_length = number[np.argsort(self._positions(self._order.locate(number)), kind="stable")]
         # Groups begin at multiples of their size, as batches do. The first and the last group may
@@ -87,6 +88,7 @@ class LengthGroups:
 
     def _bounds(self, number: Int64) -> tuple[Int64, Int64]:
         """The range [first, end) of each example's pool, which does not cross epochs."""
+        # Pools of 100 in epochs of 250: example 260 is in [250, 300), the rest of its pool.
         size, begin = GROUPS * self._size, number // self.examples * self.examples
         pool = number // size * size
         return np.maximum(pool, begin), np.minimum(pool + size, begin + self.examples)

@@ -135,6 +135,7 @@ class StreamingLoader:
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
             check_groups(config, pack_spec)
+        # Evaluation reads each source once, so only training has a mixture with weights.
         self._mixture: Mixture | None = None
         examples: ExampleOrder
         if order.finite:
@@ -165,6 +166,7 @@ class StreamingLoader:
             [(source.manifest.digest, shard.name) for source, shard in shards]
         )
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
+        # Blocks being made by threads, in order; then the steps of the block that is being read.
         self._ahead: deque[Future[Block | CorruptShardError]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
@@ -174,6 +176,8 @@ class StreamingLoader:
         self._position = 0  # first example of the next step
         self._planned = 0  # first example of the next block to hand to the threads
         self._block_steps = 1
+        # Everything that decides what a global example number means. A checkpoint with another
+        # identity cannot be continued.
         self._identity: LoaderState = {
             "order": ORDER_VERSION,
             "seed": order.seed,
@@ -195,6 +199,7 @@ class StreamingLoader:
         orders = self._packed.orders(
             keys, seed=self._order.seed, lanes=config.lanes, window=config.window
         )
+        # Weights change at steps, but a mixture counts examples.
         example_after = self._order.example_after or (lambda step: step * self._batch_size)
         return Mixture(_schedule(config, keys, example_after), orders, keys)
 
@@ -277,6 +282,7 @@ class StreamingLoader:
     def _next_block(self) -> Block | CorruptShardError:
         if self._threads is None:
             return self._make(*self._plan_block())
+        # One more than `prefetch`: the first is about to be read.
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(self._threads.submit(self._make, *self._plan_block()))
         return self._ahead.popleft().result()
@@ -309,6 +315,8 @@ class StreamingLoader:
         ]
 
     def _go_to(self, example: int) -> None:
+        # Whatever was made ahead starts elsewhere. Running threads finish, and their blocks are
+        # dropped.
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
@@ -360,6 +368,7 @@ class StreamingLoader:
         with the examples that follow.
         """
         assert self._fed_from <= first < end
+        # Exclusions are immutable, so threads that use the old ones are not disturbed.
         self._excluded |= Exclusions([(first, end)])
         if end > self._position:  # otherwise prefetched steps are still right
             self._go_to(self._position)
@@ -391,6 +400,8 @@ class StreamingLoader:
                     f"{state.get(name)!r}, but this run's is {value!r}. To continue, "
                     f"{_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights."
                 )
+        # "example" counts consumed examples, and positions count skipped ones too: with [3, 5)
+        # excluded, 10 consumed examples end at position 12.
         excluded = Exclusions(state.get("excluded", ()))
         position = excluded.after(0, int(state["example"]))
         if (excluded | self._configured).before(position) > excluded.before(position):

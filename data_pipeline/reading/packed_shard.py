@@ -53,10 +53,12 @@ class PackedShard:
             dtype: of `start` and `pieces`.
             first_document: index of its first document in the split.
         """
+        # The chunk's first token, counted through the whole file.
         address = shard.start[plan.document] + plan.begin
         pieces = np.stack((address, plan.length, plan.column), axis=1).astype(dtype)
         rows = np.zeros((0, 6), dtype=np.int64)
         if len(shard.label_start):
+            # A long row of a task may be several examples; labels belong to the whole document.
             last = plan.example_start[1:] - 1
             document = plan.document[last]
             labels = shard.label_start[document], shard.label_start[document + 1]
@@ -84,6 +86,7 @@ def gather(
     buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: np.dtype[Scalar] | type[Scalar]
 ) -> npt.NDArray[Scalar]:
     """Concatenates the slice [begin:end] of each buffer."""
+    # Joining byte slices is several times faster than numpy's concatenation of short arrays.
     places = zip(buffers, begin.tolist(), end.tolist(), strict=True)
     return np.frombuffer(b"".join([buffer[first:last] for buffer, first, last in places]), dtype)
 

@@ -67,10 +67,12 @@ class Prefetcher:
     def expect(self, shards: Int64) -> None:
         """Replaces the list of shards that will be needed, the most urgent first."""
         _, first = np.unique(shards, return_index=True)
+        # Remove duplicates but keep the order of urgency.
         shards = shards[np.sort(first)]
         shards = shards[self._bytes[shards] > 0]
         numbers = shards[np.cumsum(self._bytes[shards]) <= self._capacity].tolist()
         with self._changed:
+            # Shards that dropped out of the list may be needed again later.
             self._begun.intersection_update(numbers)
             self._waiting = [number for number in reversed(numbers) if number not in self._begun]
             here = sorted(self._begun)

@@ -50,6 +50,7 @@ class RemoteDataset:
         """
         self.cache.prepare()
         folder = self.cache.folder.parent / "datasets" / manifest.digest
+        # Named by the manifest's digest, so another dataset at this URL gets another folder.
         with self._claimed(folder / "tokenizer"):
             fetch_tokenizer(self.url, folder)
         return folder
@@ -181,6 +182,7 @@ class _Ranges(io.RawIOBase):
         end = min(self._position + len(view), self._size)
         if end <= self._position:
             return 0
+        # At least one byte, or BufferedReader would take it for the end of the file.
         content = storage.read_range(self._url, self._position, end)
         view[: len(content)] = content
         self._position += len(content)

@@ -60,6 +60,7 @@ class RowMaker:
         examples = self._split.read(read, fed.astype(np.float32))
         arrays = dict(self._collate(examples, width or self._spec.sequence_length))
         source = self._split.source(at)
+        # Keyed by the global number, so the mask of an example does not depend on its row.
         arrays["dropout_key"] = self._dropout_key(number).astype(np.uint32).view(np.int32)
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}
         arrays["example"] = np.where(valid, self._split.ids(at), -1)
@@ -68,6 +69,7 @@ class RowMaker:
         )
         arrays["filled"] = np.where(fed, _filled(examples, self._spec, arrays), 0)
         if (labels := examples.labels) is not None:
+            # The last chunk of each row: tags and answers are counted from its first token.
             last = np.searchsorted(examples.row, np.arange(len(number)), side="right") - 1
             arrays |= {"document": np.where(fed, labels.document, -1), "begin": labels.begin}
             arrays["examples"] = labels.examples
@@ -105,6 +107,7 @@ def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
         names = [name for name in ("segments", "target_segments") if name in arrays]
         filled: Int64 = np.sum([np.count_nonzero(arrays[name], axis=1) for name in names], axis=0)
         return filled
+    # If attention is isolated each chunk has its own prefix; otherwise the row has one.
     pieces = np.bincount(examples.row, minlength=examples.key.size)
     tokens = np.bincount(examples.row, weights=examples.length, minlength=examples.key.size).astype(
         np.int64

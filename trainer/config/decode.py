@@ -38,6 +38,7 @@ class Kinds:
 
     def available(self) -> list[str]:
         """Names of the modules with a `Config`, or with a missing optional package."""
+        # A module whose optional package is missing is still a kind; choosing it names the extra.
         names = []
         for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
             try:
@@ -106,6 +107,7 @@ def decode(schema: TypeForm[T], value: object, path: str = "") -> T:
 
 
 def _decode(schema: object, value: object, path: str) -> object:
+    # `X | None` is a union; `Annotated[Base, Kinds(package)]` has the origin Annotated.
     origin, arguments = typing.get_origin(schema), typing.get_args(schema)
     if origin in (Union, types.UnionType):
         return _decode_union(arguments, value, path)
@@ -147,6 +149,7 @@ def _decode_literal(choices: tuple[object, ...], value: object, path: str) -> ob
 def _decode_scalar(schema: object, value: object, path: str) -> object:
     if schema in (bool, str) and type(value) is schema:
         return value
+    # bool is a subclass of int, but `steps: true` is an error.
     if schema in (int, float) and not isinstance(value, bool):
         if schema is int and isinstance(value, int):
             return value
@@ -201,6 +204,7 @@ def _decode_kind(kinds: Kinds | None, value: object, path: str) -> object:
 def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
     assert dataclasses.is_dataclass(schema)
     section = {} if value is None else _section(value, path or "the configuration")
+    # Annotations are strings in modules with postponed evaluation; this resolves them.
     hints = typing.get_type_hints(schema, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for key in section:
@@ -208,6 +212,7 @@ def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
             raise ConfigError(
                 f"{_join(path, key)} is not a known key; {_suggest(str(key), fields)}"
             )
+    # Unknown keys are reported first: a misspelled key is also a missing one.
     arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in section.items()}
     for name, field in fields.items():
         required = field.default is field.default_factory is dataclasses.MISSING

@@ -20,6 +20,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Hashable, object]:
+        # A section pasted twice would otherwise change a run without a word.
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -67,6 +68,7 @@ def merge(base: Tree, changes: Tree) -> Tree:
 
 def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     """Merges changes into the items of a list, named by their numbers from 0."""
+    # A list becomes a section with keys "0", "1", ..., so `merge` handles both.
     numbered = {str(number): item for number, item in enumerate(items)}
     changed = {str(key): value for key, value in changes.items()}
     for key in changed:
@@ -92,6 +94,7 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, not a {type(tree).__name__}")
+    # `base` belongs to the file, not to the experiment.
     bases = tree.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -126,6 +129,7 @@ def parse_override(text: str) -> Tree:
             f"{text!r} is not an override; write key=value, for example optimizer.lr=1e-3"
         )
     tree: Tree = {parts.pop(): _parse(value, f"the value of {key}")}
+    # From the inside out: a.b=1 is {b: 1}, then {a: {b: 1}}.
     while parts:
         tree = {parts.pop(): tree}
     return tree

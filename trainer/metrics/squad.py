@@ -37,6 +37,7 @@ def f1(prediction: str, answer: str) -> float:
     predicted, true = normalize_answer(prediction).split(), normalize_answer(answer).split()
     if not (predicted and true):
         return float(predicted == true)
+    # Multiset intersection: "the cat the dog" and "the the" share two words.
     common = sum((Counter(predicted) & Counter(true)).values())
     if common == 0:
         return 0.0
@@ -100,6 +101,7 @@ def raw_scores(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> 
     """
     exact, overlap = np.zeros((2, len(predictions)))
     for i, (prediction, right) in enumerate(zip(predictions, answers, strict=True)):
+        # Several annotators may have answered; the closest answer counts.
         right = [answer for answer in right if normalize_answer(answer)] or [""]
         exact[i] = max(exact_match(prediction, answer) for answer in right)
         overlap[i] = max(f1(prediction, answer) for answer in right)
@@ -123,12 +125,14 @@ def best_threshold(raw: Float64, scores: Scores, doubt: Float64) -> tuple[float,
     Returns:
         The best mean, and the threshold.
     """
+    # Start with no answers at all, then give them one by one, from the least doubtful on.
     order = np.argsort(doubt, kind="stable")
     # Predicting an answer gains its score, or loses the point of a question that has none.
     gain = np.where(scores.has_answer, raw, -1.0 * scores.says_answer)[order]
     # sums[k]: the k predictions of least doubt are given, and no answer for all others.
     sums = np.cumsum(np.concatenate(([np.count_nonzero(~scores.has_answer)], gain)))
     best = int(sums.argmax())
+    # The threshold is the doubt of the last prediction that is still given.
     if best:
         threshold = doubt[order[best - 1]]
     else:

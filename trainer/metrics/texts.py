@@ -55,6 +55,7 @@ def build(name: str, labels: Sequence[str] = ()) -> Metric:
             "build the dataset again."
         )
 
+    # Metrics of classes and numbers come from scikit-learn and SciPy, as with a task's head.
     def score(texts: Sequence[str], references: Sequence[str]) -> float:
         if name in _OF_CLASSES:
             predicted, true = _classes(texts, references, labels)
@@ -82,6 +83,7 @@ def _classes(
     known = {label: number for number, label in enumerate(labels)}
     predicted = np.array([known.get(text.strip(), -1) for text in texts])
     true = np.array([known.get(text.strip(), -1) for text in references])
+    # With labels 0, 1, 2: a text that is no label counts as 2 if 1 is right, and as 0 if 2 is.
     return np.where(predicted < 0, (true + 1) % len(labels), predicted), true
 
 
@@ -113,6 +115,7 @@ def _sacrebleu(name: str) -> Metric:
         from sacrebleu import metrics
     except ImportError:
         raise MissingExtra("sacrebleu", "text", f"the metric {name}") from None
+    # "bleu_intl" is BLEU with the tokenizer "intl", "chrf" has none.
     kind, _, tokenizer = name.partition("_")
     metric = getattr(metrics, kind.upper())(**({"tokenize": tokenizer} if tokenizer else {}))
 
@@ -134,6 +137,7 @@ def _rouge(name: str) -> Metric:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise MissingExtra("rouge-score", "text", f"the metric {name}") from None
+    # rouge_1 -> rouge1, rouge_lsum -> rougeLsum
     kind = name.replace("_l", "L").replace("_", "")
     scorer = RougeScorer([kind])
 

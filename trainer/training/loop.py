@@ -86,6 +86,7 @@ class Trainer:
         self.optimizer = optimizer
         self.objective = objective
         self.strategy = strategy
+        # Loaders are opened phase by phase; a new sequence length needs another packing.
         self.phases = loaders.phases
         self.loaders = loaders
         self.checkpoints = checkpoints
@@ -244,11 +245,13 @@ class Trainer:
 
     def _set_lr(self, phase: Phase) -> None:
         """Sets the learning rate of the next update."""
+        # The step's number starts at 0 here: warmup gives the first update a rate of 0.
         lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
         groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
 
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         """Computes the clipped gradients of a global batch; they stay in the parameters."""
+        # Also before the first micro-batch: a recomputed step must not add to faulty gradients.
         self.optimizer.zero_grad(set_to_none=True)
         end_section = self.recorder.end_section
         with self._graph("gradients", separate=self.config.faults.checks_steps):

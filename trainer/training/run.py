@@ -164,6 +164,7 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
 
     On success the ranks leave in order. If this one fails, it tells the others why.
     """
+    # The world exists before the accelerator, so an error there reaches the other ranks.
     world = World.start(experiment.training.collective_timeout)
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
@@ -184,6 +185,7 @@ def _only_writer(experiment: Experiment, rank: int) -> Iterator[None]:
         ConfigError: another training writes there.
     """
     with ExitStack() as locks:
+        # Rank 0 represents the run; the other ranks write into folders that it has locked.
         if rank == 0:
             checkpoints, output = checkpoint_folder(experiment), Path(experiment.output)
             locks.enter_context(only_writer(checkpoints))
@@ -221,6 +223,7 @@ def build_trainer(
             f"{accelerator.description} compiles for each width of a batch, and "
             "data.group_by_length gives many; set it to null"
         )
+    # The vocabulary comes from the data, so the objective masks with the tokens it was built with.
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     model = build_model(experiment, dataset, objective)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
@@ -307,6 +310,7 @@ def _with_micro_batch(
         measure: `probe` for the model; takes a function that opens a loader, and the most examples
             of a device.
     """
+    # 100 examples on 3 devices are at most 34 per device.
     devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
     most = -(-phase.global_batch_size // devices)
     if wanted != "auto":
@@ -353,6 +357,7 @@ def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
             "recompute; set it to false"
         )
     if settings.compile:
+        # Layers are compiled one by one: equal layers share one compiled graph.
         for unit in model.sharding_units():
             unit.compile()
     return model
