@@ -105,7 +105,7 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
         assert time.monotonic() < until, samestep("logs", "run").out
         time.sleep(0.1)
     (project / "own" / "slow.py").write_text(PACED)
-    assert "(running) is about run already" in samestep(*arguments).message
+    assert "(running) works on run already" in samestep(*arguments).message
     assert samestep("jobs").out.splitlines()[1].split()[2] == "running"
     assert samestep("cancel", "run").code == 0
     while samestep("jobs").out.splitlines()[1].split()[2] == "running":

@@ -289,7 +289,7 @@ def test_a_server_that_does_not_answer_is_reported_and_training_goes_on(
     tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
-    assert "Training goes on" in caplog.text
+    assert "Training continues" in caplog.text
 
 
 FAILING_CHILD = """
