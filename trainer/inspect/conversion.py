@@ -66,12 +66,14 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
     _check_run(experiment, state)
     tensors = _own_tensors(experiment, state, folder)
     root = checkpoint_folder(experiment)
+    # The lock keeps a training run from starting in the folder meanwhile.
     with only_writer(root):
         if steps := integrity.committed_steps(root):
             raise CheckpointError(
                 f"{root} has a checkpoint of step {steps[-1]} already. Set output to another "
                 "folder, or remove it"
             )
+        # An interrupted conversion leaves an uncommitted step.
         for leftover in integrity.uncommitted_folders(root):
             integrity.remove_step(leftover)
         meta = _begin_run(experiment, state)
@@ -119,6 +121,7 @@ def export_deepspeed(source: str, target: str) -> None:
     for name, found in weights.optimizer.pieces.items():
         kind, _, parameter = name.partition("/")
         pieces.setdefault(kind, {})[parameter] = found
+    # DeepSpeed needs both moments of every parameter.
     complete = all(each.keys() == pieces[WEIGHTS].keys() for each in pieces.values())
     if pieces.keys() != set(KINDS) or not complete:
         kept = ", ".join(sorted(pieces.keys() - {WEIGHTS}))

@@ -39,6 +39,7 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
         experiment: to run here; None examines the machine alone.
         processes: of the all-reduce; None takes one per GPU, or two on the CPU.
     """
+    # Lazy, so findings appear one by one, and a check that hangs is the one after the last line.
     checks: list[Check] = [("software", _software)]
     if experiment is None:
         checks += trial.checks(None, None, None, processes)
@@ -124,6 +125,7 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
             started = time.perf_counter()
             for _ in range(_DISK_BYTES // len(block)):
                 file.write(block)
+            # Without fsync this would measure the page cache.
             file.flush()
             os.fsync(file.fileno())
             speed = _DISK_BYTES / (time.perf_counter() - started)
@@ -150,6 +152,7 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
 def _object_store(url: str) -> Iterator[Finding]:
     address, content = f"{url.rstrip('/')}/.samestep-doctor-{os.getpid()}", os.urandom(64)
     started = time.perf_counter()
+    # A real object shows credentials, permissions and the endpoint at once.
     storage.write(address, content)
     same = storage.read(address) == content
     storage.remove(address)

@@ -74,6 +74,7 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
             yield f"{setting}={model_folder(start, to and f'{to}/{place}')}"
         elif start and storage.is_url(start):
             weights = load_weights(start)
+            # Kept in the layout of a run, so every command takes the copy like the original.
             run = Path(_local(str(weights.folder), folder)).parent
             yield f"{setting}={_checkpoint(weights, run)}"
     data = experiment.data
@@ -138,6 +139,7 @@ def _source_files(source: Source, limit: int | None, folder: Path) -> None:
             logger.info("%d of %d: %s", number, len(source.files), storage.shown(file))
             _download(file, Path(path))
         if limit is not None:
+            # A limit counts text, not bytes of (compressed) files, so the file has to be read.
             records = dataclasses.replace(source, files=(path,)).records()
             limit -= sum(len(record.data) for record in records)
             if limit <= 0:
@@ -180,6 +182,7 @@ def _local(path: str, folder: Path) -> str:
 
 
 def _download(url: str, path: Path, sha256: str | None = None) -> None:
+    # Files appear complete (atomic_write), so the size is enough to skip one.
     if path.exists() and path.stat().st_size == storage.size(url):
         return
     with storage.atomic_write(path) as file:

@@ -107,6 +107,7 @@ def _report(root: Location, check: Check, valid: str) -> int:
 
     table = Table("step", "age", "size", "ranks", "state")
     problems = []
+    # The newest readable meta.json knows which step is the best.
     found = [(step, *_examine(root, step, check)) for step in integrity.committed_steps(root)]
     best = next((meta.get("best", {}).get("step") for _, meta, _ in reversed(found) if meta), None)
     for step, meta, damage in found:
@@ -159,6 +160,7 @@ def _gc(args: argparse.Namespace) -> int:
     config = Config(**settings)  # rejects keep_last below 2
     verb = "would remove" if args.dry_run else "removed"
     console = _console()
+    # A dry run may look on while a training run writes; a removal must not.
     with nullcontext() if args.dry_run else only_writer(root):
         best, check = retention.best_step(root), integrity.check_content
         last, every = config.keep_last, config.keep_every

@@ -61,6 +61,7 @@ def verify(run: Run) -> Verdict:
     rows = [row for row in run.rows if row["kind"] in ("excluded", "corrupt")]
     verdict = Verdict(exclusions=rows)
     verdict.problems += [*_broken_chain(run), *_forgotten_head(run), *_uncovered(run, verdict)]
+    # Only now read the data: the checks above take seconds, this takes as long as loading it.
     for order, consumed in _by_order(run.rows):
         verdict.problems += _recompute(run, order, consumed, verdict)
     for (order_number, source), tally in verdict.tallies.items():
@@ -68,6 +69,7 @@ def verify(run: Run) -> Verdict:
             name = f"pass {number + 1} over {source} in data order {order_number}"
             if each.repeated:
                 verdict.problems.append(f"{name}: {each.repeated} examples were consumed again")
+            # An epoch that is still being read may miss examples.
             if tally.is_over(number) and each.missing:
                 verdict.problems.append(f"{name}: {each.missing} examples were never consumed")
     return verdict
@@ -120,6 +122,7 @@ def _uncovered(run: Run, verdict: Verdict) -> Iterator[str]:
     exclusions: dict[int, Exclusions] = {}
     for row in run.rows:
         if row["kind"] == "taken":
+            # Steps of a converted run: nothing is known about their examples.
             verdict.steps = verdict.elsewhere = row["step"]
         if row["kind"] != "fed":
             continue
@@ -139,6 +142,7 @@ def _uncovered(run: Run, verdict: Verdict) -> Iterator[str]:
             # A gap is fine where all of its examples are excluded.
             if lost := excluded.kept(due, first) if first > due else []:
                 yield f"examples {_listed(lost)} {where}, were never consumed"
+            # `kept` cuts a range at exclusions; if it changes, excluded examples were consumed.
             if excluded.kept(first, end) != [[first, end]]:
                 yield f"examples between {first} and {end} {where}, were consumed and are excluded"
             next_example[order] = max(due, end)
@@ -175,6 +179,7 @@ def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) 
         tallies = _tallies(order, loader.sources, verdict)
         for rows in columns(loader, names, total_end):
             start, size = int(rows["number"][0]), len(rows["number"])
+            # A range becomes active when its first example has come, and stays so until its last.
             while waiting and waiting[-1][0] < start + size:
                 active.append(waiting.pop())
             times = np.zeros(size, dtype=np.int64)
@@ -199,6 +204,7 @@ def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) 
 def _tallies(order: Row, sources: Sequence[tuple[str, int]], verdict: Verdict) -> list[Tally]:
     """Returns the tally of each source, which other rows of the same order may have begun."""
     lanes, group = order["data"]["lanes"], order["data"].get("group_by_length")
+    # With length groups, the end of an epoch is reached in whole pools.
     pool = group and GROUPS * group
     return [
         verdict.tallies.setdefault((order["order"], name), Tally(size, lanes, pool))
@@ -269,6 +275,7 @@ def _table(verdict: Verdict) -> Table:
             numbers = (tally.size, each.consumed, each.excluded, lost, each.repeated)
             return tuple(f"{number:,}" for number in numbers)
 
+        # A thousand equal epochs are one line: "1 to 1000".
         for cells, group in itertools.groupby(sorted(tally.passes), counts):
             numbers = list(group)
             first, last = numbers[0], numbers[-1]

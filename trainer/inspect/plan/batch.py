@@ -15,6 +15,7 @@ _SENTINELS = 100  # in T5's tokenizers
 
 def stand_in(size: int) -> Vocabulary:
     """Returns a vocabulary of this size with every special token that an objective may need."""
+    # Ids do not matter here, only that special tokens and sentinels exist and differ.
     special = (0, 1, 2, 3, 4)
     sentinels = tuple(range(max(len(special) + 1, size - _SENTINELS), size))
     return Vocabulary(size, *special[:4], special, continuing=(), eos=4, sentinels=sentinels)
@@ -44,6 +45,7 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
     choices = 1 if parts is None else parts.choices
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
     batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": dropout_key}
+    # As in training: without segments, kernels that take no mask can be used.
     if experiment.data.packing == "concat":
         for name in ("segments", "target_segments"):
             batch.pop(name, None)

@@ -89,6 +89,7 @@ class Planner:
 
         largest = None
         if memory is not None:
+            # Two traces, of one example and of all rows of a device; others are interpolated.
             bounds = [(size, self._activations(size)) for size in sorted({1, most})]
             budget = int(SHARE * memory)
 
@@ -133,6 +134,7 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
             )
         reshard = not isinstance(own, fsdp.Config) or own.reshard_after_forward
         return Rows(*sizes, parts=devices // copies, reshard=reshard)
+    # "zero3" -> 3. Buffers are DeepSpeed's defaults unless the experiment uses this stage.
     stage = int(strategy[-1])
     if not isinstance(own, deepspeed.Config) or own.stage != stage:
         return Ranges(*sizes, stage)
@@ -188,6 +190,7 @@ def memory_of_run(folder: Path) -> float | None:
         sizes = str(starts[-1]["micro_batch"]).split(", ")
         step, peaks = Step(experiment, on_cpu=description.startswith("CPU")), []
         for phase, size in zip(experiment.resolved_phases(), sizes, strict=True):
+            # As started: `auto` may have found another size than the plan would.
             started = replace(phase, micro_batch_size=int(size))
             plan = Planner(experiment, started, int(devices), step).plan(strategy)
             peaks.append(plan.held.total)

@@ -129,6 +129,7 @@ class Whole(Division):
     """`single`, and `ddp`, whose buckets are the gradients themselves."""
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
+        # DDP's buckets are views of the gradients (gradient_as_bucket_view), so they cost nothing.
         weights, gradients = _FP32 * self.elements, _FP32 * self.trained
         return Held(weights, gradients, self.state(1), activations.full, 0, self.update)
 
@@ -193,12 +194,14 @@ class Rows(Division):
             max((size for key, size in sizes.items() if key is not None), default=0)
             for sizes in (self._units, self._gradients)
         )
+        # Prefetching gathers the next unit while the current one computes.
         gathered = 2 * unit if self.reshard else self._padded - self._root
         copies = _FP32 if accumulates else self.width + _FP32
         return _FP32 * self._root + self.width * gathered + copies * unit_gradients
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
         passes = 2 if self.reshard else 1
+        # The root is gathered once, in fp32; units in the run's precision, for each pass.
         units = passes * self.width * (self._padded - self._root)
         gathered = micro_batches * (_FP32 * self._root + units)
         gradients = _FP32 * self._padded_gradients
@@ -265,6 +268,7 @@ class Ranges(Division):
         copy = self.elements
         if self.stage == 3:
             shard = self.split((self.elements,), self.devices)
+            # Small parameters stay gathered on every device, even if the others are offloaded.
             copy = (not self.offload_parameters) * shard + self._persistent
         return Held(
             parameters=self.width * copy + partition,
@@ -279,6 +283,7 @@ class Ranges(Division):
         """Returns the bytes of buckets and gathered parameters."""
         if self.stage == 3:
             largest = max(each.elements for each in self.parameters)
+            # Between forward and backward: kept layers, the prefetched ones, and the current one.
             gathered = min(self._gathered, self._kept + self.buffers.prefetch + largest)
             return _FP32 * self._bucket + self.width * gathered
         width = _FP32 if self.stage == 1 else self.width
@@ -312,6 +317,7 @@ def interpolate(size: int, traced: Sequence[tuple[int, Activations]]) -> Activat
     """
     for (low, below), (high, above) in pairwise(traced):
         if size <= high:
+            # Size 3 between 1 and 5 is halfway.
             share = (size - low) / (high - low)
             pairs = zip(vars(below).values(), vars(above).values(), strict=True)
             return Activations(*(round(a + share * (b - a)) for a, b in pairs))

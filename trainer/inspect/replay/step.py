@@ -97,6 +97,7 @@ def replay(
     with open_strategy(experiment) as strategy:
         root = checkpoint_folder(experiment)
         checkpointer = Checkpointer(root, experiment.checkpoint, rank=0, world_size=1)
+        # The newest weights that the step could have started from.
         before = checkpointer.latest(most=step - 1)
         dataset = experiment.data.open()
         # A checkpoint holds all weights, unless some are frozen: these are in `init_from`.
@@ -109,6 +110,7 @@ def replay(
         if skipped and not excluded:
             first = trainer.state.step + 1
             raise ConfigError(f"the run skipped nothing from step {first} to {step}")
+        # A batch from before an exclusion is not in the ledger, which has what was consumed.
         compared = None if skipped else past.compare(step)
         if exact:
             past.train_until(step - 1)
@@ -131,6 +133,7 @@ def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
         )
     tree: Tree = {**read_stored(path, overrides), "output": folder}
     root = checkpoint_folder(decode(Experiment, tree))
+    # Settings of the first checkpoint at or after the step were in force when it was taken.
     for since in integrity.committed_steps(root):
         if since >= step:
             tree = integrity.read_meta(integrity.step_folder(root, since))["config"]
@@ -142,6 +145,7 @@ def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
 
 def _on_one_cpu(experiment: Experiment) -> Experiment:
     """Returns the same run for one process on the CPU, without what changes no result."""
+    # Micro-batches, strategy and compilation change no result beyond rounding.
     training = replace(
         experiment.training,
         micro_batch_size="auto",
@@ -195,6 +199,7 @@ class _Past:
         else:
             return None
         first, last = row["first_step"], row["step"]
+        # A row has one digest for all its steps, so all of them are needed to check one.
         digest = 0
         with self._loader(first, self.excluded(last)) as loader:
             for micro_batches in islice(loader, last - first + 1):
@@ -215,6 +220,7 @@ class _Past:
         trainer.model.train()
         trainer.recorder.means()  # drops the steps before the checkpoint from the next means
         while trainer.state.step < step:
+            # A new data order starts with a new loader, at its first example.
             if trainer.phase.order != order:
                 order, loader = trainer.phase.order, trainer.loader
                 state = self._state(
@@ -229,6 +235,8 @@ class _Past:
         trainer = self._trainer
         objective = trainer.objective
         trainer.model.train()
+        # One example per micro-batch gives one loss per example; dropout is keyed by example, so
+        # the masks do not change.
         with self._loader(step, excluded, micro_batch_size=1) as loader:
             # An example of a corrupt shard comes without content.
             rows = [row for row in next(iter(loader)) if int(row["filled"])]
@@ -247,6 +255,7 @@ class _Past:
                     "text": self._dataset.tokenizer.decode(tokens.tolist()),
                 }
             )
+        # Non-finite losses first: they are what the user looks for.
         examples.sort(key=lambda each: (each["loss"] is not None, -(each["loss"] or 0.0)))
         return _mean(*(sum(column) for column in zip(*losses, strict=True))), examples
 
@@ -278,6 +287,7 @@ class _Past:
         def examples(steps: range) -> int:
             return sum(phase_of(phases, each).global_batch_size for each in steps)
 
+        # One of the two ranges is empty.
         moved = examples(range(taken, step - 1)) - examples(range(step - 1, taken))
         ranges = [part for row in excluded if row["order"] == order for part in row["examples"]]
         return {
