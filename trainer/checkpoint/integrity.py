@@ -87,6 +87,7 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
         raise CheckpointError(
             f"{folder} was never committed: saving it was interrupted. Use another step"
         )
+    # COMMITTED vouches for checksums.json, which vouches for all other files.
     committed, checksums = files.read(folder / _COMMITTED), folder / _CHECKSUMS
     if files.digest(checksums).sha256.encode() != committed:
         raise _damaged(checksums, "its SHA-256 is not the one in COMMITTED")
@@ -119,6 +120,7 @@ def check_content(folder: Location, rank: int = 0, world_size: int = 1) -> None:
     Raises:
         CheckpointError: with the file and its damage.
     """
+    # With 2 ranks and files a, b, c: rank 0 reads a and c, rank 1 reads b.
     checksums = sorted(read_checksums(folder).items())[rank::world_size]
     with ThreadPoolExecutor(files.THREADS) as pool:
         for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), checksums):
@@ -143,6 +145,7 @@ def find_damage(folder: Location, check: Check) -> str | None:
 
 def _check_file(path: Location, expected: Digest) -> None:
     _check_size(path, expected)
+    # The size is free to check; the digest reads the whole file.
     if files.digest(path) != expected:
         raise _damaged(path, f"its SHA-256 is no longer {expected.sha256[:12]}...")
 
@@ -166,11 +169,13 @@ def read_meta(folder: Location) -> Tree:
     """
     _check_file(folder / META, read_checksums(folder)[META])
     meta: Tree = json.loads(files.read(folder / META))
+    # Checked after the checksum: a damaged file could have any format.
     if meta["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} has checkpoint format {meta['format']} and this samestep reads format "
             f"{FORMAT}. Use samestep {meta['versions']['samestep']}, which wrote it"
         )
+    # Older versions used other words for some settings.
     if "config" in meta:
         meta["config"] = renamed.current(meta["config"])
     return meta

@@ -126,6 +126,7 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -
     """
     pieces = []
     loads: dict[int, list[int]] = {}  # number of replicas -> bytes that each of them writes
+    # Largest first balances best; names break ties, so all ranks sort alike.
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         replica, replicas = _replica(tensor, rank, world_size)
@@ -235,6 +236,7 @@ def read_files(paths: Iterable[Location]) -> StoredTensors:
 
 
 def _read_pieces(path: Location) -> list[StoredPiece]:
+    # Eight bytes of length, the JSON header, then the tensors' bytes.
     content = files.open_bytes(path)
     body = 8 + int.from_bytes(content(0, 8).numpy().tobytes(), "little")
     entries = json.loads(content(8, body).numpy().tobytes())
@@ -344,6 +346,7 @@ class StoredTensors(Mapping[str, Tensor]):
             CheckpointError: some of them are not stored.
         """
         first = self.pieces[name][0]
+        # Stored whole by one rank: no other piece is needed.
         if first.lengths == first.shape:
             return first.elements(start, stop)
         # Rows [begin, end) are the smallest rectangle with all of these elements.

@@ -94,7 +94,7 @@ class Owner:
         if not self.is_here:
             return False
         try:
-            os.kill(self.pid, 0)
+            os.kill(self.pid, 0)  # signal 0 only asks whether the process exists
         except ProcessLookupError:
             return True
         except PermissionError:  # it exists, and belongs to another user
@@ -155,6 +155,7 @@ class Lock:
             CheckpointError: the note cannot be read or written.
         """
         former = self.owner()
+        # A dead process of this machine needs no waiting. Elsewhere only silence can tell.
         if former is not None and not former.is_dead and not (alone and former.is_here):
             self._watch(former)
         self._write()
@@ -187,6 +188,7 @@ class Lock:
             found = self.owner()
             if found is None:
                 return
+            # `renewed` is part of the note, so any renewal makes it differ.
             if found != former:
                 raise _refused(self.folder, found)
         logger.warning(
@@ -221,6 +223,7 @@ def only_writer(folder: Location) -> Iterator[None]:
     files.make_folder(folder)
     lock = Lock(folder)
     with ExitStack() as stack:
+        # The flock is released by the system when the process ends, even by SIGKILL.
         alone = isinstance(folder, Path) and stack.enter_context(_flocked(folder / _LOCK, lock))
         lock.take(alone)
         stack.callback(lock.release)

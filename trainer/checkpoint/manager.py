@@ -145,6 +145,7 @@ class Checkpointer:
             meta: everything else that is needed to resume; must be JSON.
             kept: a step that retention keeps from now on, instead of the last call's.
         """
+        # The previous save must be over: its staging memory is used again.
         self.settle()
         self._kept = kept
         if step == self._at:
@@ -157,6 +158,7 @@ class Checkpointer:
             with raise_on_all_ranks(self._world_size):
                 if self._rank == 0:
                     self._prepare(step)
+            # A rank on a slow network file system must not write before it sees the folder.
             if isinstance(folder, Path):  # object stores have no folders
                 self._await_everywhere(folder)
         except CheckpointError as error:
@@ -176,6 +178,7 @@ class Checkpointer:
         """Waits until no save is running; does not raise if the last one failed."""
         if self._thread is None:
             return
+        # An error of any rank is an error of the save, so all ranks learn of it here.
         self._thread.join()
         self._thread = None
         try:
@@ -256,6 +259,7 @@ class Checkpointer:
                 for leftover in integrity.uncommitted_folders(self.folder):
                     logger.warning("skipping %s: saving it was interrupted", leftover)
                 found = self.steps()
+        # Rank 0's list counts: the ranks of a network file system may see different ones.
         steps = gather(found, self._world_size)[0]
         if most is not None:
             steps = [step for step in steps if step <= most]
@@ -307,6 +311,7 @@ class Checkpointer:
         meta, stored = self.open(folder)
         with raise_on_all_ranks(self._world_size):
             layout.check_same_tensors(tensors, stored.pieces, folder)
+            # Each rank reads only what its own pieces overlap.
             wanted = [piece for each in tensors.items() for piece in layout.local_pieces(*each)]
             layout.fill(wanted, stored.pieces)
         self._at, self._error = step, None
@@ -383,6 +388,7 @@ class Checkpointer:
             )
         except Exception as error:
             self._fail(step, error)
+            # Partial files must not fill up a disk that is already full.
             if self._rank == 0:
                 with suppress(CheckpointError):  # then the next save removes it
                     integrity.remove_step(folder)

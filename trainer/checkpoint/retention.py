@@ -31,6 +31,7 @@ def outdated_steps(
     older, valid = integrity.committed_steps(root), 0
     while older and valid < keep_last:
         folder = integrity.step_folder(root, older.pop())
+        # `older` loses its newest step each time, so what remains is older than all that stay.
         valid += integrity.find_damage(folder, check) is None
     return [step for step in older if step != best and (keep_every is None or step % keep_every)]
 

@@ -44,6 +44,7 @@ GENESIS = "0" * 64
 
 def chain(head: str, row: Mapping[str, object]) -> str:
     """Returns the head after a row, from the head before it."""
+    # Time differs between two runs of the same steps, and the head is what is computed.
     content = {name: value for name, value in row.items() if name not in ("time", "head")}
     return _sha256(f"{head} {_canonical(content)}")
 
@@ -124,6 +125,7 @@ class Ledger:
                 step,
                 aside.name,
             )
+        # Rows after the checkpoint's head describe steps that will be taken again.
         elif path.exists():
             os.truncate(path, found[1])
         self._file = JsonlTracker(path, resume_step=None)
@@ -145,6 +147,7 @@ class Ledger:
             return False
         first, last = self._steps
         examples = sum(end - begin for begin, end in self._examples)
+        # Rows with one batch size let `verify` compute the examples of a single step.
         same_size = examples == batch_size * (last - first + 1)
         return not same_size or self._basis != _digest(order, basis)
 
@@ -159,6 +162,8 @@ class Ledger:
             basis: everything that determines it.
             excluded: all of its examples that are skipped.
         """
+        # Resuming in the same order repeats no row, so a stopped run has the rows of another that
+        # was never stopped.
         digest = _digest(order, basis)
         if digest != self._basis or self._repeat_order:
             self._order, self._basis, self._repeat_order = order, digest, False
@@ -189,6 +194,7 @@ class Ledger:
         """Writes the open row, if any, with the sum of the hashes of all its examples' rows."""
         if self._steps is None:
             return
+        # Lists of examples are merged: steps 1 to 100 of a run are one range.
         (first, last), examples = self._steps, self._examples
         self._steps, self._examples = None, []
         content = {"order": self._order, "first_step": first}

@@ -72,6 +72,7 @@ class Weights:
 
     def identity(self) -> str:
         """A digest of the weights. Takes a second for some gigabytes of a Hugging Face folder."""
+        # Hugging Face folders have no checksums, so their files are hashed.
         if self.step is not None:  # a checkpoint stores the checksums of its files
             return integrity.identity(self.folder)
         assert isinstance(self.folder, Path)
@@ -138,6 +139,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     """
     # Inside this block, an error of one rank is raised on all of them.
     with raise_on_all_ranks(world_size):
+        # The path may be a run, one of its steps, a Hugging Face folder or an adapter; the files in
+        # it decide.
         folder = _resolve(path)
         if _is_huggingface(folder):
             hub = str(path) if is_hub_path(str(path)) else None
@@ -160,6 +163,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     if not is_step and best not in (None, step):
         message = "taking step %d of %s, the newest; the best, step %d, is %s/best"
         logger.info(message, step, path, best, path)
+    # The description in the checkpoint counts, not the run's current configuration.
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
     tensors = _with_prefix(stored, "model/")
     base = None
@@ -242,6 +246,7 @@ def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> Sto
     """Returns all parameters of a model: the trained ones, and the frozen ones of the base."""
     with torch.device("meta"):
         names = [name for name, _ in config.build().named_parameters()]
+    # Trained tensors replace the base's: a fine-tuned head, for example.
     pieces = {**base.tensors.pieces, **trained.pieces}
     if absent := [name for name in names if name not in pieces]:
         raise CheckpointError(
@@ -264,6 +269,7 @@ def load_config(path: str | Location) -> ModelConfig:
         return _config_and_tensors(folder)[0]
     if _is_adapter(folder):
         return _from_adapter(folder, 0, 1).config
+    # Reading only the description: preflight checks should not verify gigabytes.
     if not _is_step(folder):
         check_weights(folder)
         root = checkpoints_of(folder)
@@ -381,6 +387,7 @@ def checkpoints_of(folder: Location) -> Location:
     """
     if isinstance(folder, Path):
         settings = read_tree(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+        # The run's own configuration knows where its checkpoints are.
         if chosen := settings.get("checkpoint", {}).get("folder"):
             return files.location(chosen)
         if (folder / "checkpoints").is_dir():
