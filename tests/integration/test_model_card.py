@@ -245,4 +245,5 @@ def test_the_example_runs(
     (code,) = re.findall(r"```python\n(.*?)```\n", text, re.DOTALL)
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    # An untrained model's answer to a question may end before it starts: then the line is empty.
+    assert capsys.readouterr().out
