@@ -23,7 +23,9 @@ _WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
 _WORDS = dict.fromkeys(
     ("nodes", "partition", "account", "qos", "constraint", "memory", "gpu_type"), _WORD
 )
+# Days, hours and minutes, each optional: 2d, 12h, 1d6h30m.
 _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
+# Options that the batch script sets itself.
 _OWN_OPTIONS = re.compile(
     "--(array|clusters|job-name|nodes|ntasks|open-mode|output|parsable|signal|wait)(=.*)?"
 )
@@ -225,6 +227,7 @@ class Config(NodeCluster):
         else:
             options.insert(0, f"--job-name={job.name}")
         least, most = self.node_range
+        # A build is an array of independent one-node jobs, a run is one job of several nodes.
         if build:
             options += ["--nodes=1", f"--array=1-{job.tasks}"]
         else:
@@ -258,6 +261,8 @@ class Config(NodeCluster):
         if not job.stop_signals:
             return []
         name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
+        # With stop_seconds = 300, Slurm is asked for the signal 360 s before the limit, and the run
+        # has 300 s for its checkpoint even if the signal comes a minute late.
         lead = round(job.stop_seconds) + _SIGNAL_MARGIN
         if self.minutes is not None and self.minutes * 60 < 2 * lead:
             raise ConfigError(
@@ -293,6 +298,8 @@ class Config(NodeCluster):
         lines = [
             "# The first node hosts the rendezvous.",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            # Two jobs on one node need different ports, and all nodes must know the port without
+            # asking: it follows from the job's id.
             'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
             f"[ ! -e {cancel} ] || exit {EXIT_PREEMPTED}",
             "",
@@ -394,6 +401,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 def _queue() -> dict[str, list[list[str]]]:
     """This user's jobs by number: state, nodes, restarts and reason of each task."""
+    # The separator "|" is part of each field, since the default columns are cut at a fixed width.
     form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
     queue: dict[str, list[list[str]]] = {}
     for line in _run(["squeue", "--me", "--noheader", "--array", f"--Format={form}"]).splitlines():
@@ -408,6 +416,7 @@ def _segments(record: Record) -> list[str]:
 
 def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     found = [task for number in _segments(record) for task in queue.get(number, [])]
+    # squeue forgets a job soon after its end; the script leaves the exit code in the job's folder.
     if not found:
         return logs.state_of_ended(record.folder, int(record.about["tasks"]))
     # An array's tasks may have several states: "3 running, 5 pending".
@@ -415,6 +424,7 @@ def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     word = ", ".join(f"{count} {word}" for word, count in words.items())
     if len(words) == 1:
         word = next(iter(words))
+    # Nodes and restarts are those of a running task; a pending one has only a reason.
     running = [task for task in found if task[0] == "RUNNING"]
     _, nodes, restarts, reason = (running or found)[0]
     return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)

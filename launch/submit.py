@@ -66,11 +66,13 @@ def prepare(
     Raises:
         ConfigError: a setting or a file is invalid.
     """
+    # `cluster.nodes=4` changes the cluster's file, `training.steps=10` the experiment's.
     of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
     of_file = [each for each in overrides if not each.startswith(_CLUSTER)]
     settings = read_tree(cluster_file, of_cluster)
     cluster = decode(Annotated[Cluster, records.KINDS], settings, "cluster")
     tree = read_tree(file, of_file)
+    # Only a dataset's file has a source; everything else is an experiment.
     build = "source" in tree
     output = tree.get("output")
     if not isinstance(output, str) or not output:
@@ -91,6 +93,8 @@ def prepare(
         raise ConfigError(f"--tasks must be at least 1, not {tasks}")
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower()).strip("-")[:40].strip("-") or "run"
     place = Path(os.path.abspath(output))
+    # The folder for script, config, code and logs. On a cluster with shared files it is next to the
+    # output, where the job can write its log; otherwise it is only on this machine.
     if not cluster.shares_files:
         folder = records.state_folder() / "launches" / name
     elif build:  # beside the dataset, whose folder holds nothing else
@@ -101,6 +105,7 @@ def prepare(
     if cluster.code == "snapshot":
         files = snapshot.files_of(Path.cwd(), (Path(output).absolute(), folder))
         _check_names(files or [])
+    # Launches of one output are numbered: 001, 002, ...
     numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()]
     job = JobSpec(
         name,
@@ -173,6 +178,7 @@ def check(launch: Launch) -> None:
         unknown = isinstance(model, dict) and "kind" not in model
         elsewhere = elsewhere or unknown
         arguments.append("init_from=of_the_job_before" if unknown else "init_from=null")
+    # The experiment must fit the least and the most devices that the cluster may give it.
     devices = ",".join(map(str, launch.cluster.devices))
     flags = ["--elsewhere"] if elsewhere else []
     _ask(["config", *arguments, "--devices", devices, *flags], launch.cluster.environment.variables)
@@ -187,6 +193,7 @@ def _place(launch: Launch) -> str:
 def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     """Runs a `samestep` command with the job's environment variables; raises its error."""
     # A process of its own: it imports torch, and needs the job's variables from the start.
+    # -P: do not import from the current folder, which may have a `trainer` of its own.
     command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode < 0:
@@ -217,6 +224,7 @@ def submit(launch: Launch) -> Record:
         try:
             records.add(record)
         except OSError as error:
+            # A job that `samestep jobs` does not list could not be watched or cancelled.
             launch.cluster.cancel(record)
             raise LaunchError(
                 f"cannot write {records.state_folder()}: {error.strerror}; the job was taken back"

@@ -160,6 +160,7 @@ class Slice:
 
     def _is_ours(self, resource: Resource) -> bool:
         """Whether a resource of this name was requested for this job, and not by somebody else."""
+        # The label is a digest of what the machines run: two users may choose the same name.
         for spec in resource.get("tpu", {}).get("nodeSpec", ()):
             labels = spec.get("node", {}).get("labels")
             if labels and labels.get(MARK) != self.mark:
@@ -177,6 +178,7 @@ class Slice:
         except LaunchError as error:
             # The connection may have broken after Google accepted the request.
             with suppress(LaunchError):
+                # A slice of the same name may belong to somebody else, or be on its way out.
                 found = self.queued()
                 if found is not None and state_of(found) != "DELETING" and self._is_ours(found):
                     logger.warning("%s; but %s is there", error, self.name)
@@ -266,6 +268,7 @@ class Slice:
 
     def objects(self) -> dict[str, Kept]:
         """The files in `staging`, by name."""
+        # gs://bucket/folder/run -> folder/run/
         folder = self.staging.split("/", 3)[3] + "/"
         listing = ["objects", "list", f"{self.staging}/**", "--format=json(name,size,generation)"]
         return {
@@ -279,6 +282,7 @@ class Slice:
         """Exit codes by the number of the machine, for machines on which the run has ended."""
         if not any(name.startswith("exit-") for name in objects):
             return {}
+        # Each file has one line: the machine's number and the exit code.
         lines = _storage("cat", f"{self.staging}/exit-*")
         found = re.findall(r"^(\S+) (\d+)$", lines, re.MULTILINE)
         return {machine: int(code) for machine, code in found}
@@ -298,6 +302,7 @@ class Slice:
             # Asked before the listing, so that the last look reads the end of the logs.
             last_look, objects = not goes_on(), self.objects()
             for name in sorted(logs_in(objects)):
+                # Only the bytes that were added since the last listing.
                 start, end = read.get(name, 0), objects[name].size
                 if end > start:
                     head = f"==> {name.removeprefix('log/')}\n" if name != last else ""
@@ -371,6 +376,7 @@ def outcome(exits: Mapping[str, int], count: int) -> int | None:
     """
     if len(exits) < count or not exits:
         return None
+    # 75 (preempted) wins over 0: the run has to continue as long as one machine was stopped.
     codes = set(exits.values())
     errors = codes - {EXIT_DONE, EXIT_PREEMPTED}
     return min(errors) if errors else max(codes)

@@ -36,6 +36,7 @@ _MEMORY = "supervisor.json"
 _GRACE_SECONDS = 120.0  # for the machines that are last to end
 _MAX_DELAY_SECONDS = 600.0  # while Google does not answer
 _MAX_FAILED_REQUESTS = 3  # in a row, before there was a machine
+# Google's API is eventually consistent: one poll may miss a resource that exists.
 _MISSES = 2  # polls in a row that do not find something, until it counts as gone
 _LOCK_SECONDS = 2.0  # while others check whether a supervisor runs
 _LOST = ("PREEMPTED", "TERMINATED", "")
@@ -123,7 +124,20 @@ class Sight:
 
 
 def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
-    """Returns the next action, and the memory to save before it."""
+    """Returns the next action, and the memory to save before it.
+
+    A pure function, so that tests can try all combinations. An example of spot machines that are
+    taken away once:
+
+        phase       state      action
+        running     ACTIVE     wait
+        running     SUSPENDED  delete  -> recreating, restarts = 1
+        recreating  DELETING   wait
+        recreating  (none)     create  -> running, after the request
+        running     ACTIVE     wait
+        running     exit 0     delete  -> ending
+        ending      (none)     done
+    """
     leaving: Action = "wait" if sight.state == "DELETING" else "delete"
     if memory.phase == "ending":
         return memory, leaving if sight.state else "done"
@@ -167,6 +181,8 @@ def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
 
 
 def _recreate(memory: Memory, why: str) -> tuple[Memory, Action]:
+    # Nothing of the new request was served or heard yet. `vain` counts failures over several
+    # requests, so it stays.
     restarts = memory.restarts + 1
     memory = replace(memory, restarts=restarts, was_active=False, heard=False)
     return replace(memory, phase="recreating", why=why), "delete"
@@ -219,6 +235,7 @@ class Supervisor:
         Raises:
             LaunchError: gcloud has failed; another try may help.
         """
+        # 1. look, 2. decide, 3. write the decision down, 4. act.
         sight = self._look()
         if sight is None:
             return False
@@ -282,6 +299,8 @@ class Supervisor:
             return None
         objects = self._slice.objects()
         exits, stop = self._slice.exits(objects), "stop" in objects
+        # The generation of a log changes whenever its machine copies it into the bucket: as long as
+        # one machine is alive, one of them changes. The first poll has nothing to compare with.
         before = self._generations
         self._generations = {name: objects[name].generation for name in tpu_slice.logs_in(objects)}
         heard = active and before is not None and self._generations != before
@@ -305,6 +324,7 @@ class Supervisor:
 
     def _is_missing(self, what: str, absent: bool) -> bool:
         """Whether something is absent for the first polls in a row; after that it is gone."""
+        # Absent, absent, present, absent: only the second poll finds it gone.
         self._missed[what] = self._missed.get(what, 0) + 1 if absent else 0
         return 0 < self._missed[what] < _MISSES
 
@@ -334,6 +354,7 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 def is_running(folder: Path) -> bool:
     """Whether a supervisor of the folder runs on this machine."""
     try:
+        # The lock of a process ends with it, unlike a file with its number.
         with (folder / _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:

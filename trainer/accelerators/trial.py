@@ -33,7 +33,8 @@ def software() -> str:
     """The versions of PyTorch and of the packages that drive devices."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     if torch.cuda.is_available() and dist.is_nccl_available():
-        build += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        build += f", NCCL {'.'.join(map(str, nccl))}"
     versions = f"torch {torch.__version__} ({build})"
     for package in ("torch-xla", "torch_tpu", "libtpu", "jax"):
         if version := version_of(package):

@@ -114,7 +114,9 @@ class UncorrectedAdamW(AdamW):
         counted = [{**group, "updates": 0} for group in groups]
         super().__init__(counted, lr=lr, betas=betas, eps=eps, fused=fused)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Makes one update; before and after it the groups hold the settings of BERT's formula."""
         settings = [
             {key: group[key] for key in ("lr", "eps", "weight_decay")}

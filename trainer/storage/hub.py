@@ -75,7 +75,10 @@ def _folder(
     """
     try:
         from huggingface_hub import constants, errors, snapshot_download
-        from huggingface_hub.utils import WeakFileLock, validate_repo_id  # type: ignore[attr-defined]
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            WeakFileLock,
+            validate_repo_id,
+        )
     except ImportError:
         raise MissingExtra("huggingface-hub", "hf", path) from None
     address = _ADDRESS.fullmatch(path)

@@ -112,7 +112,8 @@ class Heartbeat:
         self._closed.set()
 
     def _run(self, limit: int) -> None:
-        store = None if self._world.store is None else self._world.store.clone()  # type: ignore[attr-defined]
+        shared = self._world.store
+        store = shared and shared.clone()  # type: ignore[attr-defined]
         # An error means that the store is gone. Then `World` ends the process.
         with suppress(RuntimeError):
             self._beat_on(store, limit)

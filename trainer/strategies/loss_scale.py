@@ -39,7 +39,8 @@ class LossScale:
         device = optimizer.param_groups[0]["params"][0].device
         skipped = overflow.to(device)
         # torch's fused kernels divide by one and skip by the other, without a wait for the host.
-        optimizer.grad_scale, optimizer.found_inf = self.factor.to(device), skipped  # type: ignore[attr-defined]
+        optimizer.grad_scale = self.factor.to(device)  # type: ignore[attr-defined]
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
         # The kernel does not count a skipped step.
         if counts := [state["step"] for state in optimizer.state.values() if "step" in state]:

@@ -14,7 +14,12 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    rendezvous,
+)
 
 from trainer.errors import EXIT_REGROUP, LaunchError, SamestepError
 from trainer.strategies.neighbor import Neighbor

@@ -124,7 +124,8 @@ class DeepSpeed(Strategy):
         self.parameters = {names[parameter]: segment for parameter, segment in self._trained}
         for parameter, name in names.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook
+                hook(self._reached.add)  # type: ignore[no-untyped-call]
             else:
                 self.parameters[name] = self._zero.frozen(parameter)
         self._initialize(initial_values)

@@ -225,7 +225,8 @@ class PartitionedParameters(Partitions):
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
         start, length = _part(cast(_Partitioned, parameter))
         own: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
-        segment = Segment(tuple(parameter.ds_shape), start, self._group)  # type: ignore[attr-defined]
+        shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+        segment = Segment(shape, start, self._group)
         return SegmentParameter(own.view(-1)[:length], segment, requires_grad=False)
 
     def gradients(self) -> list[Tensor]:

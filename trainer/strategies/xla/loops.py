@@ -1,9 +1,9 @@
-"""Loops inside a compiled graph, JAX's `lax.scan`, by the means of `torch_xla.experimental.scan` of
+"""Loops inside a compiled graph (JAX's `lax.scan`), built on `torch_xla.experimental.scan` of
 torch-xla 2.9.
 
-That records and builds the loops of every call anew, which takes the host longer than all the rest
-of a step, and asks JAX how gradients are to be split. Here each loop is built once, and whoever
-calls says how tensors are split.
+torch-xla's `scan` traces and builds its loops again at every call, which takes the host longer than
+the rest of a step, and asks JAX how to partition gradients. Here each loop is built once, and the
+caller says how tensors are sharded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainer.accelerators.xla import XlaAccelerator
 Tree: TypeAlias = Any
 """Tensors in dictionaries and tuples."""
 Body: TypeAlias = Callable[[Tree, Tree], tuple[Tree, Tree]]
-"""(carried, one of each stack) -> (carried, what is to be stacked)."""
+"""(carried, one element of each stack) -> (carried, results to stack)."""
 Step: TypeAlias = Callable[..., tuple[Tree, Tree]]
-"""A body, or its gradient, with the operations recorded that it consists of."""
+"""A body, or its gradient, traced to a graph of operations."""
 
 
 class _Loop(NamedTuple):
-    """A loop as XLA's computation, and what it takes besides the tensors that it is called with."""
+    """A loop as an XLA computation, with the inputs that are the same at every call."""
 
     computation: object
-    results: list[Tensor]  # of stacks that it fills, shapes and types
+    results: list[Tensor]  # on the meta device: shapes and dtypes of the stacks that it fills
     constants: list[Tensor]
     unflatten_carried: Callable[[list[Tensor]], Tree]
     unflatten_results: Callable[[list[Tensor]], Tree]
@@ -41,11 +41,12 @@ class Loops:
     """Runs bodies over stacks of tensors, and differentiates them.
 
     Args:
-        accelerator: records what is computed.
+        accelerator: the XLA devices.
     """
 
     def __init__(self, accelerator: XlaAccelerator) -> None:
         self._accelerator = accelerator
+        # (body, partition, shapes) -> forward step, the inputs to save, backward step
         self._traced: dict[
             tuple[object, ...], tuple[Step, Callable[..., Sequence[Tensor]], Step]
         ] = {}
@@ -58,32 +59,32 @@ class Loops:
 
         Args:
             body: a function of its arguments alone, the same object in every step.
-            carried: floating-point tensors that one call hands to the next.
-            stacked: tensors [N, ...].
-            partition: what divides forward and backward pass, as AOTAutograd takes it.
+            carried: floating-point tensors that each call passes to the next one.
+            stacked: tensors [N, ...]; call i gets element i.
+            partition: a partition function of AOTAutograd, which decides what the forward pass
+                saves and what the backward pass recomputes.
 
         Returns:
-            What the last call handed on, and stacks of what calls returned besides.
+            The carried tensors after the last call, and the stacked results of all calls.
         """
         from torch_xla.experimental.scan import value_and_grad_partitioned
 
-        carried = tree_map(
-            Tensor.clone, carried
-        )  # views are recorded again when they are next used: here, and now
+        # A view would be recorded inside the loop, when the loop first uses it. A clone is
+        # recorded here.
+        carried = tree_map(Tensor.clone, carried)
         leaves = tree_leaves((carried, stacked))
         key = (body, partition, *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
         with self._accelerator.unwatched():
             if key not in self._traced:
                 self._traced[key] = value_and_grad_partitioned(body, carried, stacked, partition)
-        with torch.autocast(
-            leaves[0].device.type, enabled=False
-        ):  # what it casts has been recorded
+        # The traced steps contain autocast's casts already.
+        with torch.autocast(leaves[0].device.type, enabled=False):
             return _scan()(self, *self._traced[key], carried, stacked)
 
     def run(
         self, step: Step, carried: Tree, stacked: Tree, reverse: bool = False
     ) -> tuple[Tree, Tree]:
-        """Calls a step that is not differentiated, as `scan` does."""
+        """Calls a traced step for each element, as `scan` does, without differentiating it."""
         from torch_xla import _XLAC
         from torch_xla.experimental.scan import tree_flatten_none
 
@@ -96,26 +97,26 @@ class Loops:
         results = [
             torch.zeros(each.shape, dtype=each.dtype, device=device) for each in loop.results
         ]
+        # The layout of torch-xla's computation, for inputs and outputs alike: the loop counter, the
+        # carried tensors, the stacks to read, the stacks to fill. Constants are inputs only.
         inputs = [torch.tensor(0, device=device), *flat, *stacks, *results, *loop.constants]
         outputs = list(_XLAC._xla_user_computation("xla::scan", inputs, loop.computation))[1:]
         begin = len(flat) + len(stacks)
-        return loop.unflatten_carried(outputs[: len(flat)]), loop.unflatten_results(
-            outputs[begin : begin + len(results)]
-        )
+        filled = outputs[begin : begin + len(results)]
+        return loop.unflatten_carried(outputs[: len(flat)]), loop.unflatten_results(filled)
 
 
 def _build(step: Step, carried: Tree, stacked: Tree, reverse: bool) -> _Loop:
-    """Has torch-xla build a loop, and keeps what it would compute."""
+    """Lets torch-xla build a loop, and intercepts the computation that it would run."""
     from torch_xla.experimental import scan
 
     with _kept_computations() as kept:
         after, results = scan._scan_impl_pytree(step, carried, stacked, reverse)
     ((inputs, computation),) = kept
-    (flat, unflatten_carried), (stacks, _) = (
-        scan.tree_flatten_none(after),
-        scan.tree_flatten_none(stacked),
-    )
+    flat, unflatten_carried = scan.tree_flatten_none(after)
+    stacks, _ = scan.tree_flatten_none(stacked)
     filled, unflatten_results = scan.tree_flatten_none(results)
+    # Behind the counter, the carried tensors and both kinds of stacks (see `run`).
     constants = 1 + len(flat) + len(stacks) + len(filled)
     filled = [torch.empty_like(each, device="meta") for each in filled]
     return _Loop(
@@ -125,7 +126,7 @@ def _build(step: Step, carried: Tree, stacked: Tree, reverse: bool) -> _Loop:
 
 @contextmanager
 def _kept_computations() -> Iterator[list[tuple[Sequence[Tensor], object]]]:
-    """The inputs and computations of the loops that torch-xla is handed meanwhile."""
+    """Collects the inputs and the computation of each loop that is run inside the block."""
     from torch_xla import _XLAC
 
     kept: list[tuple[Sequence[Tensor], object]] = []
@@ -145,10 +146,7 @@ def _kept_computations() -> Iterator[list[tuple[Sequence[Tensor], object]]]:
 
 @cache
 def _scan() -> Step:
-    """The function that autograd sees.
-
-    Made when it is first needed, as torch-xla may not be installed.
-    """
+    """The differentiable function; created on first use, as torch-xla may not be installed."""
     from torch_xla.experimental.pytreeify import pytreeify
 
     scan: Step = pytreeify(_Scan).apply
@@ -156,7 +154,7 @@ def _scan() -> Step:
 
 
 class _Context(Protocol):
-    """What is kept for the backward pass."""
+    """What the forward pass saves for the backward pass."""
 
     loops: Loops
     backward_step: Step
@@ -166,6 +164,8 @@ class _Context(Protocol):
 
 
 class _Scan(torch.autograd.Function):
+    """A forward loop over the layers, and a backward loop over them in reverse order."""
+
     @staticmethod
     def forward(
         ctx: _Context,

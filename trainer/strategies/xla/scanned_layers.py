@@ -1,4 +1,8 @@
-"""Layers as a loop of the compiled graph (JAX's `lax.scan`): 24 compile as fast as 2."""
+"""Layers as a loop of the compiled graph (JAX's `lax.scan`): 24 layers compile as fast as 2.
+
+The parameters of equal layers are stacked: with 12 layers, `attention.qkv.weight` [3w, w] becomes
+one tensor [12, 3w, w]. One traced layer then runs 12 times, each time with another slice.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,10 @@ from trainer.strategies.xla.loops import Body, Loops
 
 @dataclass(frozen=True)
 class ScannedGroup:
-    """Layers of a stack that run as a loop.
+    """Layers start ... stop - 1 of a stack, which run as a loop.
 
     Attributes:
-        start, stop: their numbers.
-        parameters: name in a layer -> the parameter stacked over layers: [stop - start, ...].
+        parameters: name in a layer -> the parameters of all layers, [stop - start, ...].
     """
 
     start: int
@@ -34,15 +37,15 @@ class ScannedGroup:
 
 
 class ScannedLayers:
-    """Runs the groups of a stack as loops; takes the place of `stack.one_by_one`.
+    """A runner (see `Stack.runner`) that runs groups of layers as loops.
 
-    The last layer of the stack is left out of its loop where it computes some positions only.
+    If only some positions of the last layer are needed, that layer runs outside the loop.
 
     Args:
-        groups: in ascending order; layers in none of them run one by one.
-        split: says how stacked parameters are split over devices.
-        accelerator: what records them.
-        segments: whether attention without dropout takes segments in place of a mask.
+        groups: in ascending order; all other layers run one by one.
+        split: marks how stacked parameters are sharded over devices.
+        accelerator: the XLA devices.
+        segments: whether attention without dropout gets segments instead of a mask.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class ScannedLayers:
     ) -> None:
         self._groups, self._split, self._segments = groups, split, segments
         self._loops = Loops(accelerator)
-        # The same body objects in every step, so that they are traced once.
+        # `Loops` traces a body once per object, so each kind of call keeps its body.
         self._bodies: dict[tuple[object, ...], Body] = {}
 
     def __call__(
@@ -67,7 +70,7 @@ class ScannedLayers:
         positions: Tensor | None,
         cache: Cache | None,
     ) -> Hidden:
-        """As `Stack.run`, without a cache."""
+        """Same as `Stack.run`, without a cache."""
         assert cache is None, "decoding does not run in a compiled loop"
         done = 0
         for group in self._groups:
@@ -93,6 +96,8 @@ class ScannedLayers:
         layer = stack[group.start]
         if self._segments and context.segments is not None and not _drops_attention(layer, context):
             context = replace(context, mask=context.segments.int())
+        # All rounds of a loop have the same shapes. A layer that computes only the predicted
+        # positions has another output shape, so it runs after the loop.
         apart = positions is not None and group.stop == len(stack)
         count = group.stop - group.start - apart
         if count:
@@ -121,10 +126,10 @@ class ScannedLayers:
         context: Context,
         recomputed: bool,
     ) -> Hidden:
-        """Runs the first `count` layers of a group; `context.keys` are theirs."""
+        """Runs the first `count` layers of a group; `context.keys` has one key per layer."""
         like = hidden if isinstance(hidden, Tensor) else hidden[0]
-        # What a loop carries must be floating point: masks become scores to add, and integers are
-        # exact up to 2**24.
+        # A loop can carry only floating-point tensors. Boolean masks become scores to add (0 or
+        # -inf). Segments and other integer columns become float32, which is exact up to 2**24.
         carried: dict[str, Any] = {"hidden": hidden}
         if context.mask is not None:
             is_segments = context.mask.dtype == torch.int32
@@ -159,7 +164,7 @@ class ScannedLayers:
 
 
 def scanned_groups(groups: Sequence[ScanGroup]) -> Iterator[ScanGroup]:
-    """The groups whose layers can share stacked parameters: all are trained, or frozen, alike."""
+    """Yields the groups whose layers have equal shapes and train (or freeze) the same weights."""
     for group in groups:
         layers = [group.stack[index] for index in range(group.start, group.stop)]
         kinds = [
@@ -173,7 +178,7 @@ def scanned_groups(groups: Sequence[ScanGroup]) -> Iterator[ScanGroup]:
 def _body(
     layer: nn.Module, causal: bool, sites: tuple[str, ...], columns: Mapping[str, torch.dtype]
 ) -> Body:
-    """What a round of the loop computes: a layer with parameters and dropout keys of its own."""
+    """The body of the loop: one layer, called with the parameters and dropout keys of round i."""
 
     def body(
         carried: Mapping[str, Any], stacked: Mapping[str, Any]
@@ -197,19 +202,19 @@ def _body(
 
 
 def _drops_attention(layer: nn.Module, context: Context) -> bool:
-    """Whether attention probabilities are dropped, which fused kernels cannot do."""
+    """Whether attention probabilities get dropout, which fused kernels do not support."""
     rates = [module.dropout for module in layer.modules() if isinstance(module, UsesKernel)]
     return context.keys is not None and any(rates)
 
 
 def _keep_nothing(*arguments: Any, **settings: Any) -> Any:
-    """Recomputes the activations of each round in the backward pass, from what goes into it."""
+    """A partition function that saves only the inputs of each round and recomputes the rest."""
     with torch._functorch.config.patch(activation_memory_budget=0):
         return min_cut_rematerialization_partition(*arguments, **settings)
 
 
 def _added(mask: Tensor, hidden: Tensor) -> Tensor:
-    """A mask as scores to add."""
+    """Turns a boolean mask into scores to add to attention's: 0 where True, else -inf."""
     if mask.is_floating_point():
         return mask
     device = hidden.device.type

@@ -1,8 +1,8 @@
-"""XLA's SPMD: one process a machine computes with whole tensors, which XLA splits over all devices
-of a slice.
+"""XLA's SPMD: each machine runs one process that computes with whole tensors, and XLA shards them
+over all devices of a slice.
 
-Parameters, gradients and optimizer state are split by their rows, as FSDP2 splits them, and batches
-by examples; XLA derives from that what is to be gathered and reduced (Xu et al. 2021, "GSPMD").
+Parameters, gradients and optimizer state are sharded by rows, as under FSDP2, and batches by
+examples. XLA derives the all-gathers and reduce-scatters from that (Xu et al. 2021, "GSPMD").
 """
 
 from __future__ import annotations
@@ -34,17 +34,24 @@ from trainer.strategies.xla import flash
 from trainer.strategies.xla.split import Axis, register, split
 
 Split: TypeAlias = tuple[Axis, ...]
-"""For each dimension of a tensor the axes of the mesh that it is split over; None: over none."""
+"""For each dimension of a tensor, the mesh axes that it is sharded over; None: not sharded."""
 
 
 def check_slice(replicas: int, devices: int, here: int) -> None:
-    """Refuses `replicas` copies on a slice of machines with `here` devices each.
+    """Checks that replicas of the model do not straddle machines.
 
-    A copy's share must be whole machines, or whole copies must lie on one machine.
+    A replica must span whole machines, or a machine must hold whole replicas. With 16 devices on
+    machines of 4, 2 replicas span two machines each, and 8 replicas use two devices each.
+
+    Args:
+        replicas: number of replicas.
+        devices: number of devices in the slice.
+        here: number of devices per machine.
 
     Raises:
         ConfigError: naming the numbers that fit.
     """
+    # number of replicas -> devices per replica
     parts = {number: devices // number for number in divisors(devices)}
     fitting = [number for number, of in parts.items() if of % here == 0 or here % of == 0]
     check_replicas(replicas, fitting, devices)
@@ -72,15 +79,12 @@ class XlaSpmd(Strategy):
 
         assert isinstance(accelerator, XlaAccelerator)
         self.accelerator: XlaAccelerator = accelerator
-        devices, machines = (
-            torch_xla.runtime.global_runtime_device_count(),
-            torch_xla.runtime.process_count(),
-        )
+        devices = torch_xla.runtime.global_runtime_device_count()
+        machines = torch_xla.runtime.process_count()
         if machines != world.size:
             raise ConfigError(
-                f"the slice has {machines} machine{'s' if machines > 1 else ''} and {world.size} "
-                "processes were "
-                "started; start one process on each machine"
+                f"the slice has {machines} machine{'s' if machines > 1 else ''}, but {world.size} "
+                "processes were started. Start one process on each machine."
             )
         check_slice(replicas, devices, accelerator.devices)
         self.replica = Replica(world.rank, world.size, accelerator.devices)
@@ -93,9 +97,10 @@ class XlaSpmd(Strategy):
         self._group = self._group_of(min(self._parts // accelerator.devices or 1, world.size))
 
     def _devices(self) -> Any:
-        """The numbers of all devices, machine by machine.
+        """The ids of all devices, machine by machine.
 
-        Those of rank r are not always the r-th of equal ranges.
+        They are gathered, because the ids of rank r are not always the r-th of equal ranges: with
+        two machines of two devices, rank 0 may have the devices 0 and 2.
         """
         import numpy as np
         from torch_xla import _XLAC
@@ -106,17 +111,16 @@ class XlaSpmd(Strategy):
         return np.concatenate(all_of)
 
     def _group_of(self, machines: int) -> dist.ProcessGroup:
-        """The processes that hold one copy of the state together: `machines` in a row."""
+        """The processes that hold one replica together: `machines` consecutive ranks."""
         groups = [range(first, first + machines) for first in range(0, self.world.size, machines)]
-        made = [
-            dist.new_group(list(ranks)) for ranks in groups
-        ]  # every process has to make all of them
+        # Every process must take part in creating every group, also those that it is not in.
+        made = [dist.new_group(list(ranks)) for ranks in groups]
         return cast(dist.ProcessGroup, made[self.world.rank // machines])
 
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        # Brings TorchDynamo with it, two thirds of a second of every start.
+        # Imported here: it imports TorchDynamo, which takes two thirds of a second.
         from trainer.strategies.xla.scanned_layers import (
             ScannedGroup,
             ScannedLayers,
@@ -131,10 +135,11 @@ class XlaSpmd(Strategy):
         recomputes = isinstance(model, Model) and model.activation_checkpointing
         if recomputes and (not groups or len(groups) < len(declared)):
             raise ConfigError(
-                "training.activation_checkpointing recomputes layers that run as a loop, and some "
-                "layers of this model "
-                "cannot, as layers of which only some are frozen; set it to false"
+                "training.activation_checkpointing: true works only for layers that run as a loop, "
+                "and some layers of this model differ, for example because only some are frozen. "
+                "Set it to false."
             )
+        # Layers that run as a loop: one stacked parameter in place of one per layer.
         for group in groups:
             equal: dict[str, StackedParameter] = {}
             for own, each in group.stack[group.start].named_parameters():
@@ -145,6 +150,7 @@ class XlaSpmd(Strategy):
                 self.parameters[names[0]] = equal[own]
                 stacked.update(names)
             runs.setdefault(group.stack, []).append(ScannedGroup(group.start, group.stop, equal))
+        # All other parameters. Tied parameters appear under several names and are placed once.
         placed: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if name in stacked:
@@ -176,8 +182,10 @@ class XlaSpmd(Strategy):
         return model.eval()
 
     def _split_activations(self, model: nn.Module) -> None:
-        """Told only how weights are split, XLA would rather split activations so, too, than gather
-        weights.
+        """Shards the outputs of all layers by examples.
+
+        If it knew only how weights are sharded, XLA would often shard activations the same way
+        instead of gathering the weights.
         """
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
@@ -188,10 +196,10 @@ class XlaSpmd(Strategy):
     def _stack(
         self, names: tuple[str, ...], each: Tensor, initial_values: InitialValues
     ) -> StackedParameter:
-        """Equal parameters of all layers, with their values, on the devices.
+        """Stacks the parameters of equal layers, with their values, on the devices.
 
-        Of rows that other machines' devices hold there are no values here, and so no memory is
-        touched for them.
+        Only the rows that this machine's devices hold get values. The rest of the host's tensor is
+        never touched, so the operating system allocates no memory for it.
         """
         whole, axes = torch.empty(len(names), *each.shape), self._rows(each.shape)
         first, stop = self._range(len(each)) if axes[0] else (0, len(each))
@@ -203,26 +211,25 @@ class XlaSpmd(Strategy):
         return StackedParameter(self._place(whole, (None, *axes)), names, each.requires_grad)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sends each device its rows; of several machines, each feeds its own devices."""
+        """Sends each device its examples; each machine feeds its own devices."""
         return {
             name: self._place(column, self._examples(column), own_rows=True)
             for name, column in batch.items()
         }
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of the whole batch, which the loss is of."""
+        """Adds the gradients of the whole batch: the loss is that of all devices."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                self._mark(
-                    parameter.grad, self._axes(parameter)
-                )  # reduce-scattered, not all-reduced
+                # Without this XLA would all-reduce gradients instead of reduce-scattering them.
+                self._mark(parameter.grad, self._axes(parameter))
         return super().clip_grad_norm(max_norm)
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
-        """As of all strategies; what is computed on devices is of all rows already."""
+        """Reduces values of the host. Values on devices cover all rows already and are returned."""
         if value.device.type == "xla":
             return value
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
@@ -232,7 +239,7 @@ class XlaSpmd(Strategy):
         return self._split_examples(output)
 
     def rows_on_host(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Those that this machine's devices hold: tensors of XLA have the rows of all machines."""
+        """The rows of this machine's devices; an XLA tensor has the rows of all machines."""
         import torch_xla.core.xla_model as xm
         from torch_xla import _XLAC
 
@@ -241,9 +248,7 @@ class XlaSpmd(Strategy):
         return [torch.cat([shard for shard, _ in each]) for each in shards]
 
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
-        """The rows that this machine's devices hold, in memory of the host that is kept for the
-        next time.
-        """
+        """Copies the rows of this machine's devices to host memory, which later calls reuse."""
         import torch_xla.core.xla_model as xm
 
         xm.wait_device_ops()
@@ -287,13 +292,10 @@ class XlaSpmd(Strategy):
                 continue
             first, most, shards = self._held(tensor)[0], -(-tensor.shape[dim] // self._parts), []
             for rows in self._places(tensor):
-                shard, count = (
-                    host.new_zeros(*host.shape[:dim], most, *host.shape[dim + 1 :]),
-                    rows.stop - rows.start,
-                )
-                shard.narrow(dim, 0, count).copy_(
-                    host.narrow(dim, rows.start - first, count)
-                )  # the last are padded
+                count = rows.stop - rows.start
+                # All shards have the same shape: the last one is padded with zeros.
+                shard = host.new_zeros(*host.shape[:dim], most, *host.shape[dim + 1 :])
+                shard.narrow(dim, 0, count).copy_(host.narrow(dim, rows.start - first, count))
                 shards.append(shard)
             _XLAC._load_local_shards(tensor, shards, _XLAC._xla_get_runtime_devices())
         with self.accelerator.graph("restore"), torch.no_grad():
@@ -310,9 +312,7 @@ class XlaSpmd(Strategy):
         ]
 
     def _held(self, tensor: Tensor) -> tuple[int, int]:
-        """The first of the rows of a tensor that this machine's devices hold, and the one after the
-        last.
-        """
+        """The range (first, stop) of a tensor's rows that this machine's devices hold."""
         rows = tensor.shape[_rows_dim(tensor)]
         return self._range(rows) if self._is_split(tensor) else (0, rows)
 
@@ -322,20 +322,19 @@ class XlaSpmd(Strategy):
         return _XLAC._get_xla_sharding_spec(tensor) not in ("", "{replicated}")
 
     def _range(self, rows: int) -> tuple[int, int]:
+        # Rounded up: 10 rows over 4 devices are 3, 3, 3 and 1. With 2 devices per machine, the first
+        # holds rows 0-5, the second 6-9. If machines hold whole replicas, each holds all rows.
         each = -(-rows // self._parts)
         here = min(self.replica.devices, self._parts)
         first = self.replica.index * self.replica.devices % self._parts
         return first * each, min(rows, (first + here) * each)
 
     def _axes(self, parameter: Tensor) -> Split:
-        """How a parameter is split; stacked ones are split as they would be alone."""
+        """How a parameter is sharded; a stacked one is sharded as each of its layers would be."""
         return (*[None] * _rows_dim(parameter), *self._rows(layer_shape(parameter)))
 
     def _rows(self, shape: Sequence[int]) -> Split:
-        """Splits the rows of a matrix if every device gets some.
-
-        Vectors are small, and whole on all devices.
-        """
+        """Shards the rows of a matrix if every device gets some; vectors are replicated."""
         each = -(-shape[0] // self._parts)
         splits = len(shape) > 1 and 0 < (self._parts - 1) * each < shape[0]
         return ("shard" if splits else None, *[None] * (len(shape) - 1))
@@ -347,11 +346,11 @@ class XlaSpmd(Strategy):
         return split(output, self._number, self._examples(output))
 
     def _split_stack(self, stacked: Tensor) -> Tensor:
-        """Splits each of several tensors of a kind as it is split alone."""
+        """Shards each tensor of a stack as it would be sharded alone."""
         return split(stacked, self._number, (None, *self._rows(stacked.shape[1:])))
 
     def _place(self, tensor: Tensor, axes: Split, own_rows: bool = False) -> Tensor:
-        """Sends the host's tensor to the devices, split.
+        """Sends a tensor of the host to the devices, sharded.
 
         `own_rows`: the tensor holds only the rows of this machine's devices.
         """
@@ -368,7 +367,7 @@ class XlaSpmd(Strategy):
         mark_sharding(tensor, self._mesh, axes)
 
     def _keep_split(self) -> None:
-        """Says how parameters and their state are split, which an update in place forgets."""
+        """Marks the sharding of parameters and optimizer state again: in-place updates lose it."""
         for parameter in self.parameters.values():
             axes = self._axes(parameter)
             self._mark(parameter, axes)
@@ -377,7 +376,7 @@ class XlaSpmd(Strategy):
 
 
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Puts another parameter in the place of one."""
+    """Replaces a parameter of the model."""
     owner, _, own = name.rpartition(".")
     setattr(model.get_submodule(owner), own, parameter)
 
