@@ -1,9 +1,6 @@
-"""The manifest of a built dataset.
+"""The manifest of a dataset: its shards, their contents and their sources.
 
-Which shards it has, what is in them and what they were made from.
-
-It is written last, so a folder with a manifest is a finished dataset and a folder without one is
-not a dataset.
+A build writes it last, so a folder with a manifest is a finished dataset.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _SPLITS = {"train", "heldout"}
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One tar file: its name in the folder, what it holds and the SHA-256 of its bytes."""
+    """One tar file: its name in the folder, its size and its SHA-256."""
 
     name: str
     documents: int
@@ -48,7 +45,8 @@ class TaskLabels:
 
     Attributes:
         kind: of the task.
-        labels: names of the classes or tags, or of the number; empty for choices and answers.
+        labels: names of classes or tags, or the name of a regression's number; empty for multiple
+            choice and question answering.
     """
 
     kind: TaskKind
@@ -57,11 +55,11 @@ class TaskLabels:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a dataset folder holds.
+    """The contents of a dataset folder.
 
     Attributes:
         format: version of the layout of the folder.
-        tokenizer_fingerprint: of the tokenizer that made the tokens (`Tokenizer.fingerprint`).
+        tokenizer_fingerprint: `Tokenizer.fingerprint` of the tokenizer that was used.
         vocab_size: number of ids of that tokenizer; every token is below it.
         dtype: of the tokens in the shards, "uint16" or "uint32".
         source: the resolved source section of the build's configuration.
@@ -86,10 +84,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 over what determines the content.
-
-        Tokenizer, dtype and every shard's checksum, in order.
-        """
+        """Hex SHA-256 of tokenizer, dtype and the checksums of all shards, in order."""
         shards = {
             split: [shard.sha256 for shard in shards] for split, shards in self.splits.items()
         }
@@ -98,24 +93,22 @@ class Manifest:
 
     @property
     def token_dtype(self) -> np.dtype[np.unsignedinteger]:
-        """`dtype` as numpy's."""
+        """`dtype` as a numpy dtype."""
         return np.dtype(self.dtype)
 
     @property
     def has_sentences(self) -> bool:
-        """Whether the shards say where sentences begin."""
+        """Whether the shards hold sentence boundaries."""
         return "sentences" in self.settings
 
     @property
     def target_file(self) -> int | None:
-        """For pairs of texts, how many places in `files` the file of a target stands behind its
-        source's; else None.
-        """
+        """For pairs of texts in two files, the distance in `files` from source to target file."""
         return self.settings.get("target_file")
 
     @property
     def task(self) -> TaskLabels | None:
-        """The labels of a dataset whose documents are rows of a task; else None."""
+        """The labels, if the documents are rows of a task."""
         stored = self.settings.get("task")
         return None if stored is None else TaskLabels(stored["target"], tuple(stored["labels"]))
 
@@ -125,7 +118,7 @@ class Manifest:
         return tuple(shard for split in sorted(self.splits) for shard in self.splits[split])
 
     def save(self, folder: Path) -> None:
-        """Writes `manifest.json`, atomically; its bytes depend on the content only."""
+        """Writes `manifest.json` atomically; equal manifests have equal bytes."""
         write_text(
             folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
         )
@@ -135,19 +128,18 @@ class Manifest:
         """Reads the manifest of a finished dataset.
 
         Raises:
-            DataError: there is none, or it is damaged or of another version.
+            DataError: the manifest is missing, damaged or of another version.
         """
         path = folder / MANIFEST
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             raise DataError(
-                f"{folder} holds no finished dataset (no {MANIFEST}); finish it with: samestep "
-                "data build CONFIG "
-                f"output={folder}"
+                f"{folder} holds no finished dataset (no {MANIFEST}). Finish it with: samestep "
+                f"data build CONFIG output={folder}"
             ) from None
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error}; build the dataset again") from error
+            raise DataError(f"cannot read {path}: {error}. Build the dataset again.") from error
         return cls.parse(content, str(path))
 
     @classmethod
@@ -155,17 +147,17 @@ class Manifest:
         """Reads a manifest from the bytes of the file `path`.
 
         Raises:
-            DataError: it is damaged or of another version.
+            DataError: the manifest is damaged or of another version.
         """
         try:
             tree = json.loads(content)
         except ValueError as error:
-            raise DataError(f"cannot read {path}: {error}; build the dataset again") from error
+            raise DataError(f"cannot read {path}: {error}. Build the dataset again.") from error
         version = tree.get("format") if isinstance(tree, dict) else None
         if version != FORMAT:
             raise DataError(
-                f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset "
-                "again"
+                f"{path} has format {version!r}, but this program reads format {FORMAT}. Build the "
+                "dataset again."
             )
         try:
             splits = {
@@ -176,15 +168,18 @@ class Manifest:
             manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
             _check(manifest)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(f"{path} is damaged ({error}); build the dataset again") from error
+            raise DataError(f"{path} is damaged ({error}). Build the dataset again.") from error
         return manifest
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks what names files, reserves space or is trusted: an address may be anybody's.
+    """Validates entries that name files or reserve memory.
+
+    A manifest may come from a stranger's address: a shard called ../../x must not leave the cache,
+    and a size of 2**62 must not reserve memory.
 
     Raises:
-        ValueError: naming the entry that no build writes.
+        ValueError: naming an entry that no build would write.
     """
     if manifest.dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {manifest.dtype!r}")
@@ -219,5 +214,5 @@ def _check_numbers(entries: Mapping[str, object]) -> None:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest type of the shards' tokens that holds every id below `vocab_size`."""
+    """The narrowest dtype that holds every token id below `vocab_size`."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

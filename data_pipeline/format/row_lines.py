@@ -1,7 +1,4 @@
-"""Rows of a task as lines of JSON, as held-out shards keep them.
-
-What scores compare predictions with.
-"""
+"""Rows of a task as lines of JSON in held-out shards; scores compare predictions with them."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ _NAMES = {field.name for field in dataclasses.fields(TaskRow)}
 
 
 def dump(row: TaskRow) -> bytes:
-    """A line, with its end."""
+    """Returns the row as a line, with a newline."""
     return json.dumps({name: getattr(row, name) for name in sorted(_NAMES)}).encode() + b"\n"
 
 
 def load(line: bytes) -> TaskRow:
-    """The row of a line, which may be anybody's.
+    """Parses and validates a line, which may come from an untrusted address.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line is not a row.
     """
     try:
         tree = json.loads(line)
     except RecursionError:
-        raise ValueError("a row has objects in objects without end") from None
+        raise ValueError("a row is nested too deeply") from None
     if not isinstance(tree, dict) or not tree.keys() <= _NAMES or "texts" not in tree:
-        raise ValueError("a row is no object with the fields of one")
+        raise ValueError("a row is not an object with the fields of a row")
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
     }
@@ -46,21 +43,21 @@ def load(line: bytes) -> TaskRow:
         and all(map(_is_number, row.probabilities)),
     }
     if wrong := [name for name, good in sound.items() if not good]:
-        raise ValueError(f"the {wrong[0]} of a row are not of their type")
+        raise ValueError(f"{wrong[0]} of a row has the wrong type")
     end = len(row.texts[-1])
     if not all(
         0 <= span[0] <= span[1] <= end and span[-1] >= 0 for span in (*row.spans, *row.offsets)
     ):
-        raise ValueError("a row has spans outside of its text")
+        raise ValueError("a row has spans outside its text")
     return row
 
 
 def _pairs(values: Any, size: int) -> Any:
-    """Lists of `size` whole numbers as tuples."""
+    """Turns lists of `size` integers into tuples."""
     if not isinstance(values, tuple) or not all(
         isinstance(v, list) and len(v) == size and _are(v, int) for v in values
     ):
-        raise ValueError("the spans of a row are not of their type")
+        raise ValueError("the spans of a row have the wrong type")
     return tuple(map(tuple, values))
 
 

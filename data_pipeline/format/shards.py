@@ -1,4 +1,4 @@
-"""Shards: WebDataset tar files of tokenised documents, memory-mapped and sliced when read.
+"""Shards: WebDataset tar files of tokenized documents, memory-mapped and sliced when read.
 
 A shard holds chunks of many whole documents. A chunk is one WebDataset sample of three arrays:
 
@@ -6,21 +6,21 @@ A shard holds chunks of many whole documents. A chunk is one WebDataset sample o
     000000.offsets.npy   int64 [d + 1], document i is tokens[offsets[i]:offsets[i + 1]]
     000000.origin.npy    uint32 [d, 2], (source file, line) of each document
 
-With sentences, there is a fourth:
+A dataset with sentence boundaries has a fourth:
 
     000000.sentences.npy  uint32 [k], ascending; tokens[sentences[j]] starts a sentence
 
-For rows of a task, "sentences" are their texts, and there are labels:
+A dataset of a task stores the boundaries of a row's texts as "sentences", and labels:
 
     000000.labels.npy         float32 [k], `trainer.examples.Labels.values` of all documents
-    000000.label_offsets.npy  int64 [d + 1]; document i has labels label_offsets[i] to
-                              label_offsets[i + 1]
+    000000.label_offsets.npy  int64 [d + 1]; document i has the labels
+                              labels[label_offsets[i]:label_offsets[i + 1]]
     000000.rows.jsonl         held-out shards only: a JSON object for each row, in the same order
 
-Tar members start at multiples of 512 bytes and .npy data at multiples of 64 behind that, so a whole
-shard can be seen as one array of tokens in which every document is a plain slice. Members are
-written with `tarfile` because importing webdataset imports torch, which each build worker would pay
-for in seconds and memory.
+Tar members start at multiples of 512 bytes, and the data of a .npy file start at a multiple of 64
+bytes after that. Both are multiples of a token's size, so the whole file can be mapped as one array
+of tokens in which every document is a slice. Members are written with `tarfile`: importing
+webdataset imports torch, which would cost each build worker seconds and memory.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from trainer.errors import CorruptError, DataError
 from trainer.examples import TaskRow
 from trainer.storage import atomic_write
 
-# numpy parses headers as Python. In CPython 3.11.7, threads that do so at a time now and then fail
-# with a SystemError, "AST constructor recursion depth mismatch", and a sound shard would pass for a
-# damaged one.
+# numpy parses headers as Python code. In CPython 3.11.7, threads that do so at the same time
+# sometimes fail with SystemError ("AST constructor recursion depth mismatch"), and a good shard
+# would be reported as damaged.
 _PARSER = threading.Lock()
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 CHUNK_TOKENS = 2**20
 
-_TYPES = {"offsets": "<i8", "labels": "<f4", "label_offsets": "<i8"}  # of members; of others <u4
+# Types of the members that are not "<u4".
+_TYPES = {"offsets": "<i8", "labels": "<f4", "label_offsets": "<i8"}
 
 
 def write_shard(
@@ -70,74 +71,60 @@ def write_shard(
 ) -> ShardInfo:
     """Writes documents to a new shard, atomically.
 
-    Its bytes depend on the arguments only, not on time or machine.
+    Its bytes depend only on the arguments, not on time or machine.
 
     Args:
         path: the shard's file.
         documents: D arrays of tokens.
         origin: [D, 2], the (source file, line) of each document.
         dtype: of the stored tokens.
-        sentences: D arrays of the ascending offsets, within a document, of its sentences' first
-            tokens; the first is 0.
-        labels: of rows of a task, D arrays of what is to be predicted.
-        rows: D rows of a task, to be kept for scores.
+        sentences: D arrays with the offset of each sentence's first token within its document,
+            ascending; the first is 0.
+        labels: D arrays with the labels of a task's rows.
+        rows: D rows of a task, from which scores are computed.
 
     Raises:
-        DataError: the disk does not take it.
+        DataError: the file cannot be written.
     """
     assert len(documents) == len(origin) > 0
-    offsets = np.concatenate(
-        ([0], np.cumsum([len(document) for document in documents], dtype=np.int64))
-    )
-    # Documents belong to the chunk in which they begin, so a chunk is as long as its last document
-    # makes it.
+    lengths = [len(document) for document in documents]
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    # A document belongs to the chunk in which it starts: with chunks of 10 tokens, documents of 6,
+    # 8 and 3 tokens start at 0, 6 and 14, so the first chunk holds two documents (14 tokens).
     bounds = [*np.flatnonzero(np.diff(offsets[:-1] // CHUNK_TOKENS, prepend=-1)), len(documents)]
     with atomic_write(path) as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for chunk, (first, end) in enumerate(itertools.pairwise(bounds)):
-                tokens = np.concatenate(documents[first:end]).astype(dtype, copy=False)
-                _add(tar, f"{chunk:06d}.tokens.npy", tokens)
-                _add(tar, f"{chunk:06d}.offsets.npy", offsets[first : end + 1] - offsets[first])
-                _add(
-                    tar, f"{chunk:06d}.origin.npy", origin[first:end].astype(np.uint32, copy=False)
-                )
+                own = offsets[first : end + 1] - offsets[first]
+                arrays = {
+                    "tokens": np.concatenate(documents[first:end]).astype(dtype, copy=False),
+                    "offsets": own,
+                    "origin": origin[first:end].astype(np.uint32, copy=False),
+                }
                 if sentences is not None:
-                    begin = offsets[first:end] - offsets[first]
-                    starts = [
-                        at + starts for at, starts in zip(begin, sentences[first:end], strict=True)
-                    ]
-                    _add(
-                        tar, f"{chunk:06d}.sentences.npy", np.concatenate(starts).astype(np.uint32)
-                    )
+                    pairs = zip(own[:-1], sentences[first:end], strict=True)
+                    starts = np.concatenate([at + within for at, within in pairs])
+                    arrays["sentences"] = starts.astype(np.uint32)
                 if labels is not None:
-                    counts = [len(numbers) for numbers in labels[first:end]]
-                    _add(
-                        tar,
-                        f"{chunk:06d}.labels.npy",
-                        np.concatenate(labels[first:end]).astype(np.float32),
-                    )
-                    _add(
-                        tar,
-                        f"{chunk:06d}.label_offsets.npy",
-                        np.cumsum([0, *counts], dtype=np.int64),
-                    )
+                    counts = [len(values) for values in labels[first:end]]
+                    arrays["labels"] = np.concatenate(labels[first:end]).astype(np.float32)
+                    arrays["label_offsets"] = np.cumsum([0, *counts], dtype=np.int64)
+                for name, array in arrays.items():
+                    _add(tar, f"{chunk:06d}.{name}.npy", _npy(array))
                 if rows is not None:
-                    _add_bytes(
-                        tar,
-                        f"{chunk:06d}.rows.jsonl",
-                        b"".join(map(row_lines.dump, rows[first:end])),
-                    )
+                    lines = b"".join(map(row_lines.dump, rows[first:end]))
+                    _add(tar, f"{chunk:06d}.rows.jsonl", lines)
         size = file.tell()
     return ShardInfo(path.name, len(documents), int(offsets[-1]), size, file_sha256(path))
 
 
-def _add(tar: tarfile.TarFile, name: str, array: npt.NDArray[np.generic]) -> None:
+def _npy(array: npt.NDArray[np.generic]) -> bytes:
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
-    _add_bytes(tar, name, buffer.getvalue())
+    return buffer.getvalue()
 
 
-def _add_bytes(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)  # time 0, owner 0, mode 644: the same bytes everywhere
     member.size = len(content)
     tar.addfile(member, io.BytesIO(content))
@@ -151,18 +138,17 @@ def file_sha256(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """The documents of a shard without their tokens, to read which takes about a hundredth of it.
+    """Where the documents of a shard are; about a hundredth of its bytes.
 
     Attributes:
-        start: int64 [D], the place of each document's first token in the file, counted in tokens.
-        length: int64 [D], tokens of each document.
+        start: int64 [D], the index of each document's first token in the mapped file.
+        length: int64 [D], number of tokens of each document.
         origin: uint32 [D, 2], the (source file, line) of each document.
-        sentences: int64 [K], where sentences begin, counted in tokens through all documents; empty
-            unless asked for.
-        labels: float32 [K], what is to be predicted of all documents, where they are rows of a
-            task.
+        sentences: int64 [K], starts of sentences, in tokens counted over all documents; empty
+            unless requested.
+        labels: float32 [K], the labels of all documents of a task; empty unless requested.
         label_start: int64 [D + 1]; document i has `labels[label_start[i] : label_start[i + 1]]`.
-            Empty unless asked for, like `labels`.
+            Empty unless labels are requested.
     """
 
     start: npt.NDArray[np.int64]
@@ -181,17 +167,17 @@ class ShardIndex:
         sentences: bool = False,
         labels: bool = False,
     ) -> ShardIndex:
-        """Reads the index of an open shard whose tokens are of type `dtype`, going through it once.
+        """Reads the index of an open shard, from its beginning to its end.
 
         Args:
             file: the shard; seekable.
-            name: where it is, for messages.
+            name: path or address of the shard, for messages.
             dtype: of its tokens.
-            sentences: whether to read where sentences begin, too.
-            labels: whether to read what is to be predicted, too.
+            sentences: whether to read sentence boundaries.
+            labels: whether to read labels.
 
         Raises:
-            DataError: it is cut short, damaged or of another type.
+            DataError: the shard is truncated, damaged or of another type.
         """
         with _failure_explained(name):
             columns = zip(*_read_chunks(file, np.dtype(dtype), sentences, labels), strict=True)
@@ -203,11 +189,11 @@ class ShardIndex:
 
 @dataclass(frozen=True, eq=False)
 class Shard(ShardIndex):
-    """A shard opened for reading; nothing but its index is read before tokens are used.
+    """A shard opened for reading: its index, and its tokens as a memory map.
 
     Attributes:
-        tokens: 1-D memory map of the whole file as tokens; document i is `tokens[start[i] :
-            start[i] + length[i]]`.
+        tokens: the whole file as tokens, 1-D; document i is
+            `tokens[start[i] : start[i] + length[i]]`.
     """
 
     tokens: Tokens = field(kw_only=True)
@@ -221,15 +207,18 @@ class Shard(ShardIndex):
         sha256: str | None = None,
         labels: bool = False,
     ) -> Shard:
-        """Maps a shard whose tokens are of type `dtype`, with or without its `sentences` and
-        `labels`.
+        """Maps a shard.
 
-        With a `sha256`, which its bytes must have, it is read through before: a CPU does 0.3 to 2
-            GB a second.
+        Args:
+            path: the shard's file.
+            dtype: of its tokens.
+            sentences: whether to read sentence boundaries.
+            sha256: checked if given, which reads the whole file (0.3 to 2 GB per second).
+            labels: whether to read labels.
 
         Raises:
-            CorruptError: it is cut short, damaged or of another type.
-            DataError: it is missing, or cannot be read, or the process has too many files open.
+            CorruptError: the shard is truncated, damaged or of another type.
+            DataError: it is missing or unreadable, or the process has too many open files.
         """
         with open_file(path, sha256) as file:
             return cls.map(file, str(path), dtype, sentences, labels)
@@ -243,9 +232,7 @@ class Shard(ShardIndex):
         sentences: bool = False,
         labels: bool = False,
     ) -> Shard:
-        """Maps an open shard; the map shares the file's locks and keeps them when the file is
-        closed.
-        """
+        """Maps an open shard; the map keeps the file's locks after the file is closed."""
         index = ShardIndex.read(file, name, dtype, sentences, labels)
         with _failure_explained(name):
             return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
@@ -253,12 +240,11 @@ class Shard(ShardIndex):
 
 @contextmanager
 def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
-    """Opens the file of a shard; with a `sha256`, which its bytes must have, it is read through
-    before.
+    """Opens the file of a shard; checks its SHA-256 first, if given.
 
     Raises:
-        CorruptError: its bytes are others.
-        DataError: it is missing, or cannot be read.
+        CorruptError: the SHA-256 differs.
+        DataError: the file is missing or unreadable.
     """
     with _failure_explained(str(path)), path.open("rb") as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
@@ -267,15 +253,15 @@ def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
 
 
 def read_rows(file: BinaryIO, name: str, documents: int) -> list[TaskRow]:
-    """The rows that an open held-out shard of a task keeps, one for each of its documents.
+    """Reads the rows of an open held-out shard of a task, one for each document.
 
     Args:
         file: the shard; seekable.
-        name: where it is, for messages.
-        documents: how many it has.
+        name: path or address of the shard, for messages.
+        documents: number of its documents.
 
     Raises:
-        DataError: it is damaged, or has none.
+        DataError: the shard is damaged, or has no rows.
     """
     with _failure_explained(name):
         file.seek(0)
@@ -285,32 +271,31 @@ def read_rows(file: BinaryIO, name: str, documents: int) -> list[TaskRow]:
             ]
             rows = [row_lines.load(line) for member in members for line in member]
         if len(rows) != documents:
-            raise ValueError(f"it keeps {len(rows)} rows of {documents}")
+            raise ValueError(f"it has {len(rows)} rows for {documents} documents")
         return rows
 
 
 @contextmanager
 def _failure_explained(name: str) -> Iterator[None]:
-    """Says in a user's words why the shard `name` cannot be read."""
+    """Turns errors from reading the shard `name` into messages that name the fix."""
     try:
         yield
     except FileNotFoundError:
         raise DataError(
-            f"the shard {name} is missing; copy it back or build the dataset again"
+            f"the shard {name} is missing. Copy it back or build the dataset again."
         ) from None
     except (OSError, ValueError, tarfile.TarError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise DataError(
-                f"cannot open the shard {name}: too many files are open (this process may open "
-                f"{limit}); raise the "
-                f"limit with ulimit -n, or start a run with smaller data.lanes or data.window"
+                f"cannot open the shard {name}: too many files are open (the limit of this process "
+                f"is {limit}). Raise it with ulimit -n, or reduce data.lanes or data.window."
             ) from error
         explained = DataError if isinstance(error, OSError) else CorruptError
         raise explained(
-            f"the shard {name} is cut short or damaged ({error}); copy it again, or build the "
-            "dataset again, and "
-            f"check the rest with: samestep data verify {name.rpartition('/')[0]}"
+            f"the shard {name} is truncated or damaged ({error}). Copy it again or build the "
+            "dataset again, and check the other shards with: samestep data verify "
+            f"{name.rpartition('/')[0]}"
         ) from error
 
 
@@ -319,10 +304,11 @@ def _read_chunks(
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
     """Yields the columns of a `ShardIndex` for each chunk.
 
-    Raises ValueError for what is no shard.
+    Raises:
+        ValueError: the file is not a shard.
     """
-    # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two
-    # members.
+    # A tar ends with two blocks of zeros. Without them it was truncated, perhaps exactly between
+    # two members, where `tarfile` would not notice.
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
     if size == 0 or size % tarfile.BLOCKSIZE or any(file.read()):
@@ -330,13 +316,13 @@ def _read_chunks(
     file.seek(0)
     names = ["tokens", "offsets", "origin"]
     names += ["sentences"] * with_sentences + ["labels", "label_offsets"] * with_labels
-    before = None  # tokens of the chunks before
+    before = None  # number of tokens in the chunks so far
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, chunk in itertools.groupby(tar, lambda member: member.name.partition(".")[0]):
             parts: dict[str, Any] = {}
-            for (
-                member
-            ) in chunk:  # read as it is met, since going back in a remote file would cost a request
+            # Members are read in the order of the file: seeking back in a remote file would cost a
+            # request.
+            for member in chunk:
                 name = member.name.removeprefix(f"{key}.").removesuffix(".npy")
                 if name == "tokens":
                     parts[name] = _locate(tar, member, dtype)
@@ -357,9 +343,8 @@ def _read_chunks(
             if with_sentences:
                 sentences = parts["sentences"].astype(np.int64)
                 documents = offsets[:-1][length > 0]
-                if (np.diff(sentences, append=count) < 1).any() or not np.isin(
-                    documents, sentences
-                ).all():
+                ascending = (np.diff(sentences, append=count) >= 1).all()
+                if not ascending or not np.isin(documents, sentences).all():
                     raise ValueError(f"the sentences of chunk {key} do not fit its documents")
             labels, label_counts = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
             if with_labels:
@@ -391,9 +376,8 @@ def _open_npy(
         np.lib.format.read_magic(stream)
         with _PARSER:
             _, fortran_order, found = np.lib.format.read_array_header_1_0(stream)
-    except (
-        Exception
-    ) as error:  # numpy parses the header as Python: damage raises anything from its tokenizer up
+    # numpy parses the header as Python code, so damage can raise errors of many types.
+    except Exception as error:
         raise ValueError(f"{member.name} has no readable header") from error
     if fortran_order or found != dtype:
         raise ValueError(f"{member.name} holds {found}, not {dtype}")
@@ -409,6 +393,6 @@ def _load(
 def _locate(
     tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
 ) -> tuple[int, int]:
-    """Where a member's data begin in the file, and how many they are, both in units of `dtype`."""
+    """Start of a member's data in the file, and their number, both in units of `dtype`."""
     header = _open_npy(tar, member, dtype).tell()
     return (member.offset_data + header) // dtype.itemsize, (member.size - header) // dtype.itemsize

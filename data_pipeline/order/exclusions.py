@@ -24,9 +24,8 @@ class Exclusions:
         self.ranges = merged(ranges)
         self._first, self._end = np.array(self.ranges, dtype=np.int64).reshape(-1, 2).T
         self._total = np.concatenate(([0], np.cumsum(self._end - self._first)))
-        self._kept_before = (
-            self._first - self._total[:-1]
-        )  # examples that are kept before each range
+        # Number of kept examples before each range: 2 and 5 for [2, 4) and [7, 9).
+        self._kept_before = self._first - self._total[:-1]
 
     def __or__(self, other: Exclusions) -> Exclusions:
         return Exclusions((*self.ranges, *other.ranges))

@@ -43,8 +43,7 @@ _LONGEST_CELL = 2**24  # characters of a cell of CSV; Python's own limit of 2**1
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hugging Face Hub, or in a folder, in any format that `datasets` (extra `hf`)
-    reads.
+    """A dataset on the Hugging Face Hub or in a folder, read by `datasets` (extra `hf`).
 
     Attributes:
         path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data

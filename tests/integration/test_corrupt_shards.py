@@ -50,7 +50,7 @@ def test_a_run_passes_over_it_wherever_it_is_resumed(
     both = start(*skip, f"output={two}", "--processes", 2)
     stopped = samestep(*train, f"output={tmp_path}/stopped")
     assert stopped.code == 1
-    assert f"{SHARD} is cut short or damaged" in stopped.message
+    assert f"{SHARD} is truncated or damaged" in stopped.message
     assert samestep(*skip, f"output={whole}").code == 0
     for steps in (6, 12):
         assert (

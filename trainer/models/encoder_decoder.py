@@ -23,8 +23,7 @@ START = 0
 
 
 class _Keys(NamedTuple):
-    """Dropout keys: of the embeddings, after each stack, of both stacks' layers
-    [layers, sites, B], and of the head."""
+    """Dropout keys of each part; of layers, [layers, sites, B]."""
 
     embeddings: Tensor | None = None
     after_encoder: Tensor | None = None

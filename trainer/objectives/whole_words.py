@@ -67,8 +67,8 @@ def _take(lengths: npt.NDArray[np.int32], budget: Int64) -> Bools:
 
     Lengths of 0 are not taken.
     """
-    # All rows are gone through together, a block of columns at a time, since most budgets are spent
-    # after the first block. Within a block, the sum up to each length must stay within the budget.
+    # All rows are processed together, a block of columns at a time: most budgets are spent after
+    # the first block. Within a block, the sum up to each length must stay within the budget.
     # From the first one that exceeds it on, every length above what was left before it cannot fit:
     # it becomes 0, and the sums are recomputed. Example with a budget of 6:
     #

@@ -159,8 +159,8 @@ def score_each(
 def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
     """Returns a step's loss over all replicas and its gradient norm. Waits for the device.
 
-    One small collective. The norm is global already, but is averaged all the same: all replicas
-    then decide alike even if the device of one has computed it wrongly.
+    One small collective. The norm is global already. It is averaged so that all replicas make the
+    same decision even if one device computed it wrongly.
     """
     loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
     norm = gradients.norm.detach().double().reshape(1)

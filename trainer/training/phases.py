@@ -143,7 +143,7 @@ def resolve(
     for index, phase in enumerate(phases):
         own, length = phase.schedule, phase.sequence_length or sequence_length
         if resolved and length != resolved[-1].sequence_length:
-            order += 1  # examples of another length are packed anew
+            order += 1  # examples of another length are packed again
         resolved.append(
             Phase(
                 index=index,

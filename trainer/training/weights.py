@@ -103,8 +103,8 @@ class Weights:
         stored = {parameter: name for name, parameter in model.named_parameters()}
         if wrong := sorted(set(stored.values()) ^ set(self.tensors)):
             raise CheckpointError(
-                f"{self.folder} does not hold the weights of its model, first {wrong[0]}; export "
-                "it anew"
+                f"{self.folder} does not hold the weights of its model, first {wrong[0]}. "
+                "Export it again."
             )
         every = model.named_parameters(remove_duplicate=False)
         model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
@@ -209,11 +209,11 @@ def _load_base(
 
     Args:
         folder: of the checkpoint.
-        beside: where these weights are, if it exists, in spite of `stored`.
+        beside: where these weights are looked for first, instead of at `stored`.
         stored: the result of `base_of` when the checkpoint was written.
 
     Raises:
-        CheckpointError: the weights are gone, or are others now.
+        CheckpointError: the weights are gone, or have changed.
     """
     with raise_on_all_ranks(world_size):
         moved = beside != folder and bool(files.names(beside))

@@ -52,9 +52,9 @@ class Pass:
 class Tally:
     """The passes over one source in one data order.
 
-    An example that has not come yet is lost only if its pass is over, and passes overlap. Each lane
-    of the order reads its part of the pass and goes on to the next pass at once, so a pass is over
-    when all lanes are beyond it. With four lanes, example n is of lane n % 4.
+    An example that has not appeared is lost only if its pass is over, and passes overlap: each lane
+    of the order reads its part of a pass and then starts the next pass at once. A pass is over when
+    all lanes are beyond it. With four lanes, lane n % 4 reads example n.
 
     Grouping by length hides the lanes: it shuffles the examples of a pool. A pass is then over when
     a complete pool holds none of it, and is large enough that each lane has a part in it.

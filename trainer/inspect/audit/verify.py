@@ -156,8 +156,8 @@ def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) 
     """Recomputes the batches of an order's rows, compares their hash sums, counts their examples.
 
     The loader yields the examples in ascending order, some thousands at a time. The ranges of the
-    ledger's rows are sorted likewise, so only those that overlap the current examples are looked
-    at: the active ones. In a sound ledger these are few; in a forged one they may overlap.
+    ledger's rows are sorted in the same way, so only the active ones, which overlap the current
+    examples, are compared. In a sound ledger these are few; in a forged one they may overlap.
     """
     waiting = sorted(
         (

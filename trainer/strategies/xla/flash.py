@@ -1,9 +1,7 @@
-"""Attention by JAX's Pallas kernel for TPUs: blocks of scores stay on the chip (Dao et al.
+"""Attention by JAX's Pallas kernel for TPUs (Dao et al. 2022, "FlashAttention").
 
-2022, "FlashAttention").
-
-The kernel is compiled by XLA with the rest of a graph, which needs its computation only. So JAX,
-which comes with `torch-xla[pallas]`, is asked for nothing but that, and never sees the chips.
+JAX (of `torch-xla[pallas]`) only lowers the kernel to an XLA computation. XLA compiles it with the
+rest of the graph, so JAX never uses the chips.
 """
 
 from __future__ import annotations
@@ -216,12 +214,14 @@ def _computation(function: Callable[..., object], inputs: Sequence[jax.ShapeDtyp
 def _run(
     computation: object, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], mesh: int
 ) -> list[Tensor]:
-    """Has each device compute with its examples; XLA itself could not split the kernel.
+    """Runs a computation on each device with that device's examples.
+
+    XLA cannot shard the kernel by itself: inside "manual sharding" it sees one device's shapes.
 
     Args:
-        computation: for the examples of a device.
-        tensors: of all devices' examples.
-        shapes: of what comes out, likewise.
+        computation: for the examples of one device.
+        tensors: with the examples of all devices.
+        shapes: of the results, for all devices.
         mesh: the number of the mesh.
     """
     from torch_xla import _XLAC
@@ -244,7 +244,7 @@ def _run(
 
 
 class _Context(Protocol):
-    """What is kept for the backward pass."""
+    """What the forward pass saves for the backward pass."""
 
     call: int
     saved_tensors: tuple[Tensor, ...]
@@ -254,7 +254,7 @@ class _Context(Protocol):
 
 @cache
 def _operation() -> Callable[[Tensor, Tensor, Tensor, Tensor | None, int], list[Tensor]]:
-    """The operation as torch knows it, so that AOTAutograd may record it."""
+    """Registers the kernel as a torch operation, which AOTAutograd can trace."""
 
     @torch.library.custom_op("samestep::flash_attention", mutates_args=())
     def attention(

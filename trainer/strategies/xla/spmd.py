@@ -322,8 +322,8 @@ class XlaSpmd(Strategy):
         return _XLAC._get_xla_sharding_spec(tensor) not in ("", "{replicated}")
 
     def _range(self, rows: int) -> tuple[int, int]:
-        # Rounded up: 10 rows over 4 devices are 3, 3, 3 and 1. With 2 devices per machine, the first
-        # holds rows 0-5, the second 6-9. If machines hold whole replicas, each holds all rows.
+        # Rounded up: 10 rows over 4 devices are 3, 3, 3 and 1. With 2 devices per machine, the
+        # first holds rows 0-5, the second 6-9. A machine with whole replicas holds all rows.
         each = -(-rows // self._parts)
         here = min(self.replica.devices, self._parts)
         first = self.replica.index * self.replica.devices % self._parts

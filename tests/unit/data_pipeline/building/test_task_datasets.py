@@ -421,10 +421,10 @@ def test_a_damaged_row_is_not_scored(built, tmp_path):
     assert len(dataset.rows("heldout")) == HELDOUT
     rewrite(tmp_path / info.name, "000000.rows.jsonl", b"0\n")
     with pytest.raises(
-        CorruptError, match=rf"{info.name} is cut short or damaged \(its SHA-256 is not"
+        CorruptError, match=rf"{info.name} is truncated or damaged \(its SHA-256 is not"
     ):
         dataclasses.replace(dataset).rows("heldout")  # which has not read them yet
-    with pytest.raises(CorruptError, match="keeps 0 rows of"):
+    with pytest.raises(CorruptError, match="has 0 rows for"):
         Dataset.open(built["tagging"]).rows("train")
 
 

@@ -85,7 +85,7 @@ def test_a_shard_cut_short_anywhere_is_refused(shard_path):
     for size in [0, 1, 511, 512, *range(1024, len(whole) - 1024, 512), len(whole) - 1]:
         shard_path.write_bytes(whole[:size])
         if any(whole[max(0, size - 1024) : size]) or size % 512:
-            with pytest.raises(DataError, match=r"train-000000\.tar is cut short or damaged"):
+            with pytest.raises(DataError, match=r"train-000000\.tar is truncated or damaged"):
                 Shard.open(shard_path, UINT16)
 
 

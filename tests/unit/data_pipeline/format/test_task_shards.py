@@ -54,7 +54,7 @@ def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, ch
     assert not len(index.sentences)
     with (tmp_path / "a.tar").open("rb") as file:
         assert shards.read_rows(file, "a.tar", 5) == rows
-        with pytest.raises(CorruptError, match="keeps 5 rows of 6"):
+        with pytest.raises(CorruptError, match="has 5 rows for 6"):
             shards.read_rows(file, "a.tar", 6)
     assert not len(read_only(tmp_path).label_start)  # not read unless asked for
     write_shard(

@@ -187,7 +187,7 @@ def test_a_second_shard_and_excluded_examples(sound: Path, corrupt: Path) -> Non
 
 
 def test_without_skip_it_stops_and_without_a_sound_shard_too(corrupt: Path) -> None:
-    with pytest.raises(DataError, match=r"train-000002\.tar is cut short or damaged"):
+    with pytest.raises(DataError, match=r"train-000002\.tar is truncated or damaged"):
         take([corrupt], STEPS, on_corrupt="stop")
     for shard in (0, 1, 3, 4, 5):
         damage(corrupt, shard)

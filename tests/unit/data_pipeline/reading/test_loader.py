@@ -348,7 +348,7 @@ except DataError as error:
             64,
             64,
             True,
-            "too many files are open (this process may open 64); raise the limit with ulimit -n",
+            "too many files are open (the limit of this process is 64). Raise it with ulimit -n",
         ),
     ],
 )
