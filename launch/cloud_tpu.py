@@ -189,6 +189,8 @@ class Config(Cluster):
         # Others launch runs of the same name, so the slice's name holds a digest of the launch.
         launch = _digest(run, self.staging, str(job.folder), str(os.getuid()), platform.node())
         name = f"samestep-{job.name}-{launch[:8]}-{job.folder.name}"
+        # What a machine runs at every boot. It is part of the request, so it cannot change later,
+        # and a machine that Google reboots runs it again.
         startup = Startup(
             name=name,
             staging=f"{place}/{job.folder.name}",
@@ -248,6 +250,7 @@ class Config(Cluster):
         }
         words += [f"--{option}={value}" for option, value in named.items() if value is not None]
         words += ["--internal-ips"] * self.internal_ips
+        # Our own labels last: a user's label of the same name must not hide the mark.
         labels = {"samestep": job} | self.labels | {tpu_slice.MARK: mark}
         words.append(f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}")
         return (*words, f"--metadata-from-file=startup-script={STARTUP}", *self.options, "--quiet")
@@ -260,6 +263,7 @@ class Config(Cluster):
         )
         types = command_line.run(words, HINTS).split()
         if self.topology is None and self.accelerator_type not in types:
+            # List the types of the same generation, such as v5e of v5e-16.
             kind = self.accelerator_type.partition("-")[0]
             same = sorted(type_ for type_ in types if type_.startswith(f"{kind}-"))
             same.sort(key=len)  # v4-8 before v4-16
@@ -282,6 +286,7 @@ class Config(Cluster):
         place, files = Slice.of(folder), [folder / CONFIG]
         archive = folder / _ARCHIVE
         if (folder / CODE).is_dir():
+            # One archive: a bucket has no folders, and each object costs a request.
             with tarfile.open(archive, "w:gz") as tar:
                 tar.add(folder / CODE, arcname=".")
             files.append(archive)
@@ -331,6 +336,8 @@ class Config(Cluster):
         has_ended = (record.folder / EXIT).exists()
         if resource is None and (has_ended or Memory.of(record.folder).phase != "recreating"):
             raise LaunchError(f"{record.id} has ended already")
+        # 1. Tell a supervisor, here by a file and elsewhere by the bucket. 2. Let the run save.
+        # 3. Delete. 4. Wait until the slice is gone, because until then it costs money.
         (record.folder / CANCEL).touch()
         place.ask_to_stop()  # before the deletion, or a supervisor would request the slice again
         code = place.end_run() if tpu_slice.state_of(resource) == "ACTIVE" else None
@@ -353,6 +360,7 @@ def _state(folder: Path, place: Slice, word: str) -> State:
         with suppress(LaunchError):  # the bucket may have exit codes that this machine lacks
             tpu_slice.note_end(folder, tpu_slice.outcome(place.exits(place.objects()), 1))
         return _ended(folder)
+    # The supervisor's reason says more than Google's state while it deletes or requests the slice.
     detail = "" if memory.phase == "running" else memory.why
     if place.supervise and not tpu_supervisor.is_running(folder):
         detail = f"no supervisor runs here; python -m launch.tpu.supervisor {folder} starts it"
@@ -395,6 +403,7 @@ def _check_experiment(experiment: Tree, has_folders: bool) -> None:
             return True
         return path.startswith("/") and has_folders
 
+    # Inputs must be reachable from the machines, and checkpoints must outlive them.
     data, checkpoint = experiment.get("data") or {}, experiment.get("checkpoint") or {}
     inputs = {"init_from": experiment.get("init_from"), "data.path": data.get("path")}
     for index, source in enumerate(data.get("sources") or ()):

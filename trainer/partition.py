@@ -212,6 +212,7 @@ def block_bounds(tensor: Tensor, blocks: int) -> list[int]:
     """
     (rows, *row), part = whole_shape(tensor), _local(tensor)
     assert rows % blocks == 0, f"{rows} rows are not {blocks} equal blocks"
+    # A segment is one-dimensional, so its unit is an element; otherwise the unit is a row.
     unit = math.prod(part.shape[1:])  # elements of one index of the local part
     size, start = rows // blocks * math.prod(row) // unit, flat_start(tensor) // unit
     return [min(max(block * size - start, 0), len(part)) for block in range(blocks + 1)]
@@ -230,6 +231,8 @@ def rectangles(
     Returns:
         Views of `part` with n dimensions, and the offset of each in the tensor; in memory order.
     """
+    # Elements 2 to 10 of a [4, 3] tensor: the end of row 0, rows 1 and 2, the start of
+    # row 3, which are 1 x 1 at (0, 2), 2 x 3 at (1, 0) and 1 x 2 at (3, 0).
     found = list(_cut(tuple(shape), start, start + part.numel()))
     lengths = [math.prod(size) // math.prod(part.shape[1:]) for _, size in found]
     views = torch.split(part, lengths) if found else ()
@@ -307,6 +310,8 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
         values: numbers of this rank, computed from local parts.
         like: a tensor with the same partition. If it is not partitioned, nothing is summed.
     """
+    # HSDP shards over one dimension of the mesh and replicates over the other, where the values are
+    # equal already: summing them there would count each twice.
     if isinstance(like, SegmentParameter):
         dist.all_reduce(values, group=like.segment.group)
     elif is_dtensor(like):

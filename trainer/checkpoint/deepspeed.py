@@ -127,6 +127,7 @@ def _open_partitioned(folder: Path) -> DeepSpeedState:
             _check_moments(moments, folder)
             steps.add(_step(moments["step"] if "step" in moments else settings["step"], folder))
             tensors = {WEIGHTS: flat, **moments}
+            # Stage 3 stores no mapping: the spans follow from the shapes, in the group's order.
             if is_stage_3:
                 group = model["param_shapes"][number]
                 spans = _spans(group, rank, ranks, tensors, paths[rank])
@@ -153,6 +154,7 @@ def _partition_files(folder: Path) -> dict[int, Path]:
             "without ZeRO, or not copied completely. Copy all its files, or save it under ZeRO "
             "stage 1 to 3"
         )
+    # match[2] is the tensor-parallel rank, and layer_* files are written by pipeline stages.
     if any(int(match[2]) for _, match in found) or any(folder.glob("layer_*")):
         raise CheckpointError(
             f"{folder} is of a run with tensor, pipeline or expert parallelism, which only "
@@ -213,6 +215,7 @@ def _open_universal(folder: Path) -> DeepSpeedState:
     for name in list(shapes) or sorted(folders):
         place = folder / _UNIVERSAL / name
         content = {file.stem: _load(file) for file in place.glob("*.pt")}
+        # The step is beside each tensor (from stages 1 and 2), or once for all (from stage 3).
         if "step" in content:
             steps.add(_step(content.pop("step"), folder))
         else:
@@ -240,6 +243,8 @@ def _state(
     for kind in KINDS:
         pieces = {}
         for name, shape in shapes.items():
+            # Ranks may hold ranges of any length, but together they must hold every element. A
+            # truncated file has a range that ends behind its flat tensor, which is not counted.
             parts = ranges[kind, name]
             held = sum(length for flat, start, length in parts if start + length <= len(flat))
             if held != math.prod(shape):
@@ -307,6 +312,8 @@ def _elements(ranges: Sequence[Range], what: str, is_square: bool, start: int, s
         found.append(flat.detach()[begin + first : begin + end])
         position += length
     elements = torch.cat(found).float()
+    # Damage that a file's own checksum does not reveal, such as a step that diverged. Adam's second
+    # moment is a mean of squares.
     if not elements.isfinite().all() or (is_square and (elements < 0).any()):
         raise CheckpointError(
             f"{what} has elements that are infinite, not a number, or a negative square; "
@@ -335,10 +342,13 @@ def _load(path: Path) -> Loaded:
         CheckpointError: it is missing or damaged, or has an object that cannot be replaced.
     """
     try:
+        # A torch file is a zip archive, whose CRCs torch itself does not check.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"{path} is damaged ({damaged} in it). {_COPY}")
+        # Pickles name classes of DeepSpeed and of the user. None of them is imported: stand-ins
+        # replace them all, so reading runs no code of the file.
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_StandIn, name) for name in names]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -403,6 +413,7 @@ def write_universal(
         }
         for name in _MODEL_STATES:
             torch.save(model, temporary / name)
+        # Only a complete checkpoint gets its name; then it becomes the latest.
         temporary.replace(target)
         (folder / "latest_universal").write_text(target.name)
     except (OSError, RuntimeError) as error:

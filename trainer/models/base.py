@@ -136,6 +136,7 @@ class TransformerModel(Model):
         Stored heads and decoders that this model lacks are left out.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        # A later line overrides an earlier one: own names, then new heads, then what peft adds.
         sources: dict[str, str | None] = {name: name for name in shapes}
         sources |= self._new_head(stored, shapes)
         if (peft := self.config.peft) is not None:

@@ -37,6 +37,7 @@ _FIELDS = {
     "tied": "tie_word_embeddings",
     "initializer_range": "initializer_range",
 }
+# transformers leaves settings with their default values out of config.json.
 _OFTEN_ABSENT = {
     "is_decoder": False,
     "layer_norm_eps": 1e-12,
@@ -51,6 +52,7 @@ _EMBEDDINGS = {
     "norm.weight": "LayerNorm.weight",
     "norm.bias": "LayerNorm.bias",
 }
+# Query, key and value are one matrix here: their rows are concatenated.
 _LAYER = {
     "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
     "attention.out": ("attention.output.dense",),
@@ -65,6 +67,7 @@ _TASKS: tuple[TaskHead, ...] = (
     "tagging",
     "question_answering",
 )
+# The pooler belongs to the next-sentence head: "bert.pooler.dense.weight".
 _NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
 # Stored by older versions of transformers.
 _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")
@@ -215,6 +218,7 @@ class Config(Family):
         return cls.architecture.replace("MaskedLM", TASKS[head].architecture)
 
     def to_huggingface(self) -> dict[str, Any]:
+        # These are computed by samestep alone; a config.json could not express them.
         if self.norm != "post" or self.gated:
             raise ConfigError(
                 f"norm {self.norm} with activation {self.activation} cannot be exported: "
@@ -255,6 +259,7 @@ class Config(Family):
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
+        # An untied head of transformers has its bias twice, as `bias` and `decoder.bias`.
         if not self.tied and self.head == "language_model":
             bias = self.head_names["bias"]
             exported[f"{self.head_names['decoder']}.bias"] = exported[bias].clone()
@@ -280,6 +285,7 @@ class Config(Family):
         modules |= {f"head.{part}": (name,) for part, name in heads.items()}
         if self.nsp:
             modules |= {f"nsp_head.{part}": (name,) for part, name in self.nsp_names.items()}
+        # Each of these modules has a weight and a bias.
         for ours, names in modules.items():
             for kind in ("weight", "bias"):
                 table[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in names)
@@ -289,6 +295,7 @@ class Config(Family):
     def _canonical(cls, name: str) -> str:
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+        # A checkpoint of the bare encoder (BertModel) has no "bert." before its names.
         has_prefix = not name.startswith(("embeddings.", "encoder.", "pooler."))
         return name if has_prefix else f"{cls.model_type}.{name}"
 
@@ -298,6 +305,8 @@ class Config(Family):
         transformers adds `decoder.bias`: a copy of `bias` in a tied model, otherwise the bias that
         is used.
         """
+        # A tied model keeps `bias` and drops its copy. An untied one keeps `decoder.bias`, which
+        # transformers uses, even if a stale `bias` is there.
         decoder, bias = self.head_names["decoder"], self.head_names["bias"]
         copy = found.pop(f"{decoder}.bias", None)
         if copy is not None and not (self.tied and bias in found):

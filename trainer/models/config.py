@@ -72,6 +72,7 @@ class TransformerConfig(ModelConfig):
     def check_heads(self) -> None:
         """Rejects a width that is not a multiple of the number of heads."""
         if self.width % self.heads:
+            # Name the divisor of the width that is closest to what was asked for.
             divisors = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             nearest = min(divisors, key=lambda heads: abs(heads - self.heads))
             raise ConfigError(
@@ -202,6 +203,7 @@ class TransformerConfig(ModelConfig):
         model = self.build_base()
         if self.peft is not None:
             self.peft.add_to(model)
+            # Frozen parameters get no gradient and no optimizer state, and are not in checkpoints.
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(self._trains(model, name))
         return model
@@ -246,6 +248,7 @@ class TransformerConfig(ModelConfig):
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
         head = next((head for head in get_args(TaskHead) if head in needs), "language_model")
+        # Facts that a family has turned into settings can be changed; the others cannot.
         settings = {field.name for field in fields(self)}
         changes: dict[str, Any] = {}
         if "head" in settings:

@@ -61,6 +61,7 @@ class Config:
         structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
         """Builds the optimizer of these named parameters, on the device they are on."""
+        # Parameters that share decay and learning rate form a group, which one kernel call updates.
         named = list(parameters)
         groups = parameter_groups(
             named,
@@ -129,6 +130,8 @@ class UncorrectedAdamW(AdamW):
             group["lr"] *= c1 / c2
             group["eps"] /= c2
             group["weight_decay"] *= c2 / c1
+        # The groups are checkpointed, and the schedule writes "lr" into them, so they must hold the
+        # settings of the formula above again, also after an error.
         try:
             loss: float | None = super().step(closure)
         finally:

@@ -68,6 +68,7 @@ def export_adapter(
     """
     replace(config, peft=None).to_huggingface()  # rejects heads that transformers does not have
     added, names = config.peft, config.tensor_names()
+    # On the meta device: only names and shapes are needed, so no memory is allocated.
     with torch.device("meta"):
         model = config.build()
     head = _head_parameters(model) if config.head != "language_model" else []
@@ -106,6 +107,7 @@ def export_adapter(
             "prefix_projection": False,
             "encoder_hidden_size": config.width,
         }
+        # The library stores a prefix as one matrix: keys and values of all layers side by side.
         embeddings = torch.cat([tensors[name].float() for name in prefix.names(model)], 1)
     return content, {_EMBEDDINGS: embeddings, **_prefixed(saved, _PROMPT)}
 
@@ -157,6 +159,7 @@ def import_adapter(
     with torch.device("meta"):
         plain = base.without_peft().build()
     head = {ours: table[ours] for ours in _head_parameters(plain)}
+    # Every tensor must be understood: one that is ignored would silently change the predictions.
     known = used.union(*head.values())
     if others := sorted(found.keys() - known):
         raise CheckpointError(
@@ -165,6 +168,7 @@ def import_adapter(
             "without it, or merge it into the model with peft."
         )
     for ours, theirs in head.items():
+        # A fused projection of ours is several matrices of theirs, stacked along the rows.
         if found.keys() >= set(theirs):
             parameters[ours] = torch.cat([found[name] for name in theirs])
     return config, parameters
@@ -201,6 +205,8 @@ class _SavedLora:
         a = torch.zeros(added.rank, linear.in_features)
         b = torch.zeros(linear.out_features // change.parts, added.rank)
         if f"{module}.lora_A.weight" in self.found:
+            # Theirs adds alpha_i / rank_i * B A with a rank per module, ours scale * B A with one
+            # rank for all. B is rescaled; the padding of zeros adds nothing.
             own = self.found[f"{module}.lora_A.weight"]
             rank, alpha = len(own), float(self._alpha(module))
             a[:rank] = own
@@ -235,6 +241,7 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) ->
     with torch.device("meta"):
         model = base.build_base()
     names = base.tensor_names()
+    # Start from LoRA of every projection, and keep the targets that the file changes.
     everything = lora.Config(targets=lora.known_targets(model))
     place: dict[str, list[lora.Change]] = {}
     for change in everything.changes(model):
@@ -291,6 +298,7 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
             f"{_EMBEDDINGS} in adapter_model.safetensors is {rows} x {columns}, not {length} x "
             f"{width * len(names)}. {fix}."
         )
+    # A prefix of 2 layers: [length, 4 w] -> keys and values of layer 0, then of layer 1.
     parts = found[_EMBEDDINGS].chunk(len(names), 1)
     return config, dict(zip(names, parts, strict=True)), {_EMBEDDINGS}
 
@@ -316,6 +324,7 @@ def _export_lora(
     for linear in dict.fromkeys(change.linear for change in changes):
         own = [change for change in changes if change.linear == linear]
         theirs = [name.removesuffix(".weight") for name in names[f"{linear}.weight"]]
+        # (A, B) of each part of this projection that is trained, such as query and value.
         pairs = [[tensors[change.name(matrix)].float() for matrix in "ab"] for change in own]
         if len(theirs) > 1 or own[0].parts == 1:
             for change, (a, b) in zip(own, pairs, strict=True):
@@ -361,6 +370,8 @@ def _with_head(base: AnyConfig, content: Tree, found: Mapping[str, Tensor]) -> A
     head = _HEADS.get(task)
     if head is None or base.head == head:
         return base
+    # A classifier with 3 labels has a weight [3, w] and a bias [3], so 3 is among the lengths; a
+    # wrong length gives shapes that no saved tensor has.
     for count in sorted({len(tensor) for name, tensor in found.items() if ".lora_" not in name}):
         labels = tuple(f"LABEL_{number}" for number in range(count))
         try:
