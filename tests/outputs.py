@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,3 +22,17 @@ def predict(model: nn.Module, **columns: Tensor | None) -> Tensor:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     (found,) = outputs(model, inner.config.predicts, **columns)
     return found
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name; a shared one once, unlike in `state_dict`."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Sets all parameters."""
+    named = dict(model.named_parameters())
+    assert named.keys() == tensors.keys()
+    for name, parameter in named.items():
+        parameter.copy_(tensors[name])

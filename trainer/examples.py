@@ -13,6 +13,10 @@ from trainer.tasks import TASKS, Layout, TaskKind
 
 Policy: TypeAlias = Literal["concat", "best_fit", "padded", "pairs"]
 
+PairTask: TypeAlias = Literal["next", "order"]
+"""What is predicted about a pair of segments: whether B follows A or is from another document, or
+whether two consecutive segments are in their order or swapped."""
+
 Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, each with the examples (B) as its first dimension."""
 
@@ -74,7 +78,7 @@ class PackSpec:
             that fills them.
         prefix: special tokens before a sequence (1 for [CLS]).
         suffix: special tokens after each chunk of a document (1 for [SEP]).
-        pairs: whether examples must be pairs of segments.
+        pairs: set if examples must be pairs of segments.
         sides: of examples with two sides; the chunks of `best_fit` must fit into both.
         text_pairs: whether documents must be pairs of texts, one for each of the `sides`; `cost`
             is not used then.
@@ -86,7 +90,7 @@ class PackSpec:
     sequence_length: int
     prefix: int
     suffix: int
-    pairs: bool = False
+    pairs: PairTask | None = None
     sides: Sides | None = None
     text_pairs: bool = False
     truncate_sources: bool = False
@@ -182,8 +186,8 @@ class Examples:
         weight: float32 [B], 1 for an example, 0 for a row that only pads the batch to its static
             shape.
         isolated: whether the chunks of a row are sequences of their own.
-        random: bool [B], under `pairs`, where each row has the chunks A and B: whether B is from
-            another document instead of the text after A. None under other policies.
+        random: bool [B], under `pairs`, where each row has the chunks A and B: whether B is not the
+            text after A (see `PairTask`). None under other policies.
         labels: set if examples are rows of a task.
     """
 

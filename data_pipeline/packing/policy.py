@@ -23,6 +23,8 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
         text += f" text_pairs {spec.sides} {spec.truncate_sources}"
     if spec.truncate_targets:
         text += " truncate_targets"
+    if spec.pairs == "order":
+        text += " order"
     if spec.parts is not None:
         text += f" {_description(spec.parts)}"
     return hashlib.sha256(text.encode()).hexdigest()
@@ -71,7 +73,7 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
                 f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or build a "
                 f"dataset from a source of kind {kind}"
             )
-    if spec.pairs and policy != "pairs":
+    if spec.pairs is not None and policy != "pairs":
         raise ConfigError(
             f"data.packing is {policy}, and the objective needs pairs of segments; use "
             "data.packing=pairs"

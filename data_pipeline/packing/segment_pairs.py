@@ -1,4 +1,5 @@
-"""The packing `pairs`: two segments A and B of whole sentences, for next-sentence prediction.
+"""The packing `pairs`: two segments A and B of whole sentences, for next-sentence prediction or
+sentence order.
 
 This is the algorithm of google-research/bert (`create_pretraining_data.py`; Devlin et al. 2019,
 appendix A.2). A document is read from its start in chunks: sentences until they reach the target
@@ -13,6 +14,11 @@ sentence of a shard, and the sentence after it, are computed for all sentences a
 a document means following these links. For example, if the chunks at sentences 0 to 5 are followed
 by 2, 2, 5, 4, 6 and 6, the chunks start at 0, 2 and 5. Only the place of a random B also depends on
 the epoch, so a shard has the same chunks, and the same number of examples, in every epoch.
+
+For sentence order (Lan et al. 2020, "ALBERT", section 3.1) B always is the rest of the chunk, and
+with probability 1/2, by the epoch, both are swapped. A chunk of one sentence is split at a random
+token; ALBERT's code takes a random B there, which could be told from its topic. A chunk of one
+token has no order and is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import numpy.typing as npt
 
 from data_pipeline.packing.plan import Int64, PackPlan, ranges
 from trainer.errors import ConfigError
-from trainer.examples import PackSpec
+from trainer.examples import PackSpec, PairTask
 from trainer.hashing import U64, combine, mix, name_key, uniform
 
 SHORT_FRACTION = 0.1  # of the documents have a shorter target length
@@ -33,6 +39,8 @@ _TARGET = name_key("pairs.target")
 _CHUNK = name_key("pairs.chunk")
 _SECOND = name_key("pairs.second")
 _CUT = name_key("pairs.cut")
+_SPLIT = name_key("pairs.split")
+_SWAP = name_key("pairs.swap")
 _WORD = 64  # random bits of a hash
 
 
@@ -50,23 +58,37 @@ def plan(
         epoch: changes where random segments come from.
 
     Returns:
-        The plan, with `random` set. It has no examples if fewer than two documents have tokens,
-        since some segments have to come from another document.
+        The plan, with `random` set. For next-sentence prediction it has no examples if fewer than
+        two documents have tokens, since some segments have to come from another document.
 
     Raises:
         ConfigError: examples are too short for two segments.
     """
     room = _room(spec)
-    text = _read(np.asarray(lengths, dtype=np.int64), sentences, room, key)
-    first, middle, end, random = _chunks(text, key)
-    begin = np.stack((text.begin[first], text.begin[np.minimum(middle, len(text.begin) - 1)]))
-    length = np.stack((text.end[middle - 1], text.end[end - 1])) - begin
+    text = _read(np.asarray(lengths, dtype=np.int64), sentences, room, key, spec.pairs)
+    first, middle, end, random = _chunks(text, key, spec.pairs)
+    start, stop = text.begin[first], text.end[end - 1]
+    # Where B starts: at a sentence, unless the chunk has only one.
+    second = text.begin[np.minimum(middle, len(text.begin) - 1)]
+    if spec.pairs == "order":
+        inside = start + 1 + _below(np.maximum(1, stop - start - 1), combine(key, _SPLIT, first))
+        second = np.where(middle == end, inside, second)
+        random = uniform(combine(key, _SWAP, epoch, first)) < 0.5
+        first_stop = second
+    else:
+        first_stop = text.end[middle - 1]
+    begin = np.stack((start, second))
+    length = np.stack((first_stop, stop)) - begin
     document = np.stack((text.document[first], text.document[first]))
 
-    replaced = np.flatnonzero(random)
-    document[1, replaced], begin[1, replaced], length[1, replaced] = _random_seconds(
-        text, first[replaced], length[0, replaced], combine(key, _SECOND, epoch)
-    )
+    if spec.pairs == "order":
+        # Swapped rows have the rest of the chunk as A: columns of [2, N] are reversed.
+        begin[:, random], length[:, random] = begin[::-1, random], length[::-1, random]
+    else:
+        replaced = np.flatnonzero(random)
+        document[1, replaced], begin[1, replaced], length[1, replaced] = _random_seconds(
+            text, first[replaced], length[0, replaced], combine(key, _SECOND, epoch)
+        )
     cut_begin, cut_length = _truncate(
         length, room, combine(key, _CUT, np.arange(2)[:, None], first)
     )
@@ -83,8 +105,8 @@ def plan(
 
 def count_examples(lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec, key: int = 0) -> int:
     """Returns the number of examples of `plan`, which is the same in every epoch."""
-    text = _read(np.asarray(lengths, dtype=np.int64), sentences, _room(spec), key)
-    return len(_chunks(text, key)[0])
+    text = _read(np.asarray(lengths, dtype=np.int64), sentences, _room(spec), key, spec.pairs)
+    return len(_chunks(text, key, spec.pairs)[0])
 
 
 def _room(spec: PackSpec) -> int:
@@ -122,10 +144,10 @@ class _Text:
     end: Int64
 
 
-def _read(lengths: Int64, sentences: Int64, room: int, key: int) -> _Text:
-    """Lists the documents and sentences of a shard; empty if fewer than two have tokens."""
+def _read(lengths: Int64, sentences: Int64, room: int, key: int, task: PairTask | None) -> _Text:
+    """Lists the documents and sentences of a shard; empty if too few documents have tokens."""
     number = np.flatnonzero(lengths)
-    if len(number) < 2:
+    if len(number) < (1 if task == "order" else 2):
         number = number[:0]
         sentences = sentences[:0]
     end_token = np.cumsum(lengths)[number]
@@ -144,7 +166,9 @@ def _read(lengths: Int64, sentences: Int64, room: int, key: int) -> _Text:
     )
 
 
-def _chunks(text: _Text, key: int) -> tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]:
+def _chunks(
+    text: _Text, key: int, task: PairTask | None
+) -> tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]:
     """Splits the documents into chunks.
 
     Returns:
@@ -156,6 +180,8 @@ def _chunks(text: _Text, key: int) -> tuple[Int64, Int64, Int64, npt.NDArray[np.
     random_bits = combine(key, _CHUNK, sentence)
     middle = sentence + 1 + _below(np.maximum(1, end - sentence - 1), random_bits >> np.uint64(1))
     random = (random_bits & np.uint64(1)).astype(np.bool_) | (middle == end)
+    if task == "order":
+        random[:] = False
 
     # The last chunk of a document is followed by the first one of the next document.
     following = np.where(random, middle, end).tolist()
@@ -164,6 +190,8 @@ def _chunks(text: _Text, key: int) -> tuple[Int64, Int64, Int64, npt.NDArray[np.
         first.append(at)
         at = following[at]
     chunk = np.array(first, dtype=np.int64)
+    if task == "order":
+        chunk = chunk[text.end[end[chunk] - 1] - text.begin[chunk] > 1]
     return chunk, middle[chunk], end[chunk], random[chunk]
 
 

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.outputs import fill, parameters
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.config import Head
 
@@ -77,7 +78,7 @@ def load(schema: Any, folder: Path) -> tuple[Any, Any]:
     tree, tensors = load_folder(folder)
     config = schema.from_huggingface(tree, tensors)
     model = config.build().eval()
-    model.load_state_dict(config.import_tensors(tensors))
+    fill(model, config.import_tensors(tensors))
     return config, model
 
 
@@ -131,7 +132,7 @@ def assert_transformers_loads_what_we_export(
     """Exports ours into the folder, and returns what transformers loads."""
     _, name, labels = TASKS[pair.task]
     save_folder(
-        folder, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict())
+        folder, pair.config.to_huggingface(), pair.config.export_tensors(parameters(pair.model))
     )
     auto = getattr(transformers, f"AutoModelFor{name}")
     theirs, report = auto.from_pretrained(folder, output_loading_info=True)
@@ -145,6 +146,6 @@ def assert_transformers_loads_what_we_export(
     again, same = load(type(pair.config), folder)
     assert again == pair.config
     assert all(
-        torch.equal(same.state_dict()[key], value) for key, value in pair.model.state_dict().items()
+        torch.equal(parameters(same)[key], value) for key, value in parameters(pair.model).items()
     )
     return theirs

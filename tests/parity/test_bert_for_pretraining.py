@@ -15,7 +15,7 @@ from transformers import (
     BertForPreTraining,
 )
 
-from tests.outputs import outputs, predict
+from tests.outputs import fill, outputs, parameters, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
@@ -52,7 +52,7 @@ def load(folder: Path) -> tuple[bert.Config, Transformer]:
     tree, tensors = load_folder(folder)
     config = bert.Config.from_huggingface(tree, tensors)
     model = config.build().eval()
-    model.load_state_dict(config.import_tensors(tensors))
+    fill(model, config.import_tensors(tensors))
     return config, model
 
 
@@ -131,7 +131,7 @@ def test_transformers_loads_what_we_export(batch, tmp_path, tied):
     config = replace(config, nsp=True)
     model = config.build().eval()
     save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict())
+        tmp_path / "ours", config.to_huggingface(), config.export_tensors(parameters(model))
     )
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [
         "BertForPreTraining"
@@ -147,7 +147,7 @@ def test_transformers_loads_what_we_export(batch, tmp_path, tied):
     again, same = load(tmp_path / "ours")
     assert again == config
     assert all(
-        torch.equal(same.state_dict()[name], value) for name, value in model.state_dict().items()
+        torch.equal(parameters(same)[name], value) for name, value in parameters(model).items()
     )
     assert (
         AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").config.hidden_size == 48

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import BertConfig, PreTrainedModel, RobertaConfig
+from transformers import AlbertConfig, BertConfig, PreTrainedModel, RobertaConfig
 
-from tests.outputs import predict
+from tests.outputs import parameters, predict
 from tests.parity import heads
 from tests.parity.heads import (
     CELLS,
@@ -25,12 +25,13 @@ from tests.parity.heads import (
 )
 from trainer.checkpoint.huggingface import load_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import bert, roberta
+from trainer.models import albert, bert, roberta
 from trainer.training.weights import load_weights
 
 FAMILIES: dict[str, Any] = {
     "bert": (BertConfig, bert.Config, 0),
     "roberta": (RobertaConfig, roberta.Config, 1),
+    "albert": (AlbertConfig, albert.Config, 0),
 }
 SHAPE = {
     "vocab_size": 300,
@@ -139,9 +140,7 @@ def test_old_checkpoints_hold_more_than_their_head_takes(tmp_path: Path):
     config = bert.Config.from_huggingface(tree, old)
     assert config == pair.config
     imported = config.import_tensors(old)
-    assert all(
-        torch.equal(imported[name], value) for name, value in pair.model.state_dict().items()
-    )
+    assert all(torch.equal(imported[name], value) for name, value in parameters(pair.model).items())
     with pytest.raises(CheckpointError, match=r"classifier.bias is missing"):
         config.import_tensors(
             {name: value for name, value in old.items() if name != "classifier.bias"}

@@ -83,7 +83,8 @@ Outputs: TypeAlias = frozenset[str]
                        task's head [B, S - 1, V], after every position except the last
     prefixed_tokens    like next_tokens, with bidirectional attention in a prefix
     target_tokens      logits [B, P, V], or [B, T, V], of an encoder-decoder
-    next_sentence      logits [B, 2]: B follows A, B is random
+    next_sentence      logits [B, 2]: B follows A, or not (it is random, or both are swapped)
+    span_boundary      logits [B, P, V] of predicted tokens, from the states outside of their spans
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
     hidden             the head's input at all positions, [B, S, D]; [B, T, D] for an
@@ -155,7 +156,7 @@ class Model(nn.Module, ABC):
         offers: outputs that it can compute, and capabilities that an objective may need.
         trains: offered outputs with parameters of their own -> the setting that removes these, if
             there is one. An objective must need these outputs, or the parameters get no gradient.
-        reads: columns of `Inputs.extra` that it needs.
+        reads: columns of `Inputs.extra` that its layers or heads need.
     """
 
     config: ModelConfig
@@ -176,7 +177,7 @@ class Model(nn.Module, ABC):
     def sharding_units(self) -> Sequence[nn.Module]:
         """Modules whose parameters are gathered and freed together.
 
-        The layers of all stacks in the order of the forward pass; a shared layer once.
+        The layers of all stacks in the order of the forward pass, each once.
         """
 
     @abstractmethod
@@ -205,7 +206,7 @@ class Model(nn.Module, ABC):
 
     @property
     def token_embeddings(self) -> Tensor:
-        """The token embeddings, [V, D].
+        """The token embeddings, [V, E]; E is D unless embeddings are projected.
 
         Raises:
             ConfigError: the model has none.

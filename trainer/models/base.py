@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models import Model, Outputs, Role, Start, Stored
+from trainer.models import Inputs, Model, Outputs, Role, Start, Stored
 from trainer.models.config import TransformerConfig
 from trainer.models.initialization import initial_values
 from trainer.models.projections import Projection
@@ -17,7 +18,9 @@ from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 POOLED = ("classification", "multiple_choice")
 """Heads that pool one position of a sequence."""
 
-_HEADS = ("head", "nsp_head", "lm_head")
+_HEADS = ("head", "nsp_head", "span_head", "lm_head")
+_PRETRAINING = {"nsp_head": "model.nsp", "span_head": "model.span_boundary"}
+"""Heads of pre-training -> the setting that adds one."""
 _EMBEDDINGS = ("embeddings", "prompt")
 
 
@@ -74,13 +77,25 @@ class TransformerModel(Model):
     def token_embeddings(self) -> Tensor:
         return self.get_parameter("embeddings.tokens.weight")
 
+    def columns(self, inputs: Inputs) -> dict[str, Tensor]:
+        # Not all of `reads`: heads read columns of their own.
+        return {name: inputs.extra[name] for name in sorted(self.config.reads)}
+
     def stacks(self) -> dict[str, Stack]:
         """The stacks of layers, by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Stack)}
 
     def sharding_units(self) -> list[nn.Module]:
-        """The layers in order. Embeddings and head share a matrix, so both stay in the root."""
-        return list(dict.fromkeys(layer for stack in self.stacks().values() for layer in stack))
+        """The layers in order. Embeddings and head share a matrix, so both stay in the root.
+
+        A layer that its stack uses several times stays in the root too: as a unit it would be
+        gathered, and its gradients reduced, at each use.
+        """
+        units: list[nn.Module] = []
+        for stack in self.stacks().values():
+            uses = Counter(stack)
+            units += [layer for layer in stack if uses[layer] == 1]
+        return units
 
     def scan_groups(self) -> list[ScanGroup]:
         return [group for name, stack in self.stacks().items() for group in stack.scan_groups(name)]
@@ -144,10 +159,12 @@ class TransformerModel(Model):
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)
             }
         # Stored weights that the model does not use must be expected, or they point to an error.
-        parts: tuple[str, ...] = ("nsp_head",)
-        reason = "model.nsp is false"
+        parts: tuple[str, ...] = tuple(_PRETRAINING)
+        stored_parts = {name.partition(".")[0] for name in stored.shapes}
+        settings = [_PRETRAINING[part] for part in parts if part in stored_parts]
+        reason = " and ".join(f"{setting} is false" for setting in settings)
         if self.config.head != "language_model":
-            parts, reason = ("nsp_head", "head"), f"model.head is {self.config.head}"
+            parts, reason = (*_PRETRAINING, "head"), f"model.head is {self.config.head}"
             if not any(name.startswith("decoder") for name in shapes):  # T5's taggers
                 parts += ("decoder", "decoder_norm", "decoder_bias")
         unused = {name for name in stored.shapes if name.partition(".")[0] in parts}
@@ -159,7 +176,7 @@ class TransformerModel(Model):
         """The sources of head parameters that are not initialized from their own names."""
         config, before = self.config, stored.config
         if config.head == "language_model":
-            own = [name for name in shapes if name.startswith("nsp_head.")]
+            own = [name for name in shapes if name.partition(".")[0] in _PRETRAINING]
             return {name: None for name in own if name not in stored.shapes}
         # A head for the same labels is loaded. For other labels only the classifier is new: the
         # pooler of a head of the same kind still fits.

@@ -15,7 +15,13 @@ from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.config import Activation, Head, Norm, TaskHead
 from trainer.models.family import Family
-from trainer.models.heads import MaskedLMHead, NextSentenceHead, PooledHead, TokenHead
+from trainer.models.heads import (
+    MaskedLMHead,
+    NextSentenceHead,
+    PooledHead,
+    SpanBoundaryHead,
+    TokenHead,
+)
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
 
@@ -46,11 +52,11 @@ _OFTEN_ABSENT = {
 }
 
 _EMBEDDINGS = {
-    "tokens.weight": "word_embeddings.weight",
-    "positions.weight": "position_embeddings.weight",
-    "types.weight": "token_type_embeddings.weight",
-    "norm.weight": "LayerNorm.weight",
-    "norm.bias": "LayerNorm.bias",
+    "tokens.weight": "embeddings.word_embeddings.weight",
+    "positions.weight": "embeddings.position_embeddings.weight",
+    "types.weight": "embeddings.token_type_embeddings.weight",
+    "norm.weight": "embeddings.LayerNorm.weight",
+    "norm.bias": "embeddings.LayerNorm.bias",
 }
 # Query, key and value are one matrix here: their rows are concatenated.
 _LAYER = {
@@ -68,7 +74,7 @@ _TASKS: tuple[TaskHead, ...] = (
     "question_answering",
 )
 # The pooler belongs to the next-sentence head: "bert.pooler.dense.weight".
-_NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
+_PAIR_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
 # Stored by older versions of transformers.
 _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")
 
@@ -86,6 +92,8 @@ class Config(Family):
         initializer_range: standard deviation of the initial weights.
         nsp: adds a pooler and a head that predicts whether the second of two segments follows the
             first (BERT).
+        span_boundary: adds a head that predicts the tokens of a masked span from the states around
+            it (SpanBERT).
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text or
             pair (`classification`), the right one of several texts (`multiple_choice`), a tag for
             each token (`tagging`), or the first and last token of an answer
@@ -114,6 +122,15 @@ class Config(Family):
         "question_answering": {"classifier": "qa_outputs"},
     }
     classification_drops_first: ClassVar[bool] = False
+    # What other families with BERT's modules replace: settings and parameters, our name -> theirs.
+    their_settings: ClassVar[Mapping[str, str]] = _FIELDS
+    their_constants: ClassVar[Mapping[str, object]] = {
+        "position_embedding_type": "absolute",
+        "add_cross_attention": False,
+    }
+    embedding_names: ClassVar[Mapping[str, str]] = _EMBEDDINGS
+    layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = _LAYER
+    pair_head: ClassVar[re.Pattern[str]] = _PAIR_HEAD
 
     vocab_size: int = 30522
     max_positions: int = 512
@@ -124,6 +141,7 @@ class Config(Family):
     tied: bool = True
     initializer_range: float = 0.02
     nsp: bool = False
+    span_boundary: bool = False
     head: Head = "language_model"
     labels: tuple[str, ...] = ()
 
@@ -136,7 +154,12 @@ class Config(Family):
                 f"initializer_range is {self.initializer_range}. Use a number above 0."
             )
         self.check_heads()
-        for name, enabled in (("nsp", self.nsp), ("causal", self.causal)):
+        needs_tokens = {
+            "nsp": self.nsp,
+            "span_boundary": self.span_boundary,
+            "causal": self.causal,
+        }
+        for name, enabled in needs_tokens.items():
             if enabled and self.head != "language_model":
                 raise ConfigError(
                     f"{name} needs a language-model head, but head is {self.head}. Set {name} to "
@@ -155,7 +178,8 @@ class Config(Family):
         if self.head != "language_model":
             return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
         tokens = {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
-        return heads | tokens | {"next_sentence": "model.nsp=true"}
+        pairs = {"next_sentence": "model.nsp=true", "span_boundary": "model.span_boundary=true"}
+        return heads | tokens | pairs
 
     @property
     def normal_bound(self) -> float:
@@ -166,7 +190,8 @@ class Config(Family):
 
     def build_base(self) -> Transformer:
         nsp_head = NextSentenceHead(self) if self.nsp else None
-        return Transformer(self, self._build_head(), nsp_head=nsp_head)
+        span_head = SpanBoundaryHead(self) if self.span_boundary else None
+        return Transformer(self, self._build_head(), nsp_head=nsp_head, span_head=span_head)
 
     def _build_head(self) -> nn.Module:
         if self.head == "language_model":
@@ -188,14 +213,12 @@ class Config(Family):
             ConfigError: it describes another kind of model, or lacks a key.
         """
         config = {**_OFTEN_ABSENT, **config}
-        fixed = {
-            "model_type": cls.model_type,
-            "position_embedding_type": "absolute",
-            "add_cross_attention": False,
-        }
+        fixed = {"model_type": cls.model_type, **cls.their_constants}
         if cls.position_offset:  # transformers counts positions from the padding id
             fixed["pad_token_id"] = cls.position_offset - 1
-        fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
+        fields = huggingface.read_settings(
+            config, cls.their_settings, fixed, huggingface.ACTIVATIONS
+        )
         decoded: Self = decode(cls, fields, "config.json")
         # Detect heads by their tensors: `architectures` is often wrong.
         names = {cls._canonical(name) for name in tensors}
@@ -225,14 +248,19 @@ class Config(Family):
                 f"{self.model_type} in transformers has norm post and no gated activation. Train "
                 "with those."
             )
-        fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
+        if self.causal and not self.causal_architecture:
+            raise ConfigError(
+                f"causal is true, but transformers has no causal {self.model_type}. Use the "
+                "checkpoint with samestep."
+            )
+        fields = {theirs: getattr(self, ours) for ours, theirs in self.their_settings.items()}
         if self.activation == "gelu_tanh":
             fields["hidden_act"] = "gelu_pytorch_tanh"
         fields["max_position_embeddings"] += self.position_offset
         if self.head != "language_model":
             architecture = self._task_architecture(self.head)
         elif self.nsp:
-            architecture = "BertForPreTraining"
+            architecture = self.architecture.replace("MaskedLM", "PreTraining")
         else:
             architecture = self.causal_architecture if self.causal else self.architecture
         return {
@@ -248,7 +276,11 @@ class Config(Family):
         table = self.tensor_names()
         own = {name for names in table.values() for name in names}
         # Many checkpoints have a pooler and next-sentence head that this model may not want.
-        unused = [n for n in tensors if _NSP_HEAD.fullmatch(n) and self._canonical(n) not in own]
+        unused = [
+            name
+            for name in tensors
+            if self.pair_head.fullmatch(name) and self._canonical(name) not in own
+        ]
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
         if ignored:
             logger.info("left out, since the model has no such parameters: %s", ", ".join(ignored))
@@ -258,7 +290,9 @@ class Config(Family):
         return huggingface.join_tensors(found, table, self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
+        # transformers has no span-boundary head; SpanBERT was published without it, too.
+        known = {name: parameters[name] for name in parameters if not name.startswith("span_head.")}
+        exported = huggingface.split_tensors(known, self.tensor_names(), self)
         # An untied head of transformers has its bias twice, as `bias` and `decoder.bias`.
         if not self.tied and self.head == "language_model":
             bias = self.head_names["bias"]
@@ -268,13 +302,13 @@ class Config(Family):
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """Parameter name -> names of transformers' tensors that are concatenated in its rows."""
         table: dict[str, tuple[str, ...]] = {
-            f"embeddings.{ours}": (f"{self.model_type}.embeddings.{theirs}",)
-            for ours, theirs in _EMBEDDINGS.items()
+            f"embeddings.{ours}": (f"{self.model_type}.{theirs}",)
+            for ours, theirs in self.embedding_names.items()
         }
         modules: dict[str, tuple[str, ...]] = {}
-        for layer in range(self.layers):
-            begin = f"{self.model_type}.encoder.layer.{layer}"
-            for ours, theirs in _LAYER.items():
+        for layer, place in self.layer_places().items():
+            begin = f"{self.model_type}.encoder.{place}"
+            for ours, theirs in self.layer_names.items():
                 modules[f"layers.{layer}.{ours}"] = tuple(f"{begin}.{name}" for name in theirs)
         heads = self.task_names.get(self.head, {})
         if self.head == "language_model":
@@ -290,6 +324,10 @@ class Config(Family):
             for kind in ("weight", "bias"):
                 table[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in names)
         return table
+
+    def layer_places(self) -> dict[int, str]:
+        """Our number of each distinct layer -> its module in transformers' encoder."""
+        return {layer: f"layer.{layer}" for layer in range(self.layers)}
 
     @classmethod
     def _canonical(cls, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
@@ -110,6 +110,21 @@ class TransformerConfig(ModelConfig):
     def head_width(self) -> int:
         """K, the width of an attention head."""
         return self.width // self.heads
+
+    @property
+    def embedding_width(self) -> int:
+        """E, the width of the embeddings; they are projected to `width` if it differs."""
+        return self.width
+
+    @property
+    def projects_embeddings(self) -> bool:
+        """Whether a linear layer maps embeddings to hidden states."""
+        return self.embedding_width != self.width
+
+    @property
+    def head_dropout(self) -> float:
+        """Dropout rate in a task's head."""
+        return self.dropout
 
     @property
     def attention_scale(self) -> float | None:
@@ -223,8 +238,8 @@ class TransformerConfig(ModelConfig):
         """Builds the module without `peft`."""
 
     @abstractmethod
-    def build_norm(self) -> nn.Module:
-        """A norm over the hidden width."""
+    def build_norm(self, width: int | None = None) -> nn.Module:
+        """A norm over the last dimension, of the hidden width by default."""
 
     @abstractmethod
     def build_embeddings(self) -> nn.Module:
@@ -233,6 +248,10 @@ class TransformerConfig(ModelConfig):
     @abstractmethod
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
         """Layer `index` of a stack."""
+
+    def build_layers(self) -> Sequence[nn.Module]:
+        """The layers of a model with one stack. A module may appear more than once."""
+        return [self.build_layer(index) for index in range(self.layers)]
 
     @abstractmethod
     def build_attention(self, index: int) -> nn.Module:
@@ -258,8 +277,9 @@ class TransformerConfig(ModelConfig):
                 f"a model of kind {self.model_type} has no {head} head. Use bert, roberta, t5, "
                 "gpt2 or openai_gpt."
             )
-        if "nsp" in settings:
-            changes["nsp"] = "next_sentence" in needs
+        for setting, output in (("nsp", "next_sentence"), ("span_boundary", "span_boundary")):
+            if setting in settings:
+                changes[setting] = output in needs
         return replace(self, **changes)
 
     def without_peft(self) -> Self:

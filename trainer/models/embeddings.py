@@ -35,20 +35,24 @@ class _Lookup(torch.autograd.Function):
 class Embeddings(nn.Module):
     """The sum of a family's embeddings: tokens, positions, token types; then dropout.
 
-    With token types the sum is normalized before (Devlin et al. 2019, figure 2).
+    With token types the sum is normalized before dropout (Devlin et al. 2019, figure 2).
+    Embeddings of another width E than the hidden states' D are projected after it (Lan et al.
+    2020, "ALBERT", section 3.1: V E + E D weights instead of V D).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.position_offset = config.position_offset
         self.dropout = config.dropout
-        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        width = config.embedding_width
+        self.tokens = nn.Embedding(config.vocab_size, width)
         self.positions = None
         if config.max_positions is not None:
             rows = config.max_positions + config.position_offset
-            self.positions = nn.Embedding(rows, config.width)
-        self.types = nn.Embedding(config.type_vocab, config.width) if config.type_vocab else None
-        self.norm = config.build_norm() if config.type_vocab else None
+            self.positions = nn.Embedding(rows, width)
+        self.types = nn.Embedding(config.type_vocab, width) if config.type_vocab else None
+        self.norm = config.build_norm(width) if config.type_vocab else None
+        self.projection = nn.Linear(width, config.width) if config.projects_embeddings else None
 
     def forward(
         self,
@@ -58,7 +62,7 @@ class Embeddings(nn.Module):
         dropout_key: Tensor | None = None,
         prompt: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """int [B, S] each -> [B, S, D], and the token embeddings [V, D] for a tied head.
+        """int [B, S] each -> [B, S, D], and the token embeddings [V, E] for a tied head.
 
         Without `token_types` all positions have type 0. With a prompt of n positions the result is
         [B, n + S, D]; the prompt has positions 0 to n - 1, and `positions` are the tokens'.
@@ -82,4 +86,5 @@ class Embeddings(nn.Module):
             hidden = hidden + (self.types.weight[0] if one_type else self.types(token_types))
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return dropout(hidden, self.dropout, dropout_key), matrix
+        hidden = dropout(hidden, self.dropout, dropout_key)
+        return hidden if self.projection is None else self.projection(hidden), matrix

@@ -17,9 +17,9 @@ from trainer.models.norms import LayerNorm, RMSNorm
 class Family(TransformerConfig):
     """A family with standard layers; override the builder of a module that differs."""
 
-    def build_norm(self) -> nn.Module:
+    def build_norm(self, width: int | None = None) -> nn.Module:
         kind = RMSNorm if self.norm_kind == "rms" else LayerNorm
-        return kind(self.width, eps=self.norm_eps)
+        return kind(width or self.width, eps=self.norm_eps)
 
     def build_embeddings(self) -> nn.Module:
         return Embeddings(self)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models.attention import take
 from trainer.models.config import Activation, TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.layers import activate
@@ -13,7 +15,7 @@ from trainer.models.norms import LayerNorm
 
 def _decoder(config: TransformerConfig) -> nn.Linear | None:
     """The output matrix; None if it is shared with the token embeddings."""
-    return None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+    return None if config.tied else nn.Linear(config.embedding_width, config.vocab_size, bias=False)
 
 
 class MaskedLMHead(nn.Module):
@@ -22,13 +24,13 @@ class MaskedLMHead(nn.Module):
     def __init__(self, config: TransformerConfig, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
-        self.dense = nn.Linear(config.width, config.width)
-        self.norm = LayerNorm(config.width, eps=config.norm_eps)
+        self.dense = nn.Linear(config.width, config.embedding_width)
+        self.norm = LayerNorm(config.embedding_width, eps=config.norm_eps)
         self.decoder = _decoder(config)
         self.bias = nn.Parameter(self.dense.bias.new_zeros(config.vocab_size))
 
     def forward(self, hidden: Tensor, embedding: Tensor, _key: Tensor | None = None) -> Tensor:
-        """[B, P, D], token embeddings [V, D] -> logits [B, P, V]."""
+        """[B, P, D], token embeddings [V, E] -> logits [B, P, V]."""
         hidden = self.norm(activate(self.dense(hidden), self.activation))
         matrix = embedding if self.decoder is None else self.decoder.weight
         return F.linear(hidden, matrix, self.bias)
@@ -50,6 +52,36 @@ class LanguageModelHead(nn.Module):
         return F.linear(hidden if self.scale == 1 else hidden * self.scale, embedding)
 
 
+class SpanBoundaryHead(nn.Module):
+    """Predicts a token of a span from the states outside of it (Joshi et al. 2020, section 3.2).
+
+    Two layers with GELU and norm read the state before the span, the state after it, and an
+    embedding of the token's place in the span; the output matrix is the token embeddings.
+
+    Args:
+        config: of the model.
+        positions: number of places with an embedding; later ones share the last.
+        width: of these embeddings.
+    """
+
+    def __init__(self, config: TransformerConfig, positions: int = 20, width: int = 200) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(positions, width)
+        self.first = nn.Linear(2 * config.width + width, config.width)
+        self.first_norm = LayerNorm(config.width, eps=config.norm_eps)
+        self.second = nn.Linear(config.width, config.embedding_width)
+        self.second_norm = LayerNorm(config.embedding_width, eps=config.norm_eps)
+
+    def forward(
+        self, hidden: Tensor, embedding: Tensor, first: Tensor, last: Tensor, offset: Tensor
+    ) -> Tensor:
+        """[B, S, D], token embeddings [V, E], int [B, P] each -> logits [B, P, V]."""
+        place = self.positions(offset.clamp(max=self.positions.num_embeddings - 1))
+        read = torch.cat([take(hidden, first - 1), take(hidden, last + 1), place], -1)
+        inner = self.first_norm(F.gelu(self.first(read)))
+        return F.linear(self.second_norm(F.gelu(self.second(inner))), embedding)
+
+
 class PooledHead(nn.Module):
     """Scores sequences by one position each: BERT's pooler (dense, tanh), dropout, a classifier.
 
@@ -62,7 +94,7 @@ class PooledHead(nn.Module):
         self, config: TransformerConfig, classes: int, dropout_first: bool = False
     ) -> None:
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout = config.head_dropout
         self.dropout_first = dropout_first
         self.pooler = nn.Linear(config.width, config.width)
         self.classifier = nn.Linear(config.width, classes)
@@ -83,7 +115,7 @@ class TokenHead(nn.Module):
         self, config: TransformerConfig, classes: int, drops: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
-        self.dropout = config.dropout if drops else 0.0
+        self.dropout = config.head_dropout if drops else 0.0
         self.classifier = nn.Linear(config.width, classes, bias=bias)
 
     def forward(self, hidden: Tensor, _embedding: Tensor, key: Tensor | None = None) -> Tensor:

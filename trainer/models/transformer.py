@@ -18,6 +18,8 @@ from trainer.models.dropout import dropout, split_key
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 
+_SPAN_COLUMNS = ("span_first", "span_last", "span_offset")
+
 
 class _Keys(NamedTuple):
     """Dropout keys: of the embeddings, the layers [layers, sites, B], and the head."""
@@ -33,6 +35,7 @@ class Transformer(TransformerModel):
     Args:
         relative_bias: added to the attention scores of all layers.
         nsp_head: scores pairs of segments.
+        span_head: scores the tokens of masked spans (`mlm_sbo`).
         lm_head: scores tokens beside a task's head.
     """
 
@@ -43,20 +46,26 @@ class Transformer(TransformerModel):
         *,
         relative_bias: RelativeBias | None = None,
         nsp_head: nn.Module | None = None,
+        span_head: nn.Module | None = None,
         lm_head: nn.Module | None = None,
     ) -> None:
         super().__init__(config)
         # The order of registration is the order of parameters in optimizers and checkpoints.
         self.embeddings = config.build_embeddings()
-        self.layers = Stack(config.build_layer(index) for index in range(config.layers))
+        self.layers = Stack(config.build_layers())
         self.relative_bias = relative_bias
         self.final_norm = config.build_norm() if config.norm == "pre" else None
         self.head = head
         self.nsp_head = nsp_head
+        self.span_head = span_head
         self.lm_head = lm_head
         if nsp_head is not None:
             self.offers |= {"next_sentence"}
             self.trains = {**self.trains, "next_sentence": "model.nsp=false"}
+        if span_head is not None:
+            self.offers |= {"span_boundary"}
+            self.trains = {**self.trains, "span_boundary": "model.span_boundary=false"}
+            self.reads |= frozenset(_SPAN_COLUMNS)
         if lm_head is not None:
             self.offers |= {"next_tokens"}
 
@@ -73,7 +82,7 @@ class Transformer(TransformerModel):
         # `read` holds the positions that the last layer computes: with predictions at positions 3
         # and 7 and a next-sentence head, which reads position 0, [0, 3, 7]. None: all.
         read = self.pooled(inputs.predicted)
-        if beside or numbers or "hidden" in outputs:
+        if beside or numbers or not outputs.isdisjoint({"hidden", "span_boundary"}):
             read = None
         elif read is not None and "next_sentence" in outputs:
             read = F.pad(read, (1, 0))
@@ -110,6 +119,10 @@ class Transformer(TransformerModel):
         if "next_sentence" in outputs:
             assert self.nsp_head is not None, "the model was built without a next-sentence head"
             found["next_sentence"] = self.nsp_head(whole[:, 0])
+        if "span_boundary" in outputs:
+            assert self.span_head is not None
+            columns = [inputs.extra[name] for name in _SPAN_COLUMNS]
+            found["span_boundary"] = self.span_head(hidden, matrix, *columns)
         if self.config.predicts in outputs:
             if read is None and inputs.predicted is not None:
                 hidden = take(whole, self.pooled(inputs.predicted))
@@ -131,7 +144,7 @@ class Transformer(TransformerModel):
         """Embeds prompt and text.
 
         Returns:
-            Embeddings [B, n + S, D], the token embeddings [V, D], and the segments and prefix of
+            Embeddings [B, n + S, D], the token embeddings [V, E], and the segments and prefix of
             prompt and text [B, n + S].
         """
         # Text comes after a prefix or prompt, so its positions are shifted by their length.
@@ -240,7 +253,8 @@ class Transformer(TransformerModel):
         not count.
         """
         # The last layer still needs queries, keys and values of all positions.
-        matrices = matrix_flops(self.layers)
+        # Layer by layer: a layer that is used several times computes each time.
+        matrices = sum(matrix_flops(layer) for layer in self.layers)
         for_predicted = matrix_flops(self.layers[-1], without="qkv")
         positions = sequence_length + self.config.virtual_tokens
         attention = 12 * len(self.layers) * positions * self.config.heads * self.config.head_width

@@ -16,6 +16,10 @@ from trainer.hashing import U64, combine, mix, name_key, uniform
 from trainer.objectives import Objective, ObjectiveConfig
 from trainer.objectives.rows import Bools, Int32, Int64, Rows, TokenObjective
 from trainer.objectives.whole_words import COLUMN_BITS, NEVER, choose_words, columns_of
+from trainer.objectives.word_spans import choose_spans, ngram_probabilities
+
+MOST_WORDS = 100
+"""The longest runs of words that may be masked together."""
 
 _CHOOSE = name_key("mlm.choose")
 _REPLACE = name_key("mlm.replace")
@@ -31,12 +35,15 @@ class Config(ObjectiveConfig):
         replace_mask: probability that a predicted token is replaced by [MASK].
         replace_random: probability that it is replaced by a random token; else it stays as it is.
         whole_words: predicts all tokens of a word or none, as many words as fit into the fraction.
+        ngrams: predicts runs of up to this number of words (or tokens, without `whole_words`); a
+            run of n has a probability proportional to 1/n (Lan et al. 2020, "ALBERT": 3).
     """
 
     mask_fraction: float = 0.15
     replace_mask: float = 0.8
     replace_random: float = 0.1
     whole_words: bool = False
+    ngrams: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_fraction <= 1:
@@ -50,6 +57,9 @@ class Config(ObjectiveConfig):
                 f"replace_mask is {self.replace_mask} and replace_random is {self.replace_random}. "
                 "Use probabilities that add up to at most 1, as 0.8 and 0.1."
             )
+
+        if not 1 <= self.ngrams <= MOST_WORDS:
+            raise ConfigError(f"ngrams is {self.ngrams}. Use 1 to {MOST_WORDS}, as 3.")
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLM(self, vocabulary)
@@ -104,9 +114,12 @@ class MaskedLM(TokenObjective):
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         rows = self._rows.lay_out(examples, sequence_length)
-        predicted, labels, used = self.mask(rows["tokens"], examples.key)
+        return {**rows, **self.predict(rows["tokens"], examples)}
+
+    def predict(self, tokens: Int32, examples: Examples) -> Batch:
+        """Masks rows of tokens [B, S] in place; returns the columns of the predictions."""
+        predicted, labels, used = self.mask(tokens, examples.key)
         return {
-            **rows,
             "predicted": predicted,
             "labels": labels.astype(np.int64),
             "weights": used * examples.weight[:, None],
@@ -119,49 +132,74 @@ class MaskedLM(TokenObjective):
             [B, P] each: the positions to predict, their original tokens, and which entries are in
             use.
         """
-        predicted, used = self._choose(key, tokens)
+        predicted, used = self.choose(key, tokens)
+        return predicted, self.replace(key, tokens, predicted, used, predicted), used
+
+    def replace(self, key: U64, tokens: Int32, predicted: Int64, used: Bools, unit: Int64) -> Int32:
+        """Replaces predicted tokens in place, and returns the original ones.
+
+        Args:
+            unit: int64 [B, P]; tokens with the same number are replaced in the same way.
+        """
         at = predicted + np.arange(len(tokens))[:, None] * tokens.shape[1]
-        labels = tokens.reshape(-1)[at]
+        labels: Int32 = tokens.reshape(-1)[at]
         # Unused entries point at position 0, [CLS], which is never masked; they write back its
         # token, so the order of writes does not matter.
-        tokens.reshape(-1)[at] = np.where(used, self._replace(key, predicted, labels), labels)
-        return predicted, labels, used
+        replaced = self._replacements(key, predicted, labels, unit)
+        tokens.reshape(-1)[at] = np.where(used, replaced, labels)
+        return labels
 
-    def _choose(self, key: U64, tokens: Int32) -> tuple[Int64, Bools]:
-        """Chooses the ordinary tokens of smallest hash: their columns, and which are in use."""
-        # The count is exact, not a probability for each token: of 100 ordinary tokens,
-        # mask_fraction 0.15 takes the 15 of smallest hash.
-        width = tokens.shape[1]
-        slots = self.predictions(width)
-        maskable = self._is_ordinary.take(tokens)
-        available = maskable.sum(axis=1, dtype=np.int32)
-        rounded = np.maximum(1, np.rint(self.config.mask_fraction * available))
-        count = np.minimum(available, rounded)
+    def choose(self, key: U64, tokens: Int32) -> tuple[Int64, Bools]:
+        """Chooses the positions to predict: their columns, and which entries are in use."""
+        maskable, count = self.budget(tokens)
+        slots = self.predictions(tokens.shape[1])
+        if self.config.ngrams > 1:
+            likely = ngram_probabilities(self.config.ngrams)
+            spans = choose_spans(key, maskable, self.continues(tokens), count, likely)
+            return columns_of(spans > 0, slots)
         if self._is_continuing is not None:
             chosen = choose_words(key, maskable, self._is_continuing.take(tokens), count)
             return columns_of(chosen, slots)
-        # The low 16 bits of each hash are replaced by its column. That makes hashes distinct, and
-        # lets us partition values, from which the columns can be read, instead of indices, which
-        # is slower.
-        column = np.arange(width, dtype=np.uint64)
-        rank = combine(key[:, None], _CHOOSE, column)
-        rank &= ~COLUMN_BITS
-        rank |= column
-        rank[~maskable] = NEVER
-        rank.partition(slots - 1, axis=1)
-        lowest = np.sort(rank[:, :slots], axis=1)
-        used = np.arange(slots) < count[:, None]
-        return np.where(used, lowest & COLUMN_BITS, 0).astype(np.int64), used
+        return _smallest(key, maskable, count, slots)
 
-    def _replace(self, key: U64, predicted: Int64, labels: Int32) -> Int32:
+    def budget(self, tokens: Int32) -> tuple[Bools, Int64]:
+        """The positions that may be predicted, bool [B, S], and how many are, int64 [B]."""
+        # The count is exact, not a probability for each token: of 100 ordinary tokens,
+        # mask_fraction 0.15 takes the 15 of smallest hash.
+        maskable = self._is_ordinary.take(tokens)
+        available = maskable.sum(axis=1, dtype=np.int32)
+        rounded = np.maximum(1, np.rint(self.config.mask_fraction * available))
+        return maskable, np.minimum(available, rounded).astype(np.int64)
+
+    def continues(self, tokens: Int32) -> Bools | None:
+        """The positions that continue a word; None if every token is a word."""
+        return None if self._is_continuing is None else self._is_continuing.take(tokens)
+
+    def _replacements(self, key: U64, predicted: Int64, labels: Int32, unit: Int64) -> Int32:
         """The tokens to put at predicted positions: [MASK], random ordinary ones, or the labels."""
         # With the defaults, a number below 0.8 means [MASK], one from 0.8 to 0.9 a random token,
         # and a higher one the label, of which the model cannot know that it was left in place.
         hashed = combine(key[:, None], _REPLACE, predicted)
-        sample = uniform(hashed)
+        same = unit is predicted
+        sample = uniform(hashed if same else combine(key[:, None], _REPLACE, unit))
         is_masked = sample < self.config.replace_mask
         tokens = np.where(is_masked, self._mask, labels)
         is_random = ~is_masked & (sample < self.config.replace_mask + self.config.replace_random)
         # Hashed again: the hashes of random replacements all lie in one narrow range.
         tokens[is_random] = self._ordinary[mix(hashed[is_random]) % np.uint64(self._ordinary.size)]
         return tokens
+
+
+def _smallest(key: U64, maskable: Bools, count: Int64, slots: int) -> tuple[Int64, Bools]:
+    """Chooses the `count` maskable positions of smallest hash in each row."""
+    # The low 16 bits of each hash are replaced by its column. That makes hashes distinct, and lets
+    # us partition values, from which the columns can be read, instead of indices, which is slower.
+    column = np.arange(maskable.shape[1], dtype=np.uint64)
+    rank = combine(key[:, None], _CHOOSE, column)
+    rank &= ~COLUMN_BITS
+    rank |= column
+    rank[~maskable] = NEVER
+    rank.partition(slots - 1, axis=1)
+    lowest = np.sort(rank[:, :slots], axis=1)
+    used = np.arange(slots) < count[:, None]
+    return np.where(used, lowest & COLUMN_BITS, 0).astype(np.int64), used

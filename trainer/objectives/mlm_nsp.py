@@ -1,7 +1,7 @@
 """Masked language modeling and next-sentence prediction: BERT's objective (Devlin et al. 2019).
 
-Section 3.1: besides the masked tokens, the model predicts from the [CLS] of a pair of segments
-whether segment B follows segment A.
+Section 3.1: from the [CLS] of a pair of segments, the model also predicts whether segment B follows
+segment A.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.examples import Batch, Examples, PackSpec, Vocabulary
+from trainer.examples import Batch, Examples, PackSpec, PairTask, Vocabulary
 from trainer.models import Inputs
 from trainer.objectives import Loss, Objective, Tensors, mlm
 from trainer.objectives.rows import score_tokens
@@ -32,14 +32,20 @@ class MaskedLMWithNextSentence(mlm.MaskedLM):
     """The sum of two losses, each a mean over its own predictions.
 
     To a batch of `mlm.MaskedLM` it adds, for B examples:
-        next_labels: int64 [B], 0 if segment B follows segment A, 1 if it is from another document.
+        next_labels: int64 [B], 0 if segment B follows segment A, else 1.
         next_weights: float32 [B], the weight of the example.
+
+    Attributes:
+        pairs: what is predicted about a pair.
+        short: begins the names of its metrics.
     """
 
     needs = frozenset({"tokens", "next_sentence"})
+    pairs: PairTask = "next"
+    short = "nsp"
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
-        return replace(super().pack_spec(sequence_length), pairs=True)
+        return replace(super().pack_spec(sequence_length), pairs=self.pairs)
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         assert examples.random is not None, "the packing is not pairs"
@@ -50,7 +56,7 @@ class MaskedLMWithNextSentence(mlm.MaskedLM):
         }
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        return {**super().weights(batch), "nsp": float(batch["next_weights"].sum())}
+        return {**super().weights(batch), self.short: float(batch["next_weights"].sum())}
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The sum of both cross-entropies in float32, each over its predictions in the step."""
@@ -60,15 +66,15 @@ class MaskedLMWithNextSentence(mlm.MaskedLM):
         labels, weights = batch["next_labels"], batch["next_weights"]
         next_nll = (F.cross_entropy(next_logits.float(), labels, reduction="none") * weights).sum()
         next_correct = ((next_logits.detach().argmax(dim=-1) == labels) * weights).sum()
-        total = tokens.nll / totals["mlm"] + next_nll / totals["nsp"]
+        total = tokens.nll / totals["mlm"] + next_nll / totals[self.short]
         pairs = weights.sum()
         metrics = {
             # The terms have different denominators. Weighted by pairs, `total` of each micro-batch
             # is divided by the step's number of pairs later, and they add up to the step's loss.
-            "loss": (total.detach() * totals["nsp"], pairs),
+            "loss": (total.detach() * totals[self.short], pairs),
             "mlm_loss": (tokens.nll.detach(), tokens.weight),
-            "nsp_loss": (next_nll.detach(), pairs),
+            f"{self.short}_loss": (next_nll.detach(), pairs),
             "accuracy": (tokens.correct, tokens.weight),
-            "nsp_accuracy": (next_correct, pairs),
+            f"{self.short}_accuracy": (next_correct, pairs),
         }
         return Loss(total, metrics)

@@ -73,7 +73,7 @@ def test_masks_and_token_types_are_those_of_masked_language_modeling() -> None:
 
 def test_examples_must_be_pairs() -> None:
     spec = mlm_nsp.Config().build(VOCABULARY).pack_spec(128)
-    assert (spec.prefix, spec.suffix, spec.pairs) == (1, 1, True)
+    assert (spec.prefix, spec.suffix, spec.pairs) == (1, 1, "next")
     assert not mlm.Config().build(VOCABULARY).pack_spec(128).pairs
 
 

@@ -39,7 +39,7 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
         key=np.zeros(1, dtype=np.uint64),
         weight=np.ones(1, dtype=np.float32),
         isolated=parts is None and experiment.data.packing in ("best_fit", "padded"),
-        random=np.zeros(1, dtype=np.bool_) if spec.pairs else None,
+        random=np.zeros(1, dtype=np.bool_) if spec.pairs is not None else None,
         labels=None if parts is None else _labels(experiment, parts.kind, tokens),
     )
     choices = 1 if parts is None else parts.choices
@@ -68,7 +68,7 @@ def _chunks(spec: PackSpec) -> tuple[list[int], list[int]]:
             return [0, 0], [source - target, target - 1]
         return [0, 0], [source - 1, target - 1]  # each ends with one more token
     room = spec.sequence_length - spec.prefix - spec.suffix
-    if spec.pairs:
+    if spec.pairs is not None:
         room -= spec.suffix
         first = room // 2
         return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]

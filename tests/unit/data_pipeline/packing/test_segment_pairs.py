@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.packing.plan import PackPlan, ranges
+from data_pipeline.packing.policy import packing_digest
 from data_pipeline.packing.segment_pairs import count_examples, plan
 from trainer.errors import ConfigError
 from trainer.examples import PackSpec
@@ -231,6 +232,50 @@ def test_sentences_longer_than_the_room_are_cut_to_halves() -> None:
 def test_no_room_for_two_segments_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sequence_length is 4, .* use at least 5"):
         plan([5, 5], np.array([0, 5]), PackSpec(4, 1, 1))
+
+
+ORDER = PackSpec(64, 1, 1, pairs="order")
+
+
+def test_segments_in_order_or_swapped_follow_each_other() -> None:
+    lengths, starts = make_shard(400, 20, longest=8)
+    packed = plan(lengths, starts, PackSpec(512, 1, 1, pairs="order"), key=3)
+    pairs = segments(packed, lengths)
+    for a, b, swapped in pairs:
+        first, second = (b, a) if swapped else (a, b)
+        assert first[-1] + 1 == second[0]
+    assert np.mean([swapped for _, _, swapped in pairs]) == pytest.approx(0.5, abs=0.1)
+    # Nothing is cut or lost, except documents of one token.
+    seen = sorted(token for a, b, _ in pairs for token in a + b)
+    short = (np.cumsum(lengths) - lengths)[lengths == 1].tolist()
+    assert sorted([*seen, *short]) == list(range(lengths.sum()))
+
+
+def test_an_epoch_swaps_other_segments() -> None:
+    lengths, starts = make_shard(300, 20)
+    first, again, later = (plan(lengths, starts, ORDER, 3, epoch) for epoch in (0, 0, 1))
+    assert segments(first, lengths) == segments(again, lengths)
+    assert first.examples == later.examples == count_examples(lengths, starts, ORDER, key=3)
+    assert (first.random == later.random).mean() == pytest.approx(0.5, abs=0.1)
+    same = first.random == later.random
+    assert (first.begin.reshape(-1, 2)[same] == later.begin.reshape(-1, 2)[same]).all()
+
+
+def test_one_sentence_is_split_and_one_document_is_enough() -> None:
+    packed = plan([40], np.array([0]), ORDER)
+    assert packed.examples == count_examples([40], np.array([0]), ORDER) == 1
+    assert packed.length.sum() == 40
+    assert (packed.length > 0).all()
+    # [0, 1): a document of one token; [1, 6): a chunk that ends with a sentence of one token.
+    packed = plan([1, 5], np.array([0, 1, 5]), ORDER)
+    assert packed.document.tolist() == [1, 1]
+
+
+def test_tasks_have_orders_of_their_own() -> None:
+    digests = {
+        packing_digest(PackSpec(64, 1, 1, pairs=task), "pairs") for task in ("next", "order")
+    }
+    assert len(digests) == 2
 
 
 def test_golden_pairs() -> None:
