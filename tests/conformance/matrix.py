@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from tests.conformance.worker import Case, Record, run_cases
+from tests.conformance.worker import FAMILIES, Case, Record, run_cases
 from tests.conftest import make_dataset, write_experiment, write_t5_experiment
 from tests.processes import run_ranks
 
@@ -43,6 +43,7 @@ STRATEGIES = {
     4: ("ddp", "fsdp", "hsdp"),
     5: ("ddp", "fsdp"),
 }
+FAMILY_STRATEGIES = {1: ("ddp",), **dict.fromkeys((2, 3, 5), ("ddp", "fsdp", "zero-3"))}
 BACKENDS = dict.fromkeys((2, 3), ("zero-1", "zero-2", "zero-3", "accelerate"))
 
 
@@ -92,7 +93,13 @@ def main() -> int:
 
 
 def all_groups() -> list[Group]:
-    return [
+    families = [
+        (task, size, strategy)
+        for task in FAMILIES
+        for size, strategies in FAMILY_STRATEGIES.items()
+        for strategy in strategies
+    ]
+    return families + [
         (task, size, strategy)
         for task in TASKS
         for size in STRATEGIES
@@ -126,13 +133,15 @@ def measure(groups: list[Group], kept: Path) -> None:
         t5 = write_t5_experiment(t5_dataset, Path(folder, "t5.yaml"))
         for group in track(groups, "conformance", console=Console(stderr=True)):
             task, size, strategy = group
-            file = bert if task.startswith("mlm") else t5
-            if (task, PACKINGS[0]) not in references:
-                singles = [Case(1, "single", 8, 1, packing, task) for packing in PACKINGS]
+            file = t5 if task in ("span_corruption", "causal_lm") else bert
+            packings = (FAMILIES[task],) if task in FAMILIES else PACKINGS
+            if (task, packings[0]) not in references:
+                singles = [Case(1, "single", 8, 1, packing, task) for packing in packings]
                 (records,) = run_ranks(1, run_cases, file, singles, STEPS, BATCHES, folder)
                 for case, record in zip(singles, records, strict=True):
                     references[task, case.packing] = record
             settings = SETTINGS if task == "mlm" and strategy in STRATEGIES[size] else FEWER
+            settings = (*settings[:-1], packings)
             cases = [
                 Case(size, strategy, *setting, task) for setting in itertools.product(*settings)
             ]
@@ -162,7 +171,8 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 - **losses**: each of {STEPS} training losses agrees within {RELATIVE:g} relative.
 
 `mlm` is a BERT with AdamW, `mlm_lamb` the same with LAMB; `span_corruption` a T5 v1.1 of 2 + 2 layers and `causal_lm` a
-GPT-2, both with Adafactor and a SentencePiece tokenizer. A row of `mlm` covers micro-batches of at most
+GPT-2, both with Adafactor and a SentencePiece tokenizer. `mlm_nsp` is BERT with next-sentence prediction, `albert` an
+ALBERT of 4 layers in 2 groups with sentence order, n-grams and LAMB, `spanbert` SpanBERT's objective. A row of `mlm` covers micro-batches of at most
 {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the packings {_join(PACKINGS)}. The others, and those
 of ZeRO and Accelerate, cover micro-batches of at most {_join(FEWER[0])} examples and both packings. `hsdp` is FSDP2 in
 two replicas; `zero-1` to `zero-3` are the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.

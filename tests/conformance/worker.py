@@ -24,6 +24,13 @@ TASKS = {
     "mlm": [],
     "mlm_lamb": ["optimizer={kind: lamb, lr: 1e-2}"],
     "mlm_nsp": ["objective.kind=mlm_nsp", "model.nsp=true"],
+    "albert": [
+        "objective={kind: mlm_sop, ngrams: 3, whole_words: true}",
+        "model={kind: albert, vocab_size: 600, layers: 4, groups: 2, width: 32, heads: 2, "
+        "ffn_width: 64, embedding_width: 20, max_positions: 32, dropout: 0.1, nsp: true}",
+        "optimizer={kind: lamb, lr: 1e-2}",
+    ],
+    "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
     "causal_lm": [
         "objective=causal_lm",
@@ -32,9 +39,10 @@ TASKS = {
         " attention_dropout: 0.0}",
     ],
 }
-"""What the experiment file of those called mlm, a BERT's, and that of the others, a T5's, are
-changed by.
-"""
+"""Changes to the experiment file: a T5's for `span_corruption` and `causal_lm`, else a BERT's."""
+
+FAMILIES = {"mlm_nsp": "pairs", "albert": "pairs", "spanbert": "best_fit"}
+"""Tasks that are tested with one packing each."""
 
 STRATEGIES = {
     "hsdp": "{kind: fsdp, replicas: 2}",

@@ -139,6 +139,24 @@ def t5(parameters: int, steps: int = 1_000_000, batch: int = 2048) -> Promise:
     )
 
 
+def albert(parameters: int) -> Promise:
+    optimizer = {**LAMB, "variant": "nvidia", "bias_correction": False}
+    rate = decay(1.76e-3, 3125, 125_000, begin=0)
+    return Promise(parameters, ((125_000, 4096, 512),), rate, optimizer=optimizer)
+
+
+def spanbert(parameters: int) -> Promise:
+    """With the parameters of the span-boundary head, which the paper does not count."""
+    optimizer = {"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
+    return Promise(
+        parameters,
+        ((2_400_000, 256, 512),),
+        decay(1e-4, 10_000, 2_400_000),
+        decay=0.1,
+        optimizer=optimizer,
+    )
+
+
 PROMISES = {
     "bert_tiny": Promise(4_433_468, SEQUENCES, bert()),
     "bert_mini": Promise(11_267_900, SEQUENCES, bert()),
@@ -208,6 +226,12 @@ PROMISES = {
         clip=None,
         optimizer=ADAM,
     ),
+    "albert_base": albert(11_813_810),
+    "albert_large": albert(17_847_474),
+    "albert_xlarge": albert(59_021_490),
+    "albert_xxlarge": albert(223_158_450),
+    "spanbert_base": spanbert(110_272_484),
+    "spanbert_large": spanbert(336_970_980),
     "t5_small": t5(60_506_624),
     "t5_base": t5(222_903_552),
     "t5_large": t5(737_668_096),
@@ -331,7 +355,12 @@ def vocabulary_of(size: int) -> Vocabulary:
     """All special tokens that any objective needs."""
     sentinels = tuple(range(size - 1, size - 101, -1))
     return Vocabulary(
-        size, 0, 1, 2, 3, special=(0, 1, 2, 3, *sentinels), eos=2, sentinels=sentinels
+        size,
+        *(0, 1, 2, 3),
+        special=(0, 1, 2, 3, *sentinels),
+        continuing=(),
+        eos=2,
+        sentinels=sentinels,
     )
 
 
@@ -340,7 +369,7 @@ def _examples(spec: PackSpec) -> Examples:
     room = spec.sequence_length - 3 * spec.prefix
     pieces = np.tile([room // 2, room - room // 2], 8)
     return Examples(
-        tokens=np.random.default_rng(0).integers(4, 30_000, size=8 * room, dtype=np.int32),
+        tokens=np.random.default_rng(0).integers(4, 28_000, size=8 * room, dtype=np.int32),
         row=np.repeat(np.arange(8), 2),
         column=np.tile([spec.prefix, 2 * spec.prefix + room // 2], 8),
         length=pieces,

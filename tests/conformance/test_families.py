@@ -1,6 +1,4 @@
-"""Pairs with next-sentence prediction are the same run at any world size, too, with both loss
-terms.
-"""
+"""Objectives with several terms, and families of encoders, are the same run at any world size."""
 
 from pathlib import Path
 
@@ -8,19 +6,24 @@ import numpy as np
 import pytest
 
 from tests.conformance.matrix import BATCHES, RELATIVE, STEPS, compare
-from tests.conformance.worker import Case, Record, run_cases, run_once
+from tests.conformance.worker import FAMILIES, Case, Record, run_cases, run_once
 from tests.processes import run_ranks
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def reference(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def reference(experiment_file: str, task: str, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """What the single process does."""
     output = str(tmp_path_factory.mktemp("single"))
     ((record,),) = run_ranks(
         1,
         run_cases,
         experiment_file,
-        [Case(1, "single", 8, 1, "pairs", "mlm_nsp")],
+        [Case(1, "single", 8, 1, FAMILIES[task], task)],
         STEPS,
         BATCHES,
         output,
@@ -29,18 +32,18 @@ def reference(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_three_processes_have_its_batches_and_losses(
-    experiment_file: str, tmp_path: Path, reference: Record
+    experiment_file: str, tmp_path: Path, task: str, reference: Record
 ) -> None:
-    case = Case(3, "ddp", 4, 0, "pairs", "mlm_nsp")
+    case = Case(3, "ddp", 4, 0, FAMILIES[task], task)
     ranks = run_ranks(3, run_cases, experiment_file, [case], STEPS, BATCHES, str(tmp_path))
     assert compare([records[0] for records in ranks], reference) <= RELATIVE
 
 
 def test_two_processes_have_its_losses_and_one_goes_on_from_them(
-    experiment_file: str, tmp_path: Path, reference: Record
+    experiment_file: str, tmp_path: Path, task: str, reference: Record
 ) -> None:
-    pairs = Case(2, "fsdp", 4, 1, "pairs", "mlm_nsp").overrides
-    overrides = [*pairs, f"output={tmp_path}", f"training.steps={STEPS}"]
+    settings = Case(2, "fsdp", 4, 1, FAMILIES[task], task).overrides
+    overrides = [*settings, f"output={tmp_path}", f"training.steps={STEPS}"]
     whole = run_ranks(2, run_once, experiment_file, [*overrides, "checkpoint.every=20"])[0]
     np.testing.assert_allclose(whole, reference.losses, rtol=RELATIVE)
     (resumed,) = run_ranks(1, run_once, experiment_file, [*overrides, "strategy=single"], 20)
