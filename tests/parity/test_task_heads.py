@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AlbertConfig, BertConfig, PreTrainedModel, RobertaConfig
+from transformers import AlbertConfig, BertConfig, DistilBertConfig, PreTrainedModel, RobertaConfig
 
 from tests.outputs import parameters, predict
 from tests.parity import heads
@@ -25,13 +25,14 @@ from tests.parity.heads import (
 )
 from trainer.checkpoint.huggingface import load_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import albert, bert, roberta
+from trainer.models import albert, bert, distilbert, roberta
 from trainer.training.weights import load_weights
 
 FAMILIES: dict[str, Any] = {
     "bert": (BertConfig, bert.Config, 0),
     "roberta": (RobertaConfig, roberta.Config, 1),
     "albert": (AlbertConfig, albert.Config, 0),
+    "distilbert": (DistilBertConfig, distilbert.Config, 0),
 }
 SHAPE = {
     "vocab_size": 300,

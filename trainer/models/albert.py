@@ -110,6 +110,6 @@ class Config(bert.Config):
     def layer_places(self) -> dict[int, str]:
         each = self.layers // self.groups
         return {
-            group * each: f"albert_layer_groups.{group}.albert_layers.0"
+            group * each: f"encoder.albert_layer_groups.{group}.albert_layers.0"
             for group in range(self.groups)
         }

@@ -168,6 +168,8 @@ class TransformerModel(Model):
             if not any(name.startswith("decoder") for name in shapes):  # T5's taggers
                 parts += ("decoder", "decoder_norm", "decoder_bias")
         unused = {name for name in stored.shapes if name.partition(".")[0] in parts}
+        if self.config.type_vocab == 0:  # a DistilBERT that starts from a BERT
+            unused |= {"embeddings.types.weight"} & stored.shapes.keys()
         return Start(sources, frozenset(unused), reason)
 
     def _new_head(

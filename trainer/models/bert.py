@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, Norm, TaskHead
+from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead
 from trainer.models.family import Family
 from trainer.models.heads import (
     MaskedLMHead,
@@ -131,6 +131,10 @@ class Config(Family):
     embedding_names: ClassVar[Mapping[str, str]] = _EMBEDDINGS
     layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = _LAYER
     pair_head: ClassVar[re.Pattern[str]] = _PAIR_HEAD
+    bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.", "pooler.")
+    pooler_activation: ClassVar[Pooling] = "tanh"
+    heads_with_dropout: ClassVar[frozenset[str]] = frozenset({"tagging"})
+    fewest_types: ClassVar[int] = 1
 
     vocab_size: int = 30522
     max_positions: int = 512
@@ -147,8 +151,9 @@ class Config(Family):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_positions", "type_vocab"):
-            self.check_positive(name)
+        self.check_positive("max_positions")
+        if self.type_vocab < self.fewest_types:
+            raise ConfigError(f"type_vocab is {self.type_vocab}. Use {self.fewest_types} or more.")
         if not self.initializer_range > 0:
             raise ConfigError(
                 f"initializer_range is {self.initializer_range}. Use a number above 0."
@@ -198,8 +203,8 @@ class Config(Family):
             return MaskedLMHead(self, self.head_activation)
         if "pooler" in self.task_names[self.head]:
             drops_first = self.head == "classification" and self.classification_drops_first
-            return PooledHead(self, self.classes, drops_first)
-        return TokenHead(self, self.classes, drops=self.head == "tagging")
+            return PooledHead(self, self.classes, drops_first, self.pooler_activation)
+        return TokenHead(self, self.classes, drops=self.head in self.heads_with_dropout)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
@@ -255,7 +260,7 @@ class Config(Family):
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in self.their_settings.items()}
         if self.activation == "gelu_tanh":
-            fields["hidden_act"] = "gelu_pytorch_tanh"
+            fields[self.their_settings["activation"]] = "gelu_pytorch_tanh"
         fields["max_position_embeddings"] += self.position_offset
         if self.head != "language_model":
             architecture = self._task_architecture(self.head)
@@ -307,7 +312,7 @@ class Config(Family):
         }
         modules: dict[str, tuple[str, ...]] = {}
         for layer, place in self.layer_places().items():
-            begin = f"{self.model_type}.encoder.{place}"
+            begin = f"{self.model_type}.{place}"
             for ours, theirs in self.layer_names.items():
                 modules[f"layers.{layer}.{ours}"] = tuple(f"{begin}.{name}" for name in theirs)
         heads = self.task_names.get(self.head, {})
@@ -326,15 +331,15 @@ class Config(Family):
         return table
 
     def layer_places(self) -> dict[int, str]:
-        """Our number of each distinct layer -> its module in transformers' encoder."""
-        return {layer: f"layer.{layer}" for layer in range(self.layers)}
+        """Our number of each distinct layer -> its module in transformers."""
+        return {layer: f"encoder.layer.{layer}" for layer in range(self.layers)}
 
     @classmethod
     def _canonical(cls, name: str) -> str:
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
         # A checkpoint of the bare encoder (BertModel) has no "bert." before its names.
-        has_prefix = not name.startswith(("embeddings.", "encoder.", "pooler."))
+        has_prefix = not name.startswith(cls.bare_names)
         return name if has_prefix else f"{cls.model_type}.{name}"
 
     def _drop_copies(self, found: dict[str, Tensor]) -> None:

@@ -16,6 +16,8 @@ from trainer.models import Model, ModelConfig, Outputs
 from trainer.models.peft import Peft
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
+Pooling: TypeAlias = Literal["tanh", "relu", "gelu"]
+"""The activation between the two layers of a head that pools a position."""
 Norm: TypeAlias = Literal["post", "pre"]
 NormKind: TypeAlias = Literal["layer", "rms"]
 TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "question_answering"]
@@ -120,6 +122,11 @@ class TransformerConfig(ModelConfig):
     def projects_embeddings(self) -> bool:
         """Whether a linear layer maps embeddings to hidden states."""
         return self.embedding_width != self.width
+
+    @property
+    def normalizes_embeddings(self) -> bool:
+        """Whether there is a norm after the sum of the embeddings."""
+        return self.type_vocab > 0
 
     @property
     def head_dropout(self) -> float:

@@ -35,23 +35,31 @@ class _Lookup(torch.autograd.Function):
 class Embeddings(nn.Module):
     """The sum of a family's embeddings: tokens, positions, token types; then dropout.
 
-    With token types the sum is normalized before dropout (Devlin et al. 2019, figure 2).
-    Embeddings of another width E than the hidden states' D are projected after it (Lan et al.
-    2020, "ALBERT", section 3.1: V E + E D weights instead of V D).
+    BERT normalizes the sum before dropout (Devlin et al. 2019, figure 2). Embeddings
+    of another width E than the hidden states' D are projected after it (Lan et al. 2020, "ALBERT",
+    section 3.1: V E + E D weights instead of V D).
+
+    Args:
+        config: of the model.
+        shared: embeddings of another model, whose tables and norm are used; None: own ones.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, shared: Embeddings | None = None) -> None:
         super().__init__()
         self.position_offset = config.position_offset
         self.dropout = config.dropout
         width = config.embedding_width
-        self.tokens = nn.Embedding(config.vocab_size, width)
-        self.positions = None
-        if config.max_positions is not None:
-            rows = config.max_positions + config.position_offset
-            self.positions = nn.Embedding(rows, width)
-        self.types = nn.Embedding(config.type_vocab, width) if config.type_vocab else None
-        self.norm = config.build_norm(width) if config.type_vocab else None
+        if shared is None:
+            self.tokens = nn.Embedding(config.vocab_size, width)
+            self.positions = None
+            if config.max_positions is not None:
+                rows = config.max_positions + config.position_offset
+                self.positions = nn.Embedding(rows, width)
+            self.types = nn.Embedding(config.type_vocab, width) if config.type_vocab else None
+            self.norm = config.build_norm(width) if config.normalizes_embeddings else None
+        else:
+            self.tokens, self.positions = shared.tokens, shared.positions
+            self.types, self.norm = shared.types, shared.norm
         self.projection = nn.Linear(width, config.width) if config.projects_embeddings else None
 
     def forward(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.attention import take
-from trainer.models.config import Activation, TransformerConfig
+from trainer.models.config import Activation, Pooling, TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.layers import activate
 from trainer.models.norms import LayerNorm
+
+_POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
 
 
 def _decoder(config: TransformerConfig) -> nn.Linear | None:
@@ -83,19 +91,25 @@ class SpanBoundaryHead(nn.Module):
 
 
 class PooledHead(nn.Module):
-    """Scores sequences by one position each: BERT's pooler (dense, tanh), dropout, a classifier.
+    """Scores sequences by one position each: a pooler (BERT's: dense, tanh), dropout, a classifier.
 
     Args:
         classes: C.
         dropout_first: whether there is dropout before the pooler too (RoBERTa, T5).
+        activation: after the pooler's dense layer.
     """
 
     def __init__(
-        self, config: TransformerConfig, classes: int, dropout_first: bool = False
+        self,
+        config: TransformerConfig,
+        classes: int,
+        dropout_first: bool = False,
+        activation: Pooling = "tanh",
     ) -> None:
         super().__init__()
         self.dropout = config.head_dropout
         self.dropout_first = dropout_first
+        self.activation = _POOLINGS[activation]
         self.pooler = nn.Linear(config.width, config.width)
         self.classifier = nn.Linear(config.width, classes)
 
@@ -104,7 +118,8 @@ class PooledHead(nn.Module):
         before, after = (None, None) if key is None else split_key(key, 2)
         if self.dropout_first:
             hidden = dropout(hidden, self.dropout, before)
-        logits: Tensor = self.classifier(dropout(self.pooler(hidden).tanh(), self.dropout, after))
+        pooled = dropout(self.activation(self.pooler(hidden)), self.dropout, after)
+        logits: Tensor = self.classifier(pooled)
         return logits
 
 
