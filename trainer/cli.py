@@ -171,6 +171,11 @@ def _add_export(commands: Commands) -> None:
         action="store_true",
         help="of a model with model.peft: what was added to it, as a folder of the peft library",
     )
+    export.add_argument(
+        "--part",
+        metavar="NAME",
+        help="a model inside of the checkpoint's: generator, of an ELECTRA",
+    )
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
@@ -338,7 +343,10 @@ def _print_scores(scores: Mapping[str, float]) -> int:
 def _export(args: argparse.Namespace) -> int:
     from trainer.publish.export import export, export_adapter
 
-    (export_adapter if args.adapter else export)(args.checkpoint, args.folder)
+    if args.adapter:
+        export_adapter(args.checkpoint, args.folder)
+    else:
+        export(args.checkpoint, args.folder, args.part)
     return EXIT_DONE
 
 

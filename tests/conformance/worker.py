@@ -30,6 +30,11 @@ TASKS = {
         "ffn_width: 64, embedding_width: 20, max_positions: 32, dropout: 0.1, nsp: true}",
         "optimizer={kind: lamb, lr: 1e-2}",
     ],
+    "electra": [
+        "objective={kind: replaced_tokens}",
+        "model={kind: electra, vocab_size: 600, layers: 2, width: 32, heads: 4, ffn_width: 64, "
+        "embedding_width: 20, max_positions: 32, attention_dropout: 0.0, generator_divisor: 2}",
+    ],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
     "causal_lm": [
@@ -41,7 +46,7 @@ TASKS = {
 }
 """Changes to the experiment file: a T5's for `span_corruption` and `causal_lm`, else a BERT's."""
 
-FAMILIES = {"mlm_nsp": "pairs", "albert": "pairs", "spanbert": "best_fit"}
+FAMILIES = {"mlm_nsp": "pairs", "albert": "pairs", "electra": "concat", "spanbert": "best_fit"}
 """Tasks that are tested with one packing each."""
 
 STRATEGIES = {

@@ -10,7 +10,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AlbertConfig, BertConfig, DistilBertConfig, PreTrainedModel, RobertaConfig
+from transformers import (
+    AlbertConfig,
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
 
 from tests.outputs import parameters, predict
 from tests.parity import heads
@@ -25,7 +32,7 @@ from tests.parity.heads import (
 )
 from trainer.checkpoint.huggingface import load_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import albert, bert, distilbert, roberta
+from trainer.models import albert, bert, distilbert, electra, roberta
 from trainer.training.weights import load_weights
 
 FAMILIES: dict[str, Any] = {
@@ -33,6 +40,7 @@ FAMILIES: dict[str, Any] = {
     "roberta": (RobertaConfig, roberta.Config, 1),
     "albert": (AlbertConfig, albert.Config, 0),
     "distilbert": (DistilBertConfig, distilbert.Config, 0),
+    "electra": (ElectraConfig, electra.Config, 0),
 }
 SHAPE = {
     "vocab_size": 300,

@@ -84,6 +84,8 @@ Outputs: TypeAlias = frozenset[str]
     prefixed_tokens    like next_tokens, with bidirectional attention in a prefix
     target_tokens      logits [B, P, V], or [B, T, V], of an encoder-decoder
     next_sentence      logits [B, 2]: B follows A, or not (it is random, or both are swapped)
+    replaced           logits [B, S] that a token was replaced
+    sampled            int64 [B, P], the tokens that replace the predicted ones (ELECTRA)
     span_boundary      logits [B, P, V] of predicted tokens, from the states outside of their spans
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
@@ -342,6 +344,11 @@ class ModelConfig(ABC):
         return "language_model"
 
     @property
+    def predicts(self) -> str:
+        """The output of the model's head, one of `Outputs`."""
+        return "next_tokens" if self.causal else "tokens"
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the classes or tags of a task's head."""
         return ()
@@ -447,6 +454,10 @@ class ModelConfig(ABC):
             ConfigError: transformers has no such model.
         """
         raise self._unpublished()
+
+    def export_parts(self) -> Mapping[str, tuple[ModelConfig, str]]:
+        """Models inside of this one that can be exported: name -> configuration and prefix."""
+        return {}
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts the tensors of a Hugging Face checkpoint to parameters, in their precision.

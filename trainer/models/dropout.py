@@ -16,7 +16,7 @@ _MIX_2 = 0x846CA68B - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """Scrambles each int32; a bijection."""
     x = x ^ (_shift(x, 16) & 0xFFFF)
     x = x * _MIX_1
@@ -40,7 +40,7 @@ def split_key(key: Tensor, count: int) -> Tensor:
         int32 [count, B].
     """
     places = torch.arange(count, dtype=torch.int32, device=key.device)
-    return _mix(_mix(key) ^ (places[:, None] * _GOLDEN))
+    return mix(mix(key) ^ (places[:, None] * _GOLDEN))
 
 
 def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = None) -> Tensor:
@@ -65,7 +65,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
     # Indices are hashed once for all rows. Both inputs are then well mixed, so half the mixer is
     # enough per element: the comparison depends mostly on the high bits, which the last product
     # mixes best.
-    bits = _mix(place) ^ key[:, None]
+    bits = mix(place) ^ key[:, None]
     bits *= _MIX_1
     bits ^= _shift(bits, 15).bitwise_and_(0x1FFFF)
     bits *= _MIX_2

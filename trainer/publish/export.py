@@ -23,15 +23,26 @@ from trainer.training.weights import Weights, load_weights
 logger = logging.getLogger(__name__)
 
 
-def export(checkpoint: str, folder: str) -> None:
+def export(checkpoint: str, folder: str, part: str | None = None) -> None:
     """Exports a checkpoint to Hugging Face format: weights, tokenizer and a model card.
 
     LoRA is merged into the weights.
 
+    Args:
+        part: a model inside of the checkpoint's, as ELECTRA's `generator`; None: the model.
+
     Raises:
-        ConfigError: `transformers` has no such model.
+        ConfigError: `transformers` has no such model, or there is no such part.
     """
-    weights = load_weights(checkpoint)
+    weights = whole = load_weights(checkpoint)
+    prefix = ""
+    if part is not None:
+        parts = weights.config.export_parts()
+        if part not in parts:
+            has = f"has only {', '.join(parts)}" if parts else "has no parts. Leave --part out"
+            raise ConfigError(f"--part is {part}, but {checkpoint} {has}.")
+        inner, prefix = parts[part]
+        weights = replace(weights, config=inner)
     tokenizer = weights.load_tokenizer()
     vocabulary = tokenizer.vocabulary
     # Before any file is written: an export that transformers reads wrongly is worse than none.
@@ -41,7 +52,9 @@ def export(checkpoint: str, folder: str) -> None:
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
         padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
-        ours, parameters = _merged(weights, checkpoint)
+        ours, parameters = _merged(whole, checkpoint)
+        if part is not None:
+            ours, parameters = weights.config, _of_part(weights.config, parameters, prefix)
         # A padding token that `adapt` has added comes after the vocabulary, and needs a row.
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
@@ -108,6 +121,16 @@ def _merged(
     with torch.device("meta"):
         model = config.build()
     return config.without_peft(), peft.merge(model, weights.tensors)
+
+
+def _of_part(config: ModelConfig, parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The parameters of a part: its own begin with `prefix`, others are shared with the model."""
+    with torch.device("meta"):
+        names = [name for name, _ in config.build().named_parameters()]
+    return {
+        name: parameters[f"{prefix}{name}" if f"{prefix}{name}" in parameters else name]
+        for name in names
+    }
 
 
 def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:

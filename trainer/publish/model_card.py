@@ -225,6 +225,8 @@ def write(
     facts = facts_of_head(model.head)
     # The Hub's name of the task that the model is for, by its head.
     pipeline = "text-generation" if model.causal else "fill-mask"
+    if model.predicts == "replaced":  # a discriminator writes no tokens
+        pipeline = "feature-extraction"
     if facts is not None:
         pipeline = facts.pipeline
     elif model.encoder_decoder:

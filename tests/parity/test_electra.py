@@ -1,0 +1,221 @@
+"""ELECTRA against `ElectraForPreTraining` and `ElectraForMaskedLM`, and its loss step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    ElectraForPreTraining,
+)
+
+from tests.outputs import fill, outputs, parameters
+from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.errors import ConfigError
+from trainer.models import electra
+from trainer.models.sampling import sample
+from trainer.objectives import replaced_tokens
+
+SHAPE = {
+    "vocab_size": 100,
+    "embedding_size": 20,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
+CONFIG = electra.Config(
+    vocab_size=100,
+    embedding_width=20,
+    layers=2,
+    width=48,
+    heads=4,
+    ffn_width=96,
+    max_positions=64,
+    generator_divisor=2,
+)
+
+
+def randomized(model: torch.nn.Module, std: float = 0.05) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + std * noise if parameter.ndim == 1 else 4 * std * noise)
+
+
+def load(folder: Path) -> tuple[electra.Config, Any]:
+    tree, tensors = load_folder(folder)
+    config = electra.Config.from_huggingface(tree, tensors)
+    model = config.build().eval()
+    fill(model, config.import_tensors(tensors))
+    return config, model
+
+
+def rows() -> tuple[replaced_tokens.ReplacedTokens, dict[str, Any], dict[str, torch.Tensor]]:
+    objective = replaced_tokens.Config().build(VOCABULARY)
+    assert isinstance(objective, replaced_tokens.ReplacedTokens)
+    arrays = objective.collate(examples(6), 64)
+    return objective, arrays, {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
+
+
+def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: batch[name] for name in ("tokens", "segments", "positions")}
+
+
+@pytest.mark.parametrize("embedding", [20, 48])
+@pytest.mark.parametrize("kind", [ElectraForPreTraining, ElectraForMaskedLM])
+def test_logits_loss_and_gradients_are_equal(kind: Any, embedding: int, tmp_path: Path) -> None:
+    theirs = kind(ElectraConfig(**{**SHAPE, "embedding_size": embedding})).eval()
+    randomized(theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, model = load(tmp_path / "theirs")
+    generates = kind is ElectraForMaskedLM
+    assert (config.masked_lm, config.generator_divisor) == (generates, 0)
+    tokens = torch.randint(4, 100, (3, 30), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([30, 11, 1])
+    real = torch.arange(30) < lengths[:, None]
+    labels = torch.where(real, tokens if generates else (tokens % 3 == 0).long(), -100)
+    found = theirs(input_ids=tokens, attention_mask=real.int(), labels=labels)
+    (logits,) = outputs(
+        model,
+        config.predicts,
+        tokens=tokens,
+        segments=real.int(),
+        positions=torch.arange(30).expand(3, -1),
+    )
+    torch.testing.assert_close(logits[real], found.logits[real], rtol=1e-5, atol=1e-5)
+    if generates:
+        loss = F.cross_entropy(logits[real], labels[real])
+    else:
+        loss = F.binary_cross_entropy_with_logits(logits[real], labels[real].float())
+    torch.testing.assert_close(loss, found.loss, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    found.loss.backward()
+    expected = config.import_tensors({name: p.grad for name, p in theirs.named_parameters()})
+    actual = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+    folder = tmp_path / "ours"
+    save_folder(folder, config.to_huggingface(), config.export_tensors(parameters(model)))
+    auto = AutoModelForMaskedLM if generates else AutoModelForPreTraining
+    again, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(again) is kind
+    assert load(folder)[0] == config
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_loss_is_that_of_the_paper(share: bool) -> None:
+    """Generator, samples and discriminator by two models of transformers."""
+    ours = replace(CONFIG, share_embeddings=share).build().eval()
+    randomized(ours)
+    objective, arrays, batch = rows()
+    totals = {name: torch.tensor(value) for name, value in objective.weights(arrays).items()}
+    loss = objective.loss(ours, batch, totals)
+
+    own = parameters(ours)
+    small = ours.config.generator
+    theirs = {}
+    for name, config, kind in (
+        ("generator", small, ElectraForMaskedLM),
+        ("discriminator", CONFIG, ElectraForPreTraining),
+    ):
+        table = own
+        if name == "generator":
+            table = {n: own.get(f"generator.{n}", own.get(n)) for n in small.build().state_dict()}
+        model = kind(ElectraConfig(**config.to_huggingface())).eval()
+        report = model.load_state_dict(config.export_tensors(table), strict=False)
+        assert not report.unexpected_keys
+        theirs[name] = model
+    theirs["generator"].tie_weights()
+    mask = batch["segments"][:, None, :, None] == batch["segments"][:, None, None, :]
+    common = {"attention_mask": mask, "position_ids": batch["positions"].long()}
+    generated = theirs["generator"](input_ids=batch["tokens"], **common).logits
+    used = batch["weights"] > 0
+    row = used.nonzero()[:, 0]
+    at = batch["predicted"][used]
+    mlm = F.cross_entropy(generated[row, at], batch["labels"][used])
+    drawn = sample(
+        generated.gather(1, batch["predicted"][..., None].expand(-1, -1, 100)),
+        batch["sample_key"],
+        batch["predicted"],
+    )
+    tokens = batch["tokens"].clone()
+    tokens[row, at] = drawn[used].to(tokens.dtype)
+    original = batch["tokens"].clone()
+    original[row, at] = batch["labels"][used].to(tokens.dtype)
+    logits = theirs["discriminator"](input_ids=tokens, **common).logits
+    real = batch["real_weights"] > 0
+    rtd = F.binary_cross_entropy_with_logits(logits[real], (tokens != original).float()[real])
+    torch.testing.assert_close(loss.total, mlm + 50 * rtd, rtol=1e-5, atol=1e-4)
+    means = {name: (total / count).item() for name, (total, count) in loss.metrics.items()}
+    assert means["loss"] == pytest.approx(loss.total.item(), rel=1e-6)
+    assert means["replaced"] == pytest.approx(
+        ((drawn != batch["labels"])[used]).float().mean().item()
+    )
+    assert 0.5 < means["replaced"] <= 1
+    agree = ((logits > 0) == (tokens != original))[real]
+    assert means["rtd_accuracy"] == pytest.approx(agree.float().mean().item(), abs=1e-6)
+    loss.total.backward()
+    assert all(p.grad is not None for p in ours.parameters())
+
+
+def test_the_discriminator_reads_tokens_as_they_are_without_the_generator() -> None:
+    model = CONFIG.build().eval()
+    randomized(model)
+    _, _, batch = rows()
+    (alone,) = outputs(model, "replaced", **inputs(batch))
+    without = replace(CONFIG, generator_divisor=0).build().eval()
+    fill(without, {n: v for n, v in parameters(model).items() if not n.startswith("generator.")})
+    assert torch.equal(alone, outputs(without, "replaced", **inputs(batch))[0])
+
+
+def test_samples_depend_on_key_and_position_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 1, 6, generator=generator)
+    keys = torch.arange(4000, dtype=torch.int32)
+    positions = torch.arange(10).expand(4000, -1)
+    found = sample(logits.expand(4000, 10, 6), keys, positions)
+    share = torch.bincount(found.flatten(), minlength=6) / found.numel()
+    torch.testing.assert_close(share, logits[0, 0].softmax(-1), rtol=0, atol=0.01)
+    part = sample(logits.expand(7, 3, 6), keys[5:12], positions[:7, 4:7])
+    assert torch.equal(part, found[5:12, 4:7])
+    # Neighboring keys and positions are independent.
+    equal = (found[:, 1:] == found[:, :-1]).float().mean()
+    assert equal == pytest.approx(float((share**2).sum()), abs=0.01)
+
+
+def test_released_sizes() -> None:
+    """13.5M and 109.5M parameters, which the paper calls 14M and 110M (table 6)."""
+    base = {"width": 768, "heads": 12, "ffn_width": 3072, "embedding_width": 768}
+    for settings, count in (({}, 13_549_057), (base, 109_483_009)):
+        with torch.device("meta"):
+            model = electra.Config(**settings).build()
+        assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"generator_divisor": 3}, "generator_divisor 3 does not divide heads 4"),
+        ({"generator_divisor": -1}, "generator_divisor is -1"),
+        ({"generator_divisor": 4, "masked_lm": True}, "masked_lm makes this model a generator"),
+        ({"embedding_width": 0}, "embedding_width is 0"),
+        ({"nsp": True}, "nsp is true, but ELECTRA has no such head"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        electra.Config(**settings)

@@ -1,0 +1,270 @@
+"""ELECTRA (Clark et al. 2020, arXiv 2003.10555): a discriminator, and a small generator beside it.
+
+The generator predicts masked tokens. Samples from it replace them, and the discriminator says for
+each token whether it was replaced. Both are one module, with shared embeddings. Fine-tuning, export
+and features use the discriminator, whose parameters have the names of a BERT; the generator's begin
+with "generator.".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+from trainer.models import Inputs, Outputs, Start, Stored, bert
+from trainer.models.base import matrix_flops
+from trainer.models.config import Activation, Pooling
+from trainer.models.dropout import split_key
+from trainer.models.embeddings import Embeddings
+from trainer.models.heads import MaskedLMHead
+from trainer.models.layers import activate
+from trainer.models.sampling import sample
+from trainer.models.transformer import Transformer
+
+_GENERATOR = "generator."
+_FIRST = frozenset({"tokens", "sampled"})
+"""Outputs of the generator."""
+
+
+@dataclass(frozen=True)
+class Config(bert.Config):
+    """ELECTRA-small; `generator_divisor: 4` adds the generator for pre-training.
+
+    Attributes:
+        embedding_width: E, of the embeddings, which are projected to `width` if it differs.
+        generator_divisor: the generator's width, heads and feed-forward width are this number of
+            times smaller (3 or 4 in the paper; 1 for the same size); 0: no generator.
+        share_embeddings: whether the generator uses the discriminator's embeddings.
+        masked_lm: a generator alone: predicts masked tokens instead of replaced ones.
+    """
+
+    model_type: ClassVar[str] = "electra"
+    architecture: ClassVar[str] = "ElectraForMaskedLM"
+    causal_architecture: ClassVar[str] = ""
+    head_names: ClassVar[Mapping[str, str]] = {
+        "dense": "generator_predictions.dense",
+        "norm": "generator_predictions.LayerNorm",
+        "bias": "generator_lm_head.bias",
+        "decoder": "generator_lm_head",
+    }
+    nsp_names: ClassVar[Mapping[str, str]] = {}
+    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        **bert.Config.task_names,
+        "classification": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"},
+        "multiple_choice": {"pooler": "sequence_summary.summary", "classifier": "classifier"},
+    }
+    their_settings: ClassVar[Mapping[str, str]] = {
+        **{ours: name for ours, name in bert.Config.their_settings.items() if ours != "causal"},
+        "embedding_width": "embedding_size",
+    }
+    their_constants: ClassVar[Mapping[str, object]] = {
+        **bert.Config.their_constants,
+        "is_decoder": False,
+        "classifier_dropout": None,
+        "summary_type": "first",
+        "summary_use_proj": True,
+        "summary_activation": "gelu",
+    }
+    embedding_names: ClassVar[Mapping[str, str]] = {
+        **bert.Config.embedding_names,
+        "projection.weight": "embeddings_project.weight",
+        "projection.bias": "embeddings_project.bias",
+    }
+    bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "embeddings_project.", "encoder.")
+    pooler_activation: ClassVar[Pooling] = "gelu"
+    classification_drops_first: ClassVar[bool] = True
+
+    width: int = 256
+    heads: int = 4
+    ffn_width: int = 1024
+    embedding_width: int = 128
+    generator_divisor: int = 0
+    share_embeddings: bool = True
+    masked_lm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("embedding_width")
+        for name in ("nsp", "span_boundary", "causal"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is true, but ELECTRA has no such head. Use kind: bert.")
+        divisor = self.generator_divisor
+        if divisor < 0:
+            raise ConfigError(f"generator_divisor is {divisor}. Use 0 for none, or 1 or more.")
+        if not divisor:
+            return
+        if self.masked_lm:
+            raise ConfigError(
+                f"generator_divisor is {divisor}, but masked_lm makes this model a generator. Set "
+                "masked_lm to false, or generator_divisor to 0."
+            )
+        for name in ("heads", "width", "ffn_width"):
+            if getattr(self, name) % divisor:
+                raise ConfigError(
+                    f"generator_divisor {divisor} does not divide {name} {getattr(self, name)}. "
+                    "Use a divisor of heads, width and ffn_width, as 4."
+                )
+
+    @property
+    def head_activation(self) -> Activation:
+        return "gelu"
+
+    @property
+    def predicts(self) -> str:
+        own = self.head == "language_model" and not self.masked_lm
+        return "replaced" if own else super().predicts
+
+    @property
+    def settings_for(self) -> Mapping[str, str]:
+        settings = {name: value for name, value in super().settings_for.items() if "head" in value}
+        with_generator = dict.fromkeys(_FIRST, "model.generator_divisor=4")
+        return settings | with_generator | {"replaced": "model.head=language_model"}
+
+    @property
+    def generator(self) -> Config:
+        """The configuration of the generator."""
+        divisor = self.generator_divisor
+        return replace(
+            self,
+            width=self.width // divisor,
+            heads=self.heads // divisor,
+            ffn_width=self.ffn_width // divisor,
+            generator_divisor=0,
+            masked_lm=True,
+        )
+
+    def build_base(self) -> Transformer:
+        if self.head == "language_model" and not self.masked_lm:
+            return Electra(self)
+        return Discriminator(self, self._build_head())
+
+    @classmethod
+    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+        names = list(tensors)
+        found = super().from_huggingface(config, names)
+        if found.head != "language_model":
+            return found
+        named = cls.architecture in (config.get("architectures") or ())
+        generates = any(name.startswith("generator_") for name in names) if names else named
+        return replace(found, masked_lm=generates)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        tree = super().to_huggingface()
+        if self.predicts == "replaced":
+            tree["architectures"] = ["ElectraForPreTraining"]
+        return tree
+
+    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: each for name, each in parameters.items() if not name.startswith(_GENERATOR)}
+        alone = replace(self, generator_divisor=0)
+        return bert.Config.export_tensors(alone, own)
+
+    def export_parts(self) -> dict[str, tuple[Config, str]]:
+        if not self.generator_divisor or self.head != "language_model":
+            return {}
+        return {"generator": (self.generator, _GENERATOR)}
+
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        table = super().tensor_names()
+        if not self.projects_embeddings:
+            table = {name: table[name] for name in table if ".projection." not in name}
+        if self.predicts == "replaced":
+            table = {name: table[name] for name in table if not name.startswith("head.")}
+            for ours, theirs in (("dense", "dense"), ("out", "dense_prediction")):
+                for kind in ("weight", "bias"):
+                    name = f"discriminator_predictions.{theirs}.{kind}"
+                    table[f"head.{ours}.{kind}"] = (name,)
+        return table
+
+
+class ReplacedTokenHead(nn.Module):
+    """Scores each position: dense, activation, one number."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.dense = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, 1)
+
+    def forward(self, hidden: Tensor, _embedding: Tensor, _key: Tensor | None = None) -> Tensor:
+        """[B, S, D] -> logits [B, S] that the token was replaced."""
+        logits: Tensor = self.out(activate(self.dense(hidden), self.activation))
+        return logits[..., 0]
+
+
+class Discriminator(Transformer):
+    """The discriminator with the head of a task, or a generator alone."""
+
+    def start_from(self, stored: Stored) -> Start:
+        start = super().start_from(stored)
+        unused = {name for name in stored.shapes if name.startswith(_GENERATOR)}
+        return replace(start, unused=start.unused | unused)
+
+
+class Electra(Discriminator):
+    """The discriminator, and in pre-training the generator.
+
+    With the outputs `tokens` and `replaced`, tokens at the predicted positions are replaced by
+    samples from the generator, which are the output `sampled`: int64 [B, P]. With `replaced` alone
+    the discriminator reads the tokens as they are.
+
+    Attributes:
+        generator: None if `generator_divisor` is 0.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, ReplacedTokenHead(config))
+        self.generator: Transformer | None = None
+        if config.generator_divisor:
+            small = config.generator
+            self.generator = Discriminator(small, MaskedLMHead(small, "gelu"))
+            if config.share_embeddings:
+                assert isinstance(self.embeddings, Embeddings)
+                self.generator.embeddings = Embeddings(small, shared=self.embeddings)
+            self.offers |= _FIRST
+            self.trains = {**self.trains, "tokens": "model.generator_divisor=0"}
+            self.reads |= {"sample_key"}
+
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if not outputs.isdisjoint(_FIRST):
+            assert self.generator is not None, "the model was built without a generator"
+            keys = None if inputs.dropout_key is None else split_key(inputs.dropout_key, 2)
+            first = inputs if keys is None else replace(inputs, dropout_key=keys[0])
+            logits = self.generator(first, frozenset({"tokens"}))["tokens"]
+            found["tokens"] = logits
+            if not outputs <= {"tokens"}:
+                assert inputs.predicted is not None, "samples replace predicted positions"
+                at = inputs.predicted.long()
+                found["sampled"] = sample(logits, inputs.extra["sample_key"], at)
+                # Unused entries are position 0, [CLS], which stays.
+                kept = inputs.tokens.gather(1, at).long()
+                new = found["sampled"].where(at > 0, kept).to(inputs.tokens.dtype)
+                tokens = inputs.tokens.scatter(1, at, new)
+                key = inputs.dropout_key if keys is None else keys[1]
+                inputs = replace(inputs, tokens=tokens, predicted=None, dropout_key=key)
+        if rest := outputs - _FIRST:
+            found |= super().forward(inputs, rest)
+        return found
+
+    def start_from(self, stored: Stored) -> Start:
+        start = super().start_from(stored)
+        if self.generator is None:
+            return start
+        return replace(
+            start, unused=frozenset(n for n in start.unused if not n.startswith(_GENERATOR))
+        )
+
+    def head_flops(self) -> int:
+        return matrix_flops(self.head)
+
+    def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
+        """Both models; the discriminator predicts at every position."""
+        own = super().flops_per_token(sequence_length, 1.0)
+        if self.generator is None:
+            return own
+        return own + self.generator.flops_per_token(sequence_length, predicted_per_token)
