@@ -145,6 +145,14 @@ def albert(parameters: int) -> Promise:
     return Promise(parameters, ((125_000, 4096, 512),), rate, optimizer=optimizer)
 
 
+def electra(
+    parameters: int, steps: int, batch: int, length: int, peak: float, masked: float = 0.15
+) -> Promise:
+    """With the generator; `tests/parity/test_electra.py` counts the discriminators."""
+    rate = decay(peak, 10_000, steps, begin=0)
+    return Promise(parameters, ((steps, batch, length),), rate, masked=masked)
+
+
 def spanbert(parameters: int) -> Promise:
     """With the parameters of the span-boundary head, which the paper does not count."""
     optimizer = {"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
@@ -230,6 +238,9 @@ PROMISES = {
     "albert_large": albert(17_847_474),
     "albert_xlarge": albert(59_021_490),
     "albert_xxlarge": albert(223_158_450),
+    "electra_small": electra(14_196_219, 1_000_000, 128, 128, 5e-4),
+    "electra_base": electra(119_386_427, 766_000, 256, 512, 2e-4),
+    "electra_large": electra(354_655_291, 1_750_000, 2048, 512, 2e-4, masked=0.25),
     "spanbert_base": spanbert(110_272_484),
     "spanbert_large": spanbert(336_970_980),
     "t5_small": t5(60_506_624),
