@@ -73,6 +73,7 @@ def plan(
     if spec.pairs == "order":
         inside = start + 1 + _below(np.maximum(1, stop - start - 1), combine(key, _SPLIT, first))
         second = np.where(middle == end, inside, second)
+        # By the epoch, unlike random seconds: the chunks, and their number, stay the same.
         random = uniform(combine(key, _SWAP, epoch, first)) < 0.5
         first_stop = second
     else:
@@ -191,6 +192,7 @@ def _chunks(
         at = following[at]
     chunk = np.array(first, dtype=np.int64)
     if task == "order":
+        # A chunk of one token cannot be split.
         chunk = chunk[text.end[end[chunk] - 1] - text.begin[chunk] > 1]
     return chunk, middle[chunk], end[chunk], random[chunk]
 

@@ -35,6 +35,11 @@ TASKS = {
         "model={kind: electra, vocab_size: 600, layers: 2, width: 32, heads: 4, ffn_width: 64, "
         "embedding_width: 20, max_positions: 32, attention_dropout: 0.0, generator_divisor: 2}",
     ],
+    "modernbert": [
+        "objective={kind: mlm, mask_fraction: 0.3}",
+        "model={kind: modernbert, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 48, "
+        "max_positions: 32, local_window: 8, dropout: 0.1}",
+    ],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
     "causal_lm": [
@@ -46,7 +51,13 @@ TASKS = {
 }
 """Changes to the experiment file: a T5's for `span_corruption` and `causal_lm`, else a BERT's."""
 
-FAMILIES = {"mlm_nsp": "pairs", "albert": "pairs", "electra": "concat", "spanbert": "best_fit"}
+FAMILIES = {
+    "mlm_nsp": "pairs",
+    "albert": "pairs",
+    "electra": "concat",
+    "modernbert": "best_fit",
+    "spanbert": "best_fit",
+}
 """Tasks that are tested with one packing each."""
 
 STRATEGIES = {

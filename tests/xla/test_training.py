@@ -34,6 +34,10 @@ ELECTRA = (
     "model={kind: electra, vocab_size: 600, layers: 3, width: 32, embedding_width: 16, heads: 2, "
     "ffn_width: 64, max_positions: 32, attention_dropout: 0.0, generator_divisor: 2}",
 )
+MODERNBERT = (
+    "model={kind: modernbert, vocab_size: 600, layers: 5, width: 32, heads: 2, ffn_width: 48, "
+    "max_positions: 32, local_window: 8}",
+)
 DECODER = (
     "objective=causal_lm",
     "model={kind: gpt2, vocab_size: 700, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -50,7 +54,9 @@ def on_cpu(samestep: Samestep, file: str, folder: Path, *overrides: str) -> list
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["bert", "packed roberta", "albert", "electra", "t5", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "packed roberta", "albert", "electra", "modernbert", "t5", "gpt2"]
+)
 def test_losses_are_those_of_the_cpu(
     work: Work,
     samestep: Samestep,
@@ -67,7 +73,13 @@ def test_losses_are_those_of_the_cpu(
     gives, the step, the reading of metrics, and the evaluation. Nothing falls back to the CPU.
     """
     file = t5_experiment if kind in ("t5", "gpt2") else experiment_file
-    models = {"packed roberta": PACKED, "albert": ALBERT, "electra": ELECTRA, "gpt2": DECODER}
+    models = {
+        "packed roberta": PACKED,
+        "albert": ALBERT,
+        "electra": ELECTRA,
+        "modernbert": MODERNBERT,
+        "gpt2": DECODER,
+    }
     model = models.get(kind, ("model.layers=3",))
     settings = (
         *model,

@@ -108,6 +108,7 @@ class Config(bert.Config):
         return [layer for layer in distinct for _ in range(each)]
 
     def layer_places(self) -> dict[int, str]:
+        # The first layer of each group has the parameters; see `build_layers`.
         each = self.layers // self.groups
         return {
             group * each: f"encoder.albert_layer_groups.{group}.albert_layers.0"

@@ -138,9 +138,10 @@ class SelfAttention(Attention):
             bias: float, added to the scores; it contains the mask.
         """
         query, key, value = self.split(self.qkv(hidden), 3)
+        query, key = self.place(query, key, context)
         if context.cache is not None:
             key, value = context.cache.append(key, value)
-        mask = context.mask if bias is None else bias
+        mask = self.limit(context.mask if bias is None else bias, hidden, context)
         if self.prefix is not None:
             # The prefix comes before the first key and is visible to all positions. `is_causal`
             # aligns the first query with the first key, so it cannot express that.
@@ -158,6 +159,14 @@ class SelfAttention(Attention):
         mixed = self.attend(query, key, value, mask, context.key("attention"), causal=causal)
         out: Tensor = self.out(take(mixed, positions))
         return out
+
+    def place(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Adds positions to queries and keys, [B, H, S, K] each; by default they have none."""
+        return query, key
+
+    def limit(self, mask: Tensor | None, hidden: Tensor, context: Context) -> Tensor | None:
+        """Forbids attention beyond what the mask forbids; by default nothing."""
+        return mask
 
 
 class CrossAttention(Attention):

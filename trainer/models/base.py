@@ -79,7 +79,18 @@ class TransformerModel(Model):
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
         # Not all of `reads`: heads read columns of their own.
-        return {name: inputs.extra[name] for name in sorted(self.config.reads)}
+        columns = {name: inputs.extra[name] for name in sorted(self.config.reads)}
+        if self.config.reads_positions:
+            length = inputs.tokens.shape[1]
+            positions = inputs.positions
+            if positions is None:
+                positions = torch.arange(length, device=inputs.tokens.device)
+            positions = positions.expand(len(inputs.tokens), -1) + self.inserted
+            # A prompt of n embeddings has the positions 0 to n - 1.
+            before = torch.arange(self.inserted, device=positions.device)
+            before = before.to(positions.dtype).expand(len(positions), -1)
+            columns["positions"] = torch.cat([before, positions], 1)
+        return columns
 
     def stacks(self) -> dict[str, Stack]:
         """The stacks of layers, by name."""

@@ -131,6 +131,7 @@ class Config(Family):
     embedding_names: ClassVar[Mapping[str, str]] = _EMBEDDINGS
     layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = _LAYER
     pair_head: ClassVar[re.Pattern[str]] = _PAIR_HEAD
+    their_activations: ClassVar[Mapping[str, Activation]] = huggingface.ACTIVATIONS
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.", "pooler.")
     pooler_activation: ClassVar[Pooling] = "tanh"
     heads_with_dropout: ClassVar[frozenset[str]] = frozenset({"tagging"})
@@ -221,9 +222,7 @@ class Config(Family):
         fixed = {"model_type": cls.model_type, **cls.their_constants}
         if cls.position_offset:  # transformers counts positions from the padding id
             fixed["pad_token_id"] = cls.position_offset - 1
-        fields = huggingface.read_settings(
-            config, cls.their_settings, fixed, huggingface.ACTIVATIONS
-        )
+        fields = huggingface.read_settings(config, cls.their_settings, fixed, cls.their_activations)
         decoded: Self = decode(cls, fields, "config.json")
         # Detect heads by their tensors: `architectures` is often wrong.
         names = {cls._canonical(name) for name in tensors}
@@ -355,6 +354,5 @@ class Config(Family):
         if copy is not None and not (self.tied and bias in found):
             found[bias] = copy
         if self.tied:
-            huggingface.drop_copy(
-                found, f"{decoder}.weight", f"{self.model_type}.embeddings.word_embeddings.weight"
-            )
+            (embedding,) = self.tensor_names()["embeddings.tokens.weight"]
+            huggingface.drop_copy(found, f"{decoder}.weight", embedding)

@@ -149,6 +149,26 @@ class TransformerConfig(ModelConfig):
         return "layer"
 
     @property
+    def norm_bias(self) -> bool:
+        """Whether layer normalization has biases."""
+        return True
+
+    @property
+    def head_bias(self) -> bool:
+        """Whether the dense layer of a language model's head has a bias."""
+        return True
+
+    @property
+    def position_table(self) -> bool:
+        """Whether positions have embeddings; `max_positions` may limit the length without them."""
+        return self.max_positions is not None
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether layers read positions, as the column `positions` of `Context.columns`."""
+        return False
+
+    @property
     def projection_bias(self) -> bool:
         """Whether projections have biases."""
         return True

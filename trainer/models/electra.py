@@ -25,6 +25,7 @@ from trainer.models.layers import activate
 from trainer.models.sampling import sample
 from trainer.models.transformer import Transformer
 
+# Parameters of the generator. All others are the discriminator's, or shared.
 _GENERATOR = "generator."
 _FIRST = frozenset({"tokens", "sampled"})
 """Outputs of the generator."""
@@ -148,6 +149,7 @@ class Config(bert.Config):
         found = super().from_huggingface(config, names)
         if found.head != "language_model":
             return found
+        # By the tensors, if their names are known: `architectures` is often wrong.
         named = cls.architecture in (config.get("architectures") or ())
         generates = any(name.startswith("generator_") for name in names) if names else named
         return replace(found, masked_lm=generates)
@@ -160,6 +162,7 @@ class Config(bert.Config):
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {name: each for name, each in parameters.items() if not name.startswith(_GENERATOR)}
+        # As if it had been built without the generator, whose tensors would be missing.
         alone = replace(self, generator_divisor=0)
         return bert.Config.export_tensors(alone, own)
 
@@ -169,6 +172,7 @@ class Config(bert.Config):
         return {"generator": (self.generator, _GENERATOR)}
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        # The table of a BERT with a masked-LM head; the discriminator has another head.
         table = super().tensor_names()
         if not self.projects_embeddings:
             table = {name: table[name] for name in table if ".projection." not in name}
@@ -233,6 +237,7 @@ class Electra(Discriminator):
         found: dict[str, Tensor] = {}
         if not outputs.isdisjoint(_FIRST):
             assert self.generator is not None, "the model was built without a generator"
+            # With one key, both models would drop the same elements of their shared embeddings.
             keys = None if inputs.dropout_key is None else split_key(inputs.dropout_key, 2)
             first = inputs if keys is None else replace(inputs, dropout_key=keys[0])
             logits = self.generator(first, frozenset({"tokens"}))["tokens"]

@@ -52,7 +52,8 @@ class Embeddings(nn.Module):
         if shared is None:
             self.tokens = nn.Embedding(config.vocab_size, width)
             self.positions = None
-            if config.max_positions is not None:
+            if config.position_table:
+                assert config.max_positions is not None
                 rows = config.max_positions + config.position_offset
                 self.positions = nn.Embedding(rows, width)
             self.types = nn.Embedding(config.type_vocab, width) if config.type_vocab else None

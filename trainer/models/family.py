@@ -18,8 +18,10 @@ class Family(TransformerConfig):
     """A family with standard layers; override the builder of a module that differs."""
 
     def build_norm(self, width: int | None = None) -> nn.Module:
-        kind = RMSNorm if self.norm_kind == "rms" else LayerNorm
-        return kind(width or self.width, eps=self.norm_eps)
+        width = width or self.width
+        if self.norm_kind == "rms":
+            return RMSNorm(width, eps=self.norm_eps)
+        return LayerNorm(width, eps=self.norm_eps, bias=self.norm_bias)
 
     def build_embeddings(self) -> nn.Module:
         return Embeddings(self)

@@ -32,10 +32,10 @@ class MaskedLMHead(nn.Module):
     def __init__(self, config: TransformerConfig, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
-        self.dense = nn.Linear(config.width, config.embedding_width)
-        self.norm = LayerNorm(config.embedding_width, eps=config.norm_eps)
+        self.dense = nn.Linear(config.width, config.embedding_width, bias=config.head_bias)
+        self.norm = config.build_norm(config.embedding_width)
         self.decoder = _decoder(config)
-        self.bias = nn.Parameter(self.dense.bias.new_zeros(config.vocab_size))
+        self.bias = nn.Parameter(self.dense.weight.new_zeros(config.vocab_size))
 
     def forward(self, hidden: Tensor, embedding: Tensor, _key: Tensor | None = None) -> Tensor:
         """[B, P, D], token embeddings [V, E] -> logits [B, P, V]."""
@@ -84,6 +84,7 @@ class SpanBoundaryHead(nn.Module):
         self, hidden: Tensor, embedding: Tensor, first: Tensor, last: Tensor, offset: Tensor
     ) -> Tensor:
         """[B, S, D], token embeddings [V, E], int [B, P] each -> logits [B, P, V]."""
+        # [CLS] and [SEP] surround every sequence, so the states before and after a span exist.
         place = self.positions(offset.clamp(max=self.positions.num_embeddings - 1))
         read = torch.cat([take(hidden, first - 1), take(hidden, last + 1), place], -1)
         inner = self.first_norm(F.gelu(self.first(read)))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models.config import FEWEST_LABELS, Head, TransformerConfig
+from trainer.models.config import FEWEST_LABELS, Activation, Head, TransformerConfig
 
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Parameter name -> names of the checkpoint's tensors that are concatenated in its rows."""
 
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",

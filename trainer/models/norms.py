@@ -11,9 +11,10 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> fp32 [..., D]."""
-        return F.layer_norm(
-            x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
-        )
+        # torch's stubs do not know that bias=False makes it None.
+        bias: Tensor | None = self.bias
+        bias = None if bias is None else bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -26,6 +26,7 @@ def sample(logits: Tensor, key: Tensor, positions: Tensor) -> Tensor:
     """
     vocabulary = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     place = mix(mix(positions.int()) ^ key[:, None])
+    # Hashing token and place separately first makes their combinations independent.
     bits = mix(mix(vocabulary) ^ place[..., None])
     # 23 bits and a half: in fp32 u is never 0 or 1, where the noise would be infinite.
     u = (bits & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)

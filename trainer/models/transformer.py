@@ -120,6 +120,7 @@ class Transformer(TransformerModel):
             assert self.nsp_head is not None, "the model was built without a next-sentence head"
             found["next_sentence"] = self.nsp_head(whole[:, 0])
         if "span_boundary" in outputs:
+            # It reads the positions beside the spans, so `read` was None: `hidden` has all.
             assert self.span_head is not None
             columns = [inputs.extra[name] for name in _SPAN_COLUMNS]
             found["span_boundary"] = self.span_head(hidden, matrix, *columns)

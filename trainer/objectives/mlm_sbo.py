@@ -86,6 +86,7 @@ class MaskedSpans(mlm.MaskedLM):
 
     def predict(self, tokens: Int32, examples: Examples) -> Batch:
         config, key = self.config, examples.key
+        # The budget is the same as for single tokens; only their places are chosen together.
         maskable, count = self.budget(tokens)
         likely = geometric_probabilities(config.span_p, config.longest_span)
         spans = choose_spans(key, maskable, self.continues(tokens), count, likely)

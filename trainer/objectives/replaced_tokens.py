@@ -64,6 +64,7 @@ class ReplacedTokens(mlm.MaskedLM):
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = super().collate(examples, sequence_length)
+        # Another key than the masks', but from the same example: new samples in each epoch.
         key = combine(examples.key, _SAMPLE)
         return {
             **batch,
@@ -79,7 +80,9 @@ class ReplacedTokens(mlm.MaskedLM):
         outputs = model(Inputs.of(batch), self.needs)
         config, weights, real = self.config, batch["weights"], batch["real_weights"]
         tokens = score_tokens(outputs["tokens"], batch)
+        # In the words of the paper: a sample that is the original token counts as original.
         changed = (outputs["sampled"] != batch["labels"]) * weights
+        # fp32: with a weight of 50, bf16 would lose the small losses of easy tokens.
         logits = outputs["replaced"].float()
         # Unused entries write 0 at position 0, [CLS], which is never predicted.
         replaced = torch.zeros_like(logits).scatter(1, batch["predicted"].long(), changed)

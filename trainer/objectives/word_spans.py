@@ -75,10 +75,12 @@ def choose_spans(
     length = np.bincount(word[maskable.ravel()], minlength=words)
     row, column = np.divmod(first, width)
     # Words with the same number in `text` follow each other without a gap.
+    # A gap is a special token, or the border of a row.
     gap = np.ones(words, dtype=np.bool_)
     gap[1:] = (first[1:] != first[:-1] + length[:-1]) | (row[1:] != row[:-1])
     text = np.cumsum(gap)
 
+    # Sorted by row, then by hash: the words of row r are order[start[r] : start[r] + in_row[r]].
     order = np.lexsort((combine(key[row], _START, column), row))
     in_row = np.bincount(row, minlength=rows)
     start = np.cumsum(in_row) - in_row
@@ -94,6 +96,7 @@ def choose_spans(
         if not len(active):
             break
         begin = order[start[active] + number]
+        # The words that the span could have, [rows, longest], with their cumulative tokens.
         members = np.minimum(begin[:, None] + steps, words - 1)
         tokens = np.cumsum(length[members], axis=1)
         fits = (
@@ -103,6 +106,7 @@ def choose_spans(
             & (span[members] == 0)
             & (tokens <= left[active, None])
         )
+        # The span ends before the first word that does not fit.
         count = np.logical_and.accumulate(fits, axis=1).sum(axis=1)
         taken = steps < count[:, None]
         span[members[taken]] = number + 1

@@ -125,6 +125,7 @@ def _merged(
 
 def _of_part(config: ModelConfig, parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The parameters of a part: its own begin with `prefix`, others are shared with the model."""
+    # Shared embeddings are stored once, under the outer model's names.
     with torch.device("meta"):
         names = [name for name, _ in config.build().named_parameters()]
     return {

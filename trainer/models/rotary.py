@@ -1,0 +1,63 @@
+"""Self-attention with rotary positions (Su et al. 2021), to all positions or to near ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.models.attention import SelfAttention, causal_mask, segment_mask
+from trainer.models.config import TransformerConfig
+from trainer.models.stack import Context
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotates pairs of features by angles proportional to the position.
+
+    Features k and k + K/2 form a pair, with the angle position * theta^(-2k/K) (section 3.2.2, in
+    the order of GPT-NeoX). Products of a query and a key then depend on their distance alone.
+
+    Args:
+        x: [B, H, S, K].
+        positions: int [B, S].
+        theta: base of the frequencies.
+    """
+    # With K = 4, features (0, 2) turn by the position itself, (1, 3) by position / sqrt(theta).
+    half = x.shape[-1] // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=x.device) / half
+    angle = positions[:, None, :, None].float() * theta**-exponent
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+class RotaryAttention(SelfAttention):
+    """Self-attention with rotary positions, read from the column `positions`.
+
+    Args:
+        config: of the model.
+        theta: base of the frequencies.
+        window: positions attend to others at most this far away; None: to all.
+    """
+
+    def __init__(self, config: TransformerConfig, theta: float, window: int | None) -> None:
+        super().__init__(config)
+        self.theta, self.window = theta, window
+
+    def place(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        positions = context.columns["positions"]
+        return rotate(query, positions, self.theta), rotate(key, positions, self.theta)
+
+    def limit(self, mask: Tensor | None, hidden: Tensor, context: Context) -> Tensor | None:
+        if self.window is None:
+            return mask
+        # Distances in the row: within a packed sequence they equal distances in the sequence, and
+        # `mask` separates the sequences. With a window of 1, rows are 110, 111, 011.
+        place = torch.arange(hidden.shape[1], device=hidden.device)
+        near = (place[:, None] - place).abs() <= self.window
+        if mask is None:
+            return (near & causal_mask(hidden) if context.causal else near)[None, None]
+        if mask.ndim == 2:  # segments, for a kernel that has no windows
+            mask = segment_mask(mask, context.causal)
+        if mask.dtype == torch.bool:
+            return mask & near
+        return mask.masked_fill(~near, float("-inf"))
