@@ -19,13 +19,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.processes import run_ranks
 from trainer.checkpoint import layout
-from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb
+from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, stable_adamw
 from trainer.partition import Segment, SegmentParameter, whole_shape
 
 STEPS = 80
 LAMB = lamb.Config(lr=1e-2, max_trust_ratio=5.0)
 ADAFACTOR = adafactor.Config(beta1=0.5, weight_decay=0.1, min_dim_size_to_factor=3)
-ADAMW = [adamw.Config(), adamw.Config(bias_correction=False), adamw_scale.Config(weight_decay=0.1)]
+ADAMW = [
+    adamw.Config(),
+    adamw.Config(bias_correction=False),
+    adamw_scale.Config(weight_decay=0.1),
+    stable_adamw.Config(weight_decay=0.1),
+]
 Split: TypeAlias = tuple[int, ...]
 # Flat ranges. Other splits are meshes; two dimensions are copies and shards (HSDP).
 SEGMENTS: Split = ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accelerators import kernels
-from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb
+from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, stable_adamw
 from trainer.partition import StackedParameter, squared_norms
 
 LAYERS, STEPS = 3, 12
@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "lamb": lamb.Config(max_trust_ratio=2.0),
     "lamb of nvidia": lamb.Config(variant="nvidia"),
     "adamw_scale": adamw_scale.Config(weight_decay=0.1),
+    "stable_adamw": stable_adamw.Config(weight_decay=0.1),
     "adafactor": adafactor.Config(min_dim_size_to_factor=4),
     "adafactor with means": adafactor.Config(
         min_dim_size_to_factor=16, beta1=0.9, weight_decay=0.1
