@@ -178,6 +178,28 @@ def _add_export(commands: Commands) -> None:
     )
 
 
+def _add_average(commands: Commands) -> None:
+    average = add_command(
+        commands,
+        "average",
+        _average,
+        "average the weights of a run's last checkpoints",
+        "The new folder can be evaluated, exported and started from like a run.\n\n"
+        "example:\n  samestep average runs/bert_mini runs/bert_mini_average --last 5",
+    )
+    average.add_argument("source", metavar="RUN", help="a run, or the folder of its checkpoints")
+    average.add_argument("folder", metavar="DIR", help="the folder to write")
+    average.add_argument(
+        "--last", type=int, metavar="N", default=5, help="number of checkpoints (default: 5)"
+    )
+    average.add_argument(
+        "--decay",
+        type=float,
+        metavar="D",
+        help="exponential weights: each checkpoint has D of the next one's (default: equal ones)",
+    )
+
+
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """Builds the parser of all sub-commands, from this package and from entry points.
 
@@ -202,6 +224,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         _add_config,
         _add_evaluate,
         _add_export,
+        _add_average,
         register_fill,
         add_fetch,
         add_report,
@@ -347,6 +370,13 @@ def _export(args: argparse.Namespace) -> int:
         export_adapter(args.checkpoint, args.folder)
     else:
         export(args.checkpoint, args.folder, args.part)
+    return EXIT_DONE
+
+
+def _average(args: argparse.Namespace) -> int:
+    from trainer.publish.average import average
+
+    average(args.source, args.folder, args.last, args.decay)
     return EXIT_DONE
 
 

@@ -48,7 +48,7 @@ class StableAdamW(BlockwiseAdam):
         blocks: list[Tensor],
         updates: list[Tensor],
     ) -> list[Tensor]:
-        ratios = []
+        ratios: list[Tensor] = []
         for group, own, _ in self._members():
             corrects = group["bias_correction"]
             c2 = 1 - group["betas"][1] ** group["updates"] if corrects else 1.0

@@ -1,0 +1,88 @@
+"""The average of checkpoints, and what can be done with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.commands import Samestep
+from trainer.training.weights import load_weights
+
+
+@pytest.fixture(scope="module")
+def run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of the steps 3, 6, 9 and 12."""
+    from trainer.cli import main
+
+    folder = tmp_path_factory.mktemp("averaged") / "run"
+    settings = ["checkpoint={every: 3, keep_last: 9}", "training.evaluate_every=12"]
+    assert main(["train", experiment_file, f"output={folder}", *settings]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "fractions"),
+    [
+        ([], {6: 1 / 3, 9: 1 / 3, 12: 1 / 3}),
+        (["--decay", "0.5"], {6: 1 / 7, 9: 2 / 7, 12: 4 / 7}),
+    ],
+)
+def test_weights_are_the_mean(
+    run: Path, tmp_path: Path, samestep: Samestep, options: list[str], fractions: dict[int, float]
+) -> None:
+    result = samestep("average", run, tmp_path / "mean", "--last", "3", *options)
+    assert (result.code, "the average of the steps 6, 9, 12" in result.err) == (0, True)
+    found = load_weights(tmp_path / "mean").tensors
+    each = {
+        step: load_weights(run / "checkpoints" / f"step-{step:08d}").tensors for step in fractions
+    }
+    assert set(found) == set(each[12])
+    for name in found:
+        expected = sum(fraction * each[step][name].double() for step, fraction in fractions.items())
+        torch.testing.assert_close(
+            found[name], torch.as_tensor(expected).float(), rtol=1e-6, atol=1e-9
+        )
+
+
+def test_it_is_evaluated_exported_and_started_from(
+    run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    mean = tmp_path / "mean"
+    assert samestep("average", run, mean, "--last", "2").code == 0
+    scores = [samestep("evaluate", folder) for folder in (mean, run)]
+    assert [score.code for score in scores] == [0, 0]
+    assert scores[0].out != scores[1].out
+    assert samestep("export", mean, tmp_path / "exported").code == 0
+    assert samestep("fill", mean, "the [MASK] of the module").code == 0
+    more = ("training.steps=2", "schedule.warmup_steps=1", f"output={tmp_path / 'more'}")
+    assert samestep("train", experiment_file, f"init_from={mean}", *more).code == 0
+
+
+def test_bad_input_is_refused(run: Path, tmp_path: Path, samestep: Samestep) -> None:
+    for options, message in (
+        (["--last", "1"], "--last is 1"),
+        (["--last", "9"], "has 4 checkpoints, and --last is 9"),
+        (["--decay", "1.5"], "--decay is 1.5"),
+    ):
+        result = samestep("average", run, tmp_path / "mean", *options)
+        assert result.code != 0
+        assert message in result.message
+    assert not list(tmp_path.iterdir())
+    assert "exists" in samestep("average", run, tmp_path, "--last", "2").message
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(
+    run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (shard,) = (copy / "checkpoints" / "step-00000009").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    result = samestep("average", copy, tmp_path / "mean", "--last", "2")
+    assert (result.code, "is damaged" in result.message) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
