@@ -215,7 +215,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
     [
         ({"attention_bias": True}, "attention_bias True"),
         ({"classifier_pooling": "mean"}, "classifier_pooling 'mean'"),
-        ({"embedding_dropout": 0.1}, "must be equal here"),
+        ({"embedding_dropout": 0.1}, "embedding_dropout 0.1"),
         (
             {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"]},
             None,

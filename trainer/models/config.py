@@ -124,6 +124,11 @@ class TransformerConfig(ModelConfig):
         return self.embedding_width != self.width
 
     @property
+    def embedding_dropout(self) -> float:
+        """Dropout rate of embeddings."""
+        return self.dropout
+
+    @property
     def normalizes_embeddings(self) -> bool:
         """Whether there is a norm after the sum of the embeddings."""
         return self.type_vocab > 0

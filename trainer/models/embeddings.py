@@ -47,7 +47,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: TransformerConfig, shared: Embeddings | None = None) -> None:
         super().__init__()
         self.position_offset = config.position_offset
-        self.dropout = config.dropout
+        self.dropout = config.embedding_dropout
         width = config.embedding_width
         if shared is None:
             self.tokens = nn.Embedding(config.vocab_size, width)

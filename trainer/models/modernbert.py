@@ -31,6 +31,8 @@ class Config(bert.Config):
     `local_window` positions around each.
 
     Attributes:
+        dropout: dropout rate of attention's output, the only place of dropout in its pre-training
+            (0.1); `transformers` has no setting for it.
         max_positions: maximum sequence length; there is no table of positions.
         local_window: size of the window of local attention: half of it on each side.
         global_every: one layer in this number attends to all positions.
@@ -59,7 +61,6 @@ class Config(bert.Config):
         "heads": "num_attention_heads",
         "ffn_width": "intermediate_size",
         "max_positions": "max_position_embeddings",
-        "dropout": "mlp_dropout",
         "attention_dropout": "attention_dropout",
         "norm_eps": "norm_eps",
         "activation": "hidden_activation",
@@ -69,6 +70,8 @@ class Config(bert.Config):
         "local_window": "local_attention",
     }
     their_constants: ClassVar[Mapping[str, object]] = {
+        "embedding_dropout": 0.0,
+        "mlp_dropout": 0.0,
         "norm_bias": False,
         "attention_bias": False,
         "mlp_bias": False,
@@ -135,6 +138,14 @@ class Config(bert.Config):
         return True
 
     @property
+    def embedding_dropout(self) -> float:
+        return 0.0
+
+    @property
+    def dropout_sites(self) -> tuple[str, ...]:
+        return ("attention", "attention_output")
+
+    @property
     def position_table(self) -> bool:
         return False
 
@@ -175,11 +186,6 @@ class Config(bert.Config):
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
         found = super().from_huggingface(config, tensors)
-        if config.get("embedding_dropout", 0.0) != found.dropout:
-            raise ConfigError(
-                f"config.json has embedding_dropout {config['embedding_dropout']} and mlp_dropout "
-                f"{found.dropout}, which must be equal here. Set both to one value."
-            )
         rope = config.get("rope_parameters") or {}
         thetas: dict[str, float] = {}
         for ours, kind in _THETAS.items():
@@ -232,7 +238,6 @@ class Config(bert.Config):
             **fields,
             **self.their_constants,
             "hidden_activation": names[self.activation],
-            "embedding_dropout": self.dropout,
             "layer_types": self._layer_types(),
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": getattr(self, ours)}
