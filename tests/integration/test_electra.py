@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
@@ -50,6 +51,21 @@ def test_both_models_are_exported(run: Path, tmp_path: Path, samestep: Samestep)
         assert model(**inputs).logits.shape == torch.Size(shape)
     card = (tmp_path / "discriminator" / "README.md").read_text()
     assert "pipeline_tag: feature-extraction" in card
+
+
+def test_masks_are_filled_and_features_computed(
+    run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """The generator fills; the discriminator reads texts as they are."""
+    filled = samestep("fill", run, "the [MASK] of the module")
+    assert (filled.code, len(filled.out.splitlines()) > 1) == (0, True)
+    text, found = tmp_path / "texts.txt", tmp_path / "features.npy"
+    text.write_text("the class of the module\nanother one\n")
+    assert samestep("features", run, text, "--output", found).code == 0
+    assert np.load(found).shape == (2, 32)
+    assert samestep("export", run, tmp_path / "discriminator").code == 0
+    refused = samestep("fill", tmp_path / "discriminator", "the [MASK]")
+    assert (refused.code, "does not offer tokens" in refused.message) == (2, True)
 
 
 def test_an_unknown_part_is_refused(

@@ -13,9 +13,20 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel, T5Config
+from transformers import (
+    AlbertConfig,
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    GPT2Config,
+    ModernBertConfig,
+    OpenAIGPTConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    T5Config,
+)
 
-from tests.outputs import predict
+from tests.outputs import fill, predict
 from trainer.models import Inputs
 from trainer.training.weights import load_weights
 
@@ -28,11 +39,29 @@ MODELS = {
     "gpt2": GPT2Config(),
     "openai-gpt": OpenAIGPTConfig(),
 }
+SMALL_ELECTRA = {"intermediate_size": 256, "num_attention_heads": 1, "hidden_size": 64}
+ENCODERS = {
+    "bert-base": (BertConfig(), "MaskedLM"),
+    "roberta-base": (
+        RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1),
+        "MaskedLM",
+    ),
+    "albert-base": (
+        AlbertConfig(
+            hidden_size=768, num_attention_heads=12, intermediate_size=3072, hidden_act="gelu_new"
+        ),
+        "MaskedLM",
+    ),
+    "distilbert-base": (DistilBertConfig(), "MaskedLM"),
+    "electra-small, discriminator": (ElectraConfig(), "PreTraining"),
+    "electra-small, generator": (ElectraConfig(**SMALL_ELECTRA), "MaskedLM"),
+    "modernbert-base": (ModernBertConfig(), "MaskedLM"),
+}
 HEADER = """# Parity with transformers
 
 Written by `tests/parity/table.py`: models of the released sizes, with random weights, in fp32 on a CPU. A
 difference is the largest difference of any element, divided by the largest element; for gradients, of the worst
-parameter. Inputs are 2 rows of 256 tokens, with targets of 64 for T5. `tests/parity/` makes the same comparisons and
+parameter. Inputs are 2 rows of 256 tokens, with targets of 64 for T5; rows of encoders have 256 and 200. `tests/parity/` makes the same comparisons and
 more with small models, including BERT, RoBERTa and every task head of a family (classification, regression, multiple
 choice, tagging, spans): logits, losses and gradients are within 1e-5 of `transformers`.
 
@@ -96,6 +125,42 @@ def compare(name: str) -> str:
     return f"| {name} | {count:,} | {cells} | {'equal' if equal else 'NOT EQUAL'} |"
 
 
+def compare_encoder(name: str) -> str:
+    """A row of the table, for a model that generates no text."""
+    config, head = ENCODERS[name]
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"AutoModelFor{head}").from_config(config).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        weights = load_weights(Path(folder))
+        ours = weights.config.build().eval()
+        fill(ours, dict(weights.tensors))
+    generator = torch.Generator().manual_seed(0)
+    real = torch.arange(256) < torch.tensor([[256], [200]])
+    tokens = torch.randint(5, config.vocab_size, (2, 256), generator=generator)
+    tokens = torch.where(real, tokens, config.pad_token_id)
+    positions = torch.arange(256).expand(2, -1)
+    logits = [
+        theirs(input_ids=tokens, attention_mask=real.int()).logits[real],
+        predict(ours, tokens=tokens, segments=real.int(), positions=positions)[real],
+    ]
+    if head == "PreTraining":
+        replaced = (tokens % 7 == 0)[real].float()
+        losses = [F.binary_cross_entropy_with_logits(each, replaced) for each in logits]
+    else:
+        losses = [F.cross_entropy(each, tokens[real]) for each in logits]
+    for loss in losses:
+        loss.backward()
+    expected = weights.config.import_tensors(
+        {key: value.grad for key, value in theirs.named_parameters() if value.grad is not None}
+    )
+    gradients = max(difference(value.grad, expected[key]) for key, value in ours.named_parameters())
+    count = sum(parameter.numel() for parameter in ours.parameters())
+    differences = (difference(logits[1], logits[0]), difference(losses[1], losses[0]), gradients)
+    cells = " | ".join(f"{each:.0e}" for each in differences)
+    return f"| {name} | {count:,} | {cells} | - |"
+
+
 def theirs_greedy(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model.generate(
         input_ids=tokens,
@@ -121,7 +186,7 @@ def ours_greedy(model: Any, tokens: Tensor, two_stacks: bool) -> Tensor:
 
 
 if __name__ == "__main__":
-    rows = [compare(name) for name in MODELS]
+    rows = [compare_encoder(name) for name in ENCODERS] + [compare(name) for name in MODELS]
     versions = f"\ntorch {torch.__version__}, transformers {transformers.__version__}.\n"
     page = HEADER.format(tokens=NEW_TOKENS) + "\n".join(rows) + "\n" + versions
     Path(__file__).parents[2].joinpath("docs", "parity.md").write_text(page, encoding="utf-8")

@@ -158,7 +158,7 @@ class Model(nn.Module, ABC):
         offers: outputs that it can compute, and capabilities that an objective may need.
         trains: offered outputs with parameters of their own -> the setting that removes these, if
             there is one. An objective must need these outputs, or the parameters get no gradient.
-        reads: columns of `Inputs.extra` that its layers or heads need.
+        reads: columns of `Inputs.extra` that its layers need.
     """
 
     config: ModelConfig
@@ -214,6 +214,10 @@ class Model(nn.Module, ABC):
             ConfigError: the model has none.
         """
         raise ConfigError(f"{type(self).__name__} has no token embeddings")
+
+    def reads_for(self, outputs: Outputs) -> frozenset[str]:
+        """The columns of `Inputs.extra` that these outputs need; by default those in `reads`."""
+        return self.reads
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
         """The columns in `reads`, for the `Context` of its layers."""

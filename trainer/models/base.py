@@ -78,8 +78,7 @@ class TransformerModel(Model):
         return self.get_parameter("embeddings.tokens.weight")
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
-        # Not all of `reads`: heads read columns of their own.
-        columns = {name: inputs.extra[name] for name in sorted(self.config.reads)}
+        columns = super().columns(inputs)
         if self.config.reads_positions:
             length = inputs.tokens.shape[1]
             positions = inputs.positions

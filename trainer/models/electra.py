@@ -212,9 +212,9 @@ class Discriminator(Transformer):
 class Electra(Discriminator):
     """The discriminator, and in pre-training the generator.
 
-    With the outputs `tokens` and `replaced`, tokens at the predicted positions are replaced by
-    samples from the generator, which are the output `sampled`: int64 [B, P]. With `replaced` alone
-    the discriminator reads the tokens as they are.
+    With the output `sampled`, int64 [B, P], tokens at the predicted positions are replaced by
+    samples from the generator before the discriminator reads them. Without it, both read the tokens
+    as they are: `tokens` fills masks, `replaced` judges a text, `layer.N` are features.
 
     Attributes:
         generator: None if `generator_divisor` is 0.
@@ -231,7 +231,10 @@ class Electra(Discriminator):
                 self.generator.embeddings = Embeddings(small, shared=self.embeddings)
             self.offers |= _FIRST
             self.trains = {**self.trains, "tokens": "model.generator_divisor=0"}
-            self.reads |= {"sample_key"}
+
+    def reads_for(self, outputs: Outputs) -> frozenset[str]:
+        own = {"sample_key"} if "sampled" in outputs else set()
+        return super().reads_for(outputs) | own
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -242,7 +245,7 @@ class Electra(Discriminator):
             first = inputs if keys is None else replace(inputs, dropout_key=keys[0])
             logits = self.generator(first, frozenset({"tokens"}))["tokens"]
             found["tokens"] = logits
-            if not outputs <= {"tokens"}:
+            if "sampled" in outputs:
                 assert inputs.predicted is not None, "samples replace predicted positions"
                 at = inputs.predicted.long()
                 found["sampled"] = sample(logits, inputs.extra["sample_key"], at)

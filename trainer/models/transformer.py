@@ -65,9 +65,12 @@ class Transformer(TransformerModel):
         if span_head is not None:
             self.offers |= {"span_boundary"}
             self.trains = {**self.trains, "span_boundary": "model.span_boundary=false"}
-            self.reads |= frozenset(_SPAN_COLUMNS)
         if lm_head is not None:
             self.offers |= {"next_tokens"}
+
+    def reads_for(self, outputs: Outputs) -> frozenset[str]:
+        own = _SPAN_COLUMNS if "span_boundary" in outputs else ()
+        return super().reads_for(outputs) | frozenset(own)
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`).

@@ -117,7 +117,7 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
             f"{named_model} has parameters for {untrained[0]}, which {named_objective} does not "
             f"train; {f'set {setting}, or ' if setting else ''}choose another objective"
         )
-    if absent := sorted(model.reads - objective.columns):
+    if absent := sorted(model.reads_for(objective.needs) - objective.columns):
         raise ConfigError(
             f"{named_model} reads the column {absent[0]}, which {named_objective} does not make; "
             "choose another model or objective"
