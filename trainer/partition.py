@@ -31,7 +31,7 @@ from trainer.accelerators import kernels
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_LONG = 2**16  # elements; no bias has as many
+_LONG = 2**16  # elements; shorter flat parts are summed in fp64 directly
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -121,7 +121,8 @@ def state_like(tensor: Tensor, parameter: Tensor, whole: bool = False) -> Tensor
         whole: every rank has the whole state, so it is not a segment.
 
     Returns:
-        A segment or a stack; `tensor` itself if the parameter is plain or a DTensor.
+        A segment or a stack; `tensor` itself if the parameter is plain or a DTensor, or if `whole`
+        is set.
     """
     if isinstance(parameter, StackedParameter):
         return StackedParameter(tensor.detach(), parameter.members, requires_grad=False)
@@ -266,11 +267,11 @@ def _cut(
 
 @torch.no_grad()
 def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> Tensor:
-    """Returns the squared L2 norms of local parts: [number of parts], fp64.
+    """Returns the squared L2 norms of local parts: [sum of counts], fp64.
 
-    A norm must not depend on the partition, so squares are summed in fp64. Where that is slow, each
-    row is summed in fp32. For a whole matrix, fp32 would be wrong by 1e-3, because torch's kernel
-    adds up millions of squares one after another.
+    Squares are summed in fp64, so that a norm depends on the partition through rounding only. Where
+    fp64 is slow, rows are summed in fp32 and combined in fp64: one fp32 sum over a whole large
+    matrix was off by 1e-3 on CPUs.
 
     Args:
         parts: the local parts.
@@ -304,14 +305,16 @@ def _row_norms(part: Tensor) -> Tensor:
 
 
 def add_up(values: Tensor, like: Tensor) -> Tensor:
-    """Sums values over the ranks that a tensor is partitioned over, in place; one collective.
+    """Sums values over the ranks that a tensor is partitioned over, in place.
+
+    One all-reduce per sharded dimension of the mesh.
 
     Args:
         values: numbers of this rank, computed from local parts.
         like: a tensor with the same partition. If it is not partitioned, nothing is summed.
     """
     # HSDP shards over one dimension of the mesh and replicates over the other, where the values are
-    # equal already: summing them there would count each twice.
+    # equal already: summing them there would count each once per replica.
     if isinstance(like, SegmentParameter):
         dist.all_reduce(values, group=like.segment.group)
     elif is_dtensor(like):
@@ -324,7 +327,9 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
 def whole_norms(
     tensors: Iterable[Tensor], like: Tensor, counts: Sequence[int] | None = None
 ) -> Tensor:
-    """Returns the L2 norms of whole tensors, [number of tensors], fp64; one collective for all.
+    """Returns the L2 norms of whole tensors, fp64; one all-reduce per sharded mesh dimension.
+
+    The result has one norm per tensor, or `sum(counts)` with counts.
 
     Args:
         tensors: DTensors or local parts, all with the same partition.

@@ -25,8 +25,8 @@ ORDER_VERSION = 1
 _SHARDS = name_key("shards")
 _WINDOW = name_key("window")
 _SAMPLE = name_key("sample")
-# Four rounds of random functions are indistinguishable from a random permutation (Luby and Rackoff
-# 1988).
+# Four rounds, each of which updates one half, as in Luby and Rackoff (1988). It mixes well;
+# nothing here has to be secure.
 _FEISTEL_ROUNDS = 4
 _NEXT_ROUNDS = np.uint64(0x9E3779B97F4A7C15)
 
@@ -62,7 +62,7 @@ class ExampleOrder(Protocol):
         """Returns the example numbers of the global batch [start, start + size), row by row."""
 
     def rows(self, number: Int64) -> Int64:
-        """Sorts the example numbers of any global batch by row."""
+        """Returns the example numbers of a global batch, given in any order, in row order."""
 
     def locate(self, number: npt.ArrayLike) -> Location:
         """Returns where global examples are stored."""
@@ -71,7 +71,10 @@ class ExampleOrder(Protocol):
         """Returns how many shards replica `index` of `count` has open, for batches of `size`."""
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """Returns the shards that a replica reads from `start` on, the next first."""
+        """Returns shards to prefetch for a replica from `start` on, the current window first.
+
+        Shards may appear twice; their order within a window is not the order of reading.
+        """
 
 
 class Lanes:
@@ -104,7 +107,8 @@ class Lanes:
         """The lanes that replica `index` of `count` reads, for global batches of `size`."""
         # 4 lanes and batches of 6: two batches have 12 examples, three turns of all lanes, so the
         # third batch uses the same lanes as the first.
-        # Batches repeat with respect to lanes after lanes / gcd of them; at most 2**20 examples.
+        # The lanes of batches repeat every lanes / gcd(size, lanes) batches. One such cycle is
+        # looked at, but at most about 2**20 examples; beyond that a lane may be missed.
         batches = min(self.lanes // math.gcd(size, self.lanes), 2**20 // size)
         number = np.arange(max(1, batches) * size).reshape(-1, size)
         return np.unique(np.sort(number % self.lanes)[:, share(size, index, count)])
@@ -118,7 +122,7 @@ class Order(Lanes):
     of about `window` shards. For example, shards of 3, 4 and 5 examples and 2 lanes: epoch 0 may
     order the shards 2, 0, 1. The line 222220001111 has the spans 222220 and 001111; global examples
     0, 2, 4, ... come from the first, examples 1, 3, 5, ... from the second. So a rank reads few
-    shards at a time, and its batches still mix distant parts of the data.
+    shards at a time, and global batches still mix distant parts of the data.
 
     Args:
         counts: int [shards], examples in each shard.
@@ -147,11 +151,12 @@ class Order(Lanes):
         # 11 examples on 3 lanes are spans of 4, 4 and 3.
         # The first `_longer_spans` lanes have one example more than the others.
         self._span, self._longer_spans = divmod(self.examples, lanes)
-        # Windows are a whole number per span, as near as possible to `window` average shards.
+        # Each span is cut into a whole number of windows of about `window` average shards each.
         examples_of_window = window * self.examples / len(self._counts)
         self._windows = min(max(1, round(self._span / examples_of_window)), self._span)
         self._window_key = combine(seed, _WINDOW)
-        # One or two epochs are in use at a time: lanes do not end an epoch at the same step.
+        # Usually one or two epochs are in use at a time. Lanes differ in length by one example, so
+        # with very few examples they drift further apart.
         self._line = functools.lru_cache(maxsize=8)(self._lay_line)
 
     @property
@@ -162,7 +167,7 @@ class Order(Lanes):
     def working_set(self, size: int, index: int, count: int) -> int:
         examples_of_window = self._span / self._windows
         shards_of_window = examples_of_window * len(self._counts) / self.examples
-        # A window that does not start at a shard's begin overlaps one more.
+        # A window that does not start at a shard boundary overlaps one more.
         open_shards = len(self.lanes_of(size, index, count)) * (shards_of_window + 1)
         return min(len(self._counts), math.ceil(open_shards))
 
@@ -322,7 +327,7 @@ def permute(x: Int64, size: Int64, key: U64) -> Int64:
 
 def _feistel(x: U64, a: U64, b: U64, key: U64) -> U64:
     """Permutes the a * b elements left + a * right: each half is shifted by a hash of the other."""
-    # Each half-round adds a function of the other half, which can be subtracted again, so the map
+    # Each round adds a function of the other half, which can be subtracted again, so the map
     # is invertible whatever the hash.
     right, left = np.divmod(x, a)
     for _ in range(_FEISTEL_ROUNDS // 2):

@@ -41,7 +41,7 @@ class Exclusions:
         return kept + self._total[np.searchsorted(self._kept_before, kept, side="right")]
 
     def after(self, start: int, size: int) -> int:
-        """Returns the example after the next `size` ones that are kept."""
+        """Returns the exclusive end of the next `size` kept examples; it may itself be excluded."""
         last = start - self.before(start) + size - 1
         return last + int(self._total[np.searchsorted(self._kept_before, last, side="right")]) + 1
 

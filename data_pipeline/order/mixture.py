@@ -2,9 +2,9 @@
 
 Each lane of the order takes its examples from the sources in turn, by a table of `PERIOD` places
 that spreads each source evenly; lanes start at different places of it. For example, with the shares
-2 : 1, the table is A B A A B A ..., and a lane's examples 0, 2, 3 and 5 are the first four of A in
-that lane. How many examples of a source come before a place is looked up, not counted, so finding
-an example costs the same anywhere. Each source has its own `Order`, and its own epochs.
+2 : 1, the table is A B A A B A ..., and a lane that starts at its beginning takes its examples 0,
+2, 3 and 5 from A. How many examples of a source come before a place is looked up, not counted, so
+finding an example costs the same anywhere. Each source has its own `Order`, and its own epochs.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of all sources from a step on.
+    """The weights of all sources after a step.
 
     Attributes:
-        step: the weights hold for the steps after this one.
+        step: last step with the previous weights; these apply from step + 1 on.
         weights: by name of the source.
     """
 
@@ -121,7 +121,7 @@ def round_weights(weights: Mapping[str, float]) -> Shares:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The shares of the sources, from which global example on.
+    """The shares of the sources, and the global example from which each set applies.
 
     Attributes:
         parts: (first example, shares), the first from example 0.
@@ -131,7 +131,7 @@ class Schedule:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, Shares]]) -> Schedule:
-        """Builds a schedule from parts in order; drops parts that are empty or change nothing."""
+        """Builds a schedule from parts in order; drops empty and repeated parts."""
         kept: list[tuple[int, Shares]] = []
         for first, shares in parts:
             if kept and kept[-1][0] == first:
@@ -176,7 +176,8 @@ def _spread(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
     """Returns the source of each place of a period.
 
     After any number of places, the count of each source is less than 1 off its share. Of the
-    sources that may not fall further behind, the one with the earliest deadline comes first
+    sources that would not get too far ahead of their share, the one with the earliest deadline is
+    taken
     (Tijdeman 1980, "The chairman assignment problem").
     """
     slack = max(1, 2 * len(shares) - 2)  # a source is at most 1 - 1 / slack off
@@ -200,7 +201,7 @@ class MixedOrder(Lanes):
     The shards of all sources are numbered as one list, in the order of the sources.
 
     Attributes:
-        examples: number of examples in an epoch of each source.
+        examples: total number of examples in one epoch of every source.
 
     Args:
         schedule: the shares, by keys of sources.
@@ -241,7 +242,7 @@ class MixedOrder(Lanes):
         return present.astype(np.int16)[_spread(tuple(shares[present].tolist()))]
 
     def _walked(self, lane: Int64, turn: Int64) -> Int64:
-        """The places that lanes have walked along the table, counted on over its periods."""
+        """Each lane's position in the endlessly repeated table, its starting place included."""
         return turn + lane * _LANE_STEP % PERIOD
 
     def _count(self, part: int, walked: Int64) -> Int64:
@@ -365,5 +366,5 @@ class Mixture:
         return ", ".join(f"{names[key]} {share / PERIOD:.3g}" for key, share in shares.items())
 
     def state(self) -> list[list[int | Shares]]:
-        """Returns the past and current shares, for a checkpoint."""
+        """Returns the whole schedule (past, current and future shares), for a checkpoint."""
         return [[first, shares] for first, shares in self._schedule.parts]

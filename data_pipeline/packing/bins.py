@@ -48,7 +48,8 @@ def pack(cost: Int64, size: tuple[int, ...], key: int) -> tuple[Int64, Int64]:
     Args:
         cost: int64 [M, sides], positions that each chunk needs; from 1 to the bin's size.
         size: positions of a bin on each side.
-        key: shuffles chunks of equal cost, and the numbers of bins; their number does not change.
+        key: shuffles chunks of equal cost and renumbers the bins; the bin count does not depend on
+            it.
 
     Returns:
         The bin of each chunk, int64 [M], numbered without gaps, and the chunk's first position
@@ -109,7 +110,8 @@ def _best_fit(kinds: Iterable[tuple[int, int, int]], size: Room, oldest_first: b
     Args:
         kinds: cost on the scarcer side, cost on the other side, number of chunks.
         size: of a bin.
-        oldest_first: which of the bins with equal room come first.
+        oldest_first: whether the oldest of the bins with equal room are filled first, rather than
+            the newest.
 
     Returns:
         The bins of the chunks, in the order of `kinds`.
@@ -167,7 +169,8 @@ class _OpenBins:
     def take(self, room: Room, most: int) -> list[int]:
         """Removes up to `most` bins with a room."""
         bins = self._bins[room]
-        # Which of equal bins are taken is arbitrary, but part of the order of existing runs.
+        # The choice among equal bins is arbitrary, but another one would change the data order of
+        # existing runs.
         part = slice(most) if self._oldest_first else slice(-most, None)
         taken = bins[part]
         del bins[part]

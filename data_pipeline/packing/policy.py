@@ -40,11 +40,11 @@ def _description(parts: Parts) -> str:
 
 
 def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) -> None:
-    """Rejects a policy that does not fit the objective, or the dataset called `name`.
+    """Checks that a policy fits the objective and the dataset called `name`.
 
     Raises:
         ConfigError: the objective needs another policy.
-        DataError: the dataset lacks what the policy needs.
+        DataError: the dataset lacks what the objective or the policy needs.
     """
     if spec.text_pairs:
         if policy not in ("best_fit", "padded"):

@@ -117,16 +117,16 @@ def local_pieces(name: str, tensor: Tensor) -> list[Piece]:
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
     """Returns the pieces that `rank` writes; of all ranks with a piece, exactly one writes it.
 
-    Tensors are assigned largest first, each to the replica with the fewest bytes so far. All ranks
-    compute the same assignment without communication. (A rank knows only its own bytes of a
-    segment, but its replicas, among which the choice is, hold the same number.)
+    Tensors are assigned largest first, each to the replica with the fewest bytes so far. The
+    replicas of a shard compute the same assignment without communication, since they hold equally
+    large parts. Bytes are counted separately for each number of replicas.
 
     With four ranks, a replicated tensor has four replicas. Under HSDP with two copies of the model
     a sharded parameter has two, and each of its shards is held by one rank of each copy.
     """
     pieces = []
     loads: dict[int, list[int]] = {}  # number of replicas -> bytes that each of them writes
-    # Largest first balances best; names break ties, so all ranks sort alike.
+    # Largest first balances best; names break ties, so replicas sort alike.
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         replica, replicas = _replica(tensor, rank, world_size)

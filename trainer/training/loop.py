@@ -8,7 +8,8 @@
    whole global batch. Every micro-batch divides its loss by this global weight, so gradients only
    have to be added up, over micro-batches and replicas.
 3. Clip the gradients by their global norm.
-4. If `training.faults` asks for it, check the loss and the norm, and skip a faulty step.
+4. If `training.faults` asks for it, check the loss and the norm. A faulty step is recomputed once;
+   if the fault persists, its examples are skipped, or the run rewinds or stops.
 5. Update the parameters.
 
 Why one division by global weights: micro-batches hold different numbers of predictions, so a mean
@@ -125,8 +126,9 @@ class Trainer:
             stop: ends the run early, after a step and its checkpoint.
 
         Returns:
-            None at the end of the run. Otherwise the fault of the next step, which asks for a
-            rewind to a checkpoint: see `trainer.training.rewind`.
+            None if the run finished, ran out of patience or was asked to stop. Otherwise the fault
+            of the next step, which asks for a rewind to a checkpoint: see
+            `trainer.training.rewind`.
 
         Raises:
             SamestepError: the loss or the gradient is not finite, and `training.faults` says stop.
@@ -158,7 +160,7 @@ class Trainer:
         return self.loaders.train(self.phase)
 
     def _run_phase(self, phase: Phase) -> str | None:
-        """Trains to the end of a phase, or until a stop is requested; returns as `fit`.
+        """Trains to the end of a phase, or until a stop is requested; returns the same as `fit`.
 
         A phase has one sequence length and one batch size. Its last step always ends a row of
         metrics, so no row mixes two phases.
@@ -183,7 +185,8 @@ class Trainer:
                 self.skip_examples(self.loader.consumed, fault)
                 continue
             if self.state.step == begin + 1:
-                # Only now is the optimizer's whole state there, which saves copy to the host.
+                # The optimizer creates its state in the first update, so memory for saves can be
+                # reserved only now.
                 self.checkpoints.reserve(self.strategy.to_host(self._tensors(), copy=False))
             if shares := self._profiler.end_step(self.state.step):
                 self.recorder.log(self.state.step, shares)
@@ -211,7 +214,8 @@ class Trainer:
         """Takes one optimizer step on this replica's share of a global batch; see the module.
 
         Returns:
-            The fault of the step, which then has changed nothing; None if there is none.
+            The fault of the step; parameters, optimizer state and step count are then unchanged.
+            None if there is none.
         """
         phase, step = self.phase, self.state.step + 1
         checks = self.config.faults.checks_steps
@@ -251,7 +255,7 @@ class Trainer:
 
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         """Computes the clipped gradients of a global batch; they stay in the parameters."""
-        # Also before the first micro-batch: a recomputed step must not add to faulty gradients.
+        # Here as well as after the update: a recomputed step must not add to faulty gradients.
         self.optimizer.zero_grad(set_to_none=True)
         end_section = self.recorder.end_section
         with self._graph("gradients", separate=self.config.faults.checks_steps):
@@ -265,7 +269,8 @@ class Trainer:
     ) -> tuple[Gradients, str | None]:
         """Checks a step's loss and gradient norm. Recomputes a faulty step from the same batch.
 
-        A hardware error does not repeat itself. A fault in the data or the model does.
+        A transient hardware error disappears when the step is recomputed. A fault in the data or
+        the model does not.
 
         Returns:
             The gradients to use, and their fault.
@@ -307,8 +312,8 @@ class Trainer:
         """Skips ranges [first, end) of global examples from the next step on.
 
         Args:
-            examples: from the step that the loader has given last, which then counts as not
-                taken, or after it.
+            examples: ranges at or after the start of the batch that the loader returned last; that
+                batch then counts as not consumed.
             reason: for the ledger.
         """
         step = self.state.step + 1
@@ -435,7 +440,7 @@ class Trainer:
     def _require_finite(self, values: Mapping[str, float], grad_norm: float) -> None:
         """Stops the run before valid checkpoints are replaced by useless ones.
 
-        The values are sums over all ranks, so all ranks stop at once.
+        The values are already reduced over all ranks, so all ranks raise together.
 
         Raises:
             SamestepError: a value is not finite.
