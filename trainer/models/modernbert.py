@@ -229,11 +229,11 @@ class Config(bert.Config):
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in self.their_settings.items()}
         names = {ours: theirs for theirs, ours in self.their_activations.items()}
-        is_task = self.head != "language_model"
+        architecture = self.architecture
+        if self.head != "language_model":
+            architecture = self._task_architecture(self.head)
         return {
-            "architectures": [
-                self._task_architecture(self.head) if is_task else self.architecture  # type: ignore[arg-type]
-            ],
+            "architectures": [architecture],
             "model_type": self.model_type,
             **fields,
             **self.their_constants,
