@@ -75,8 +75,7 @@ def ready_batches(job: Job, steps: int = 512) -> list[dict[str, Tensor]]:
     """Our first batches, as Hugging Face's models take them."""
     experiment = job.experiment()
     dataset, (phase,) = experiment.data.open(), experiment.resolved_phases()
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
+    with open_loader(experiment, dataset, Replica(0, 1), phase) as loader:
         return [
             {
                 "input_ids": batch["tokens"].long(),

@@ -147,7 +147,7 @@ def work(file: str, overrides: list[str]) -> dict[str, float]:
             checkpointer.wait()
         with resident.watch(figures, "restore"):
             trainer.restore(None)
-        accumulate_gradients(trainer.model, trainer.objective, strategy, next(batches))
+        accumulate_gradients(trainer.model, trainer.objectives[0], strategy, next(batches))
         tensors = held(strategy, trainer.model, trainer.optimizer)
         figures |= {f"tensor_{name}": value for name, value in vars(tensors).items()}
         trainer.close()

@@ -261,9 +261,8 @@ def ready_examples(job: Job) -> list[dict[str, Tensor]]:
     """The examples of our first 64 batches, as Hugging Face's models take them."""
     experiment = job.experiment()
     dataset, (phase,) = experiment.data.open(), experiment.resolved_phases()
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     examples = []
-    with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
+    with open_loader(experiment, dataset, Replica(0, 1), phase) as loader:
         for batch in (batch for micro_batches in islice(loader, 64) for batch in micro_batches):
             labels = torch.full_like(batch["tokens"], -100, dtype=torch.int64)
             labels.scatter_(1, batch["predicted"], batch["labels"])

@@ -17,7 +17,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.objectives import Objective
 from trainer.objectives.rows import logits as logits_of
 from trainer.strategies import Replica
 from trainer.training.run import open_loader
@@ -59,13 +58,12 @@ def our_logits(experiment_file: Path, run: Path) -> np.ndarray:
     """Of the held-out rows, in their order."""
     experiment = load_experiment(experiment_file)
     dataset = experiment.data.open()
-    objective: Objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     weights = load_weights(run)
     model = weights.config.build().eval()
     model.load_state_dict(dict(weights.tensors))
     found = {}
     with open_loader(
-        experiment, dataset, objective, Replica(0, 1), experiment.resolved_phases()[0], "heldout"
+        experiment, dataset, Replica(0, 1), experiment.resolved_phases()[0], "heldout"
     ) as rows:
         for batch in (batch for step in rows for batch in step):
             with torch.no_grad():

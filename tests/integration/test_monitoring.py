@@ -30,10 +30,7 @@ def test_filled_cells_are_those_that_the_objective_gives_a_segment(
     experiment_file = request.getfixturevalue(file)
     experiment = load(Experiment, experiment_file, [f"data.packing={packing}", "data.threads=0"])
     dataset = Dataset.open(experiment.data.path)
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    with open_loader(
-        experiment, dataset, objective, Replica(0, 3), experiment.resolved_phases()[0]
-    ) as loader:
+    with open_loader(experiment, dataset, Replica(0, 3), experiment.resolved_phases()[0]) as loader:
         for batch in (batch for _, step in zip(range(20), loader, strict=False) for batch in step):
             sides = [batch[name] for name in ("segments", "target_segments") if name in batch]
             cells = sum((side > 0).sum(dim=1) for side in sides) * (batch["example"] >= 0)

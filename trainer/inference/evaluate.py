@@ -19,7 +19,13 @@ from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
 from trainer.training.passes import score
 from trainer.training.phases import phase_of
-from trainer.training.run import build_model, checkpoint_folder, open_loader, open_strategy
+from trainer.training.run import (
+    build_model,
+    build_objectives,
+    checkpoint_folder,
+    open_loader,
+    open_strategy,
+)
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import load_weights
 
@@ -56,12 +62,13 @@ def _evaluate(
     experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy
 ) -> dict[str, float]:
     # What can fail early comes first: metrics need packages, and the file a writable place.
-    check_installed(experiment.objective.task.metrics)
+    for phase in experiment.resolved_phases():
+        check_installed(phase.objective.task.metrics)
     is_writer = strategy.world.rank == 0
     dataset = experiment.data.open()
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
+    objectives = build_objectives(experiment, dataset)
     if file is not None and is_writer:
-        if not isinstance(objective, Task):
+        if not any(isinstance(objective, Task) for objective in objectives):
             raise ConfigError(
                 "--predictions needs a run of a task, whose head predicts something for each row; "
                 "leave it out (samestep generate writes texts, samestep fill fills masks)"
@@ -71,18 +78,18 @@ def _evaluate(
     source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
     weights = load_weights(source, strategy.world.rank, strategy.world.size)
     assert weights.step is not None
-    model = build_model(experiment, dataset, objective)
+    model = build_model(experiment, dataset, objectives)
     # The optimizer allocates its state at its first step, so it takes no memory here.
     with strategy.accelerator.graph("start"):
         values = stored_values(weights, model, dataset)
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
-    attach_teacher(experiment, dataset, objective, strategy)
-    # Held-out examples are as long as in the last step before the checkpoint.
+    attach_teacher(experiment, dataset, objectives, strategy)
+    # Length and objective are those of the last step before the checkpoint.
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
+    objective = objectives[phase.index]
     heldout = open_loader(
         experiment,
         dataset,
-        objective,
         strategy.replica,
         phase,
         split="heldout",

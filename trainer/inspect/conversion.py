@@ -29,7 +29,12 @@ from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Ledger
 from trainer.training.phases import phase_of
-from trainer.training.run import checkpoint_folder, open_loader, write_description
+from trainer.training.run import (
+    build_objectives,
+    checkpoint_folder,
+    open_loader,
+    write_description,
+)
 from trainer.training.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -199,14 +204,14 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
 def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
     """Creates the run's folder with a ledger that says where it begins. Returns the run's meta."""
     dataset = experiment.data.open()
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
+    objectives = build_objectives(experiment, dataset)
     with torch.device("meta"):
-        check_compatibility(experiment, dataset, objective, experiment.build_model())
+        check_compatibility(experiment, dataset, objectives, experiment.build_model())
     phase = phase_of(experiment.resolved_phases(), state.step)
-    with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
+    with open_loader(experiment, dataset, Replica(0, 1), phase) as loader:
         data = loader.state_dict()
     examples = state.step * phase.global_batch_size if state.examples is None else state.examples
-    tokens = examples * objective.pack_spec(phase.sequence_length).positions
+    tokens = examples * objectives[phase.index].pack_spec(phase.sequence_length).positions
     write_description(experiment, dataset)
     ledger = Ledger()
     ledger.open(Path(experiment.output) / "ledger.jsonl", state.step)

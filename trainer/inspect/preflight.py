@@ -18,7 +18,7 @@ from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
 from trainer.training import starting
 from trainer.training.experiment import Experiment
-from trainer.training.run import build_model, checkpoint_folder, open_loader
+from trainer.training.run import build_model, build_objectives, checkpoint_folder, open_loader
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import check_weights, load_config
 
@@ -73,12 +73,12 @@ def check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[in
         ConfigError: they are not.
         DataError: the dataset cannot be read.
     """
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
+    objectives = build_objectives(experiment, dataset)
     training = replace(experiment.training, compile=False)  # compiling takes minutes
-    build_model(replace(experiment, training=training), dataset, objective)
+    build_model(replace(experiment, training=training), dataset, objectives)
     splits = ["train"] + ["heldout"] * (experiment.training.evaluate_every is not None)
     for number, phase, split in itertools.product(devices, experiment.resolved_phases(), splits):
-        open_loader(experiment, dataset, objective, Replica(0, number), phase, split).close()
+        open_loader(experiment, dataset, Replica(0, number), phase, split).close()
 
 
 def nearest_existing(folder: Path) -> Path:

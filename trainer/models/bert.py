@@ -88,6 +88,8 @@ class Config(Family):
         type_vocab: number of token types.
         norm: "post" (BERT) or "pre" (adds a norm after the last layer).
         causal: whether tokens attend only to earlier ones (a left-to-right language model).
+        also_causal: whether the model also offers left-to-right language modeling, for phases with
+            different objectives; for all other outputs, tokens attend in both directions.
         tied: whether the head shares the token embeddings.
         initializer_range: standard deviation of the initial weights.
         nsp: adds a pooler and a head that predicts whether the second of two segments follows the
@@ -143,6 +145,7 @@ class Config(Family):
     norm_eps: float = 1e-12
     norm: Norm = "post"
     causal: bool = False
+    also_causal: bool = False
     tied: bool = True
     initializer_range: float = 0.02
     nsp: bool = False
@@ -174,6 +177,11 @@ class Config(Family):
         self.check_task(*_TASKS)
 
     @property
+    def causal_outputs(self) -> frozenset[str]:
+        offered = self.also_causal and self.predicts == "tokens"
+        return frozenset({"next_tokens"} if offered else ())
+
+    @property
     def head_activation(self) -> Activation:
         """The activation inside the masked-LM head, which is never gated."""
         return "gelu" if self.gated else self.activation
@@ -183,7 +191,8 @@ class Config(Family):
         heads: dict[str, str] = {head: f"model.head={head}" for head in _TASKS}
         if self.head != "language_model":
             return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
-        tokens = {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
+        causal = "model.also_causal=true" if self.also_causal else "model.causal=true"
+        tokens = {"tokens": "model.causal=false", "next_tokens": causal}
         pairs = {"next_sentence": "model.nsp=true", "span_boundary": "model.span_boundary=true"}
         return heads | tokens | pairs
 

@@ -205,6 +205,11 @@ class TransformerConfig(ModelConfig):
         return "next_tokens" if self.causal else "tokens"
 
     @property
+    def causal_outputs(self) -> frozenset[str]:
+        """Outputs with causal attention in a model whose other outputs see both directions."""
+        return frozenset()
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward network multiplies two projections (Shazeer 2020)."""
         return self.activation.startswith("geglu")

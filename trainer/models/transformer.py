@@ -67,6 +67,10 @@ class Transformer(TransformerModel):
             self.trains = {**self.trains, "span_boundary": "model.span_boundary=false"}
         if lm_head is not None:
             self.offers |= {"next_tokens"}
+        if config.causal_outputs:
+            # The same head scores the tokens in both directions, so either output trains it.
+            self.offers |= config.causal_outputs
+            self.trains = {k: v for k, v in self.trains.items() if k != config.predicts}
 
     def reads_for(self, outputs: Outputs) -> frozenset[str]:
         own = _SPAN_COLUMNS if "span_boundary" in outputs else ()
@@ -89,10 +93,11 @@ class Transformer(TransformerModel):
             read = None
         elif read is not None and "next_sentence" in outputs:
             read = F.pad(read, (1, 0))
-        mask, bias = self._mask(hidden[..., 0], segments, prefix)
+        causal = self.config.causal or not outputs.isdisjoint(self.config.causal_outputs)
+        mask, bias = self._mask(hidden[..., 0], segments, prefix, causal)
         context = Context(
             mask=mask,
-            causal=self.config.causal,
+            causal=causal,
             # Segments are equivalent to the mask unless there is a prefix or a bias.
             segments=segments if prefix is None and bias is None and not self._has_prefix else None,
             sites=self.config.dropout_sites,
@@ -127,12 +132,12 @@ class Transformer(TransformerModel):
             assert self.span_head is not None
             columns = [inputs.extra[name] for name in _SPAN_COLUMNS]
             found["span_boundary"] = self.span_head(hidden, matrix, *columns)
-        if self.config.predicts in outputs:
+        for name in outputs & {self.config.predicts, *self.config.causal_outputs}:
             if read is None and inputs.predicted is not None:
                 hidden = take(whole, self.pooled(inputs.predicted))
             elif read is not None and "next_sentence" in outputs:
                 hidden = hidden[:, 1:]
-            found[self.config.predicts] = self.head(hidden, matrix, keys.final)
+            found[name] = self.head(hidden, matrix, keys.final)
         return found
 
     def _keys(self, key: Tensor | None) -> _Keys:
@@ -165,7 +170,7 @@ class Transformer(TransformerModel):
         return self.config.virtual_tokens > self.inserted
 
     def _mask(
-        self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None
+        self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None, causal: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """The attention mask, or the relative bias, which contains the mask.
 
@@ -174,7 +179,6 @@ class Transformer(TransformerModel):
         # A prefix without segments: all positions are one sequence.
         if segments is None and prefix is not None:
             segments = torch.ones_like(tokens)
-        causal = self.config.causal
         mask = None if segments is None else segment_mask(segments, causal, prefix)
         if self.relative_bias is None:
             return mask, None
@@ -219,7 +223,7 @@ class Transformer(TransformerModel):
         hidden, matrix, segments, prefix = self._embed(given)
         assert segments is not None
         cache = Cache(len(self.layers), capacity + self.inserted, segments > 0)
-        mask, bias = self._mask(segments, segments, prefix)
+        mask, bias = self._mask(segments, segments, prefix, self.config.causal)
         return self._decode(hidden, matrix, mask, bias, cache), cache
 
     @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from trainer.config import to_tree
@@ -17,9 +19,12 @@ _HEAD = "model.head="
 
 
 def check_compatibility(
-    experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Model
+    experiment: Experiment, dataset: AnyDataset, objectives: Sequence[Objective], model: Model
 ) -> None:
-    """Rejects a model that is too small for the dataset, or made for another objective.
+    """Rejects a model that is too small for the dataset, or made for other objectives.
+
+    Args:
+        objectives: of each phase.
 
     Raises:
         ConfigError: names the settings that contradict each other.
@@ -34,7 +39,8 @@ def check_compatibility(
     _check_lengths(experiment, model)
     # As plain values: a strategy knows no class of the experiment, which contains its own.
     experiment.strategy.check(to_tree(experiment))
-    check_needs(experiment, objective, model)
+    for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
+        check_needs(replace(experiment, objective=phase.objective), objective, model)
     _check_labels(experiment, dataset)
     _check_start_token(experiment, dataset)
     check_virtual_tokens(packing, config.virtual_tokens, "model.peft", "model.peft=lora")
@@ -79,7 +85,7 @@ def check_virtual_tokens(packing: str, virtual: int, name: str, instead: str) ->
         )
 
 
-def check_best(experiment: Experiment, objective: Objective) -> None:
+def check_best(experiment: Experiment, objectives: Sequence[Objective]) -> None:
     """Rejects a best score that a task's evaluations do not have.
 
     Only tasks know the names of their scores in advance; for other objectives and for distilled
@@ -88,9 +94,11 @@ def check_best(experiment: Experiment, objective: Objective) -> None:
     Raises:
         ConfigError: names the scores.
     """
-    best, own = experiment.training.best, experiment.objective.task is experiment.objective
-    if best is not None and isinstance(objective, Task) and own:
-        check_metric(best, ("loss", *objective.score_names))
+    best = experiment.training.best
+    for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
+        own = phase.objective.task is phase.objective
+        if best is not None and isinstance(objective, Task) and own:
+            check_metric(best, ("loss", *objective.score_names))
 
 
 def check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:

@@ -47,8 +47,8 @@ class Experiment:
         objective: what is predicted (a module of trainer/objectives).
         data: the dataset that `samestep data build` made, and how it is split into examples.
         training: steps, batch sizes, precision.
-        phases: consecutive parts of the run with a sequence length, batch size or learning rate of
-            their own; without any, the run is one phase.
+        phases: consecutive parts of the run with a sequence length, batch size, learning rate or
+            objective of their own; without any, the run is one phase.
         optimizer: a module of trainer/optim with a `Config`.
         schedule: the learning rate over the run.
         strategy: how the model is split over processes (a module of trainer/strategies).
@@ -109,6 +109,13 @@ class Experiment:
                 "from"
             )
         self.resolved_phases()  # rejects phases that contradict the run
+        for index, phase in enumerate(self.phases):
+            # One teacher for a run: its weights are part of the run's identity.
+            if phase.objective is not None and phase.objective.teacher_path is not None:
+                raise ConfigError(
+                    f"phases.{index}.objective learns from a teacher, which only the run's own "
+                    "objective may; set it as objective, and name the objectives of other phases"
+                )
 
     @property
     def freezes(self) -> bool:
@@ -179,6 +186,7 @@ class Experiment:
             global_batch_size=self.training.global_batch_size,
             micro_batch_size=self.training.micro_batch_size,
             schedule=self.schedule,
+            objective=self.objective,
         )
 
 

@@ -25,10 +25,9 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
     """
     with torch.device("meta"):
         model = experiment.build_model()
-    objective = trainer.objective
 
     def flops_per_step(phase: Phase) -> float:
-        length = phase.sequence_length
+        length, objective = phase.sequence_length, trainer.objectives[phase.index]
         spec = objective.pack_spec(length)
         # The choices of a row (multiple choice) are sequences of their own; see `PackSpec.parts`.
         positions = length if spec.parts is None else spec.positions
@@ -59,10 +58,9 @@ def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
     # Throughput scales the FLOPs by the positions that were really computed.
     positions_until = None
     if experiment.data.group_by_length is not None:
-        specs = [trainer.objective.pack_spec(phase.sequence_length) for phase in trainer.phases]
         positions = [
-            phase.global_batch_size * spec.positions
-            for phase, spec in zip(trainer.phases, specs, strict=True)
+            phase.global_batch_size * objective.pack_spec(phase.sequence_length).positions
+            for phase, objective in zip(trainer.phases, trainer.objectives, strict=True)
         ]
         positions_until = _until(trainer, positions)
     return Throughput(
@@ -127,7 +125,7 @@ def _report_sources(experiment: Experiment) -> None:
 
 
 def _report_batch(trainer: Trainer, phase: Phase) -> None:
-    spec = trainer.objective.pack_spec(phase.sequence_length)
+    spec = trainer.objectives[phase.index].pack_spec(phase.sequence_length)
     size: object = spec.positions
     if spec.sides is not None and not spec.sides.joined:
         size = "({} + {})".format(*spec.sides.size)

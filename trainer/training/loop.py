@@ -76,7 +76,7 @@ class Trainer:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
+        objectives: Sequence[Objective],
         strategy: Strategy,
         loaders: PhaseLoaders,
         checkpoints: Checkpoints,
@@ -85,7 +85,8 @@ class Trainer:
         self.config = config
         self.model = model
         self.optimizer = optimizer
-        self.objective = objective
+        # One for each phase.
+        self.objectives = objectives
         self.strategy = strategy
         # Loaders are opened phase by phase; a new sequence length needs another packing.
         self.phases = loaders.phases
@@ -260,7 +261,11 @@ class Trainer:
         end_section = self.recorder.end_section
         with self._graph("gradients", separate=self.config.faults.checks_steps):
             metrics = accumulate_gradients(
-                self.model, self.objective, self.strategy, micro_batches, end_section
+                self.model,
+                self.objectives[self.phase.index],
+                self.strategy,
+                micro_batches,
+                end_section,
             )
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
@@ -325,14 +330,16 @@ class Trainer:
 
     def record_order(self) -> None:
         """Writes to the ledger which data order the next steps consume."""
-        objective = self.description["config"]["objective"]
+        config = self.description["config"]
+        own = config["phases"][self.phase.index]["objective"] if config["phases"] else None
+        objective = own or config["objective"]
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples of the phase's length."""
         scores = score(
             self.model,
-            self.objective,
+            self.objectives[phase.index],
             self.strategy,
             self.loaders.heldout(phase),
             self.config.evaluate_batches,

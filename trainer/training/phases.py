@@ -1,18 +1,22 @@
-"""Phases: parts of one run with a sequence length, batch size or learning rate of their own.
+"""Phases: parts of one run with settings of their own, such as a sequence length.
 
 BERT spends 90% of its steps at length 128 and the rest at 512. LAMB's 76-minute BERT also warms up
-again for length 512 (You et al. 2020, section 4.1). A run without phases is a run with one.
+again for length 512 (You et al. 2020, section 4.1). A phase of left-to-right language modeling
+before masked language modeling can beat the latter alone (Gisserot-Boukhlef et al. 2025,
+arXiv 2507.00994). A run without phases is a run with one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 
+from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.hashing import combine, name_key
+from trainer.objectives import ObjectiveConfig
 from trainer.optim.schedules import Schedule, lr_fraction
 
 _PHASE = name_key("phase")
@@ -22,7 +26,7 @@ MicroBatchSize: TypeAlias = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Config:
-    """One phase. What is null is taken from `data`, `training`, `optimizer` and `schedule`.
+    """One phase. What is null is taken from `data`, `training`, `objective` and the like.
 
     Attributes:
         steps: optimizer steps of this phase; all phases together have `training.steps`.
@@ -32,6 +36,7 @@ class Config:
         lr: learning rate at the top of the schedule.
         schedule: the learning rate over the steps of this phase alone, warm-up included; null
             continues the run's own schedule, which covers the steps of the whole run.
+        objective: what is predicted in this phase; the model must offer it.
     """
 
     steps: int
@@ -40,6 +45,7 @@ class Config:
     micro_batch_size: MicroBatchSize | None = None
     lr: float | None = None
     schedule: Schedule | None = None
+    objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives")] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "sequence_length", "global_batch_size"):
@@ -74,6 +80,7 @@ class Phase:
         lr: as in `Config`; None is the optimizer's own.
         schedule: of the learning rate.
         schedule_start, schedule_steps: the steps that the schedule covers.
+        objective: settings of what is predicted.
         fits: number of examples measured to fit into the devices' memory, at most as many as are
             needed; None if it was not measured.
     """
@@ -89,6 +96,7 @@ class Phase:
     schedule: Schedule
     schedule_start: int
     schedule_steps: int
+    objective: ObjectiveConfig
     fits: int | None = None
 
     def seed(self, seed: int) -> int:
@@ -125,6 +133,7 @@ def resolve(
     global_batch_size: int,
     micro_batch_size: MicroBatchSize,
     schedule: Schedule,
+    objective: ObjectiveConfig,
 ) -> tuple[Phase, ...]:
     """Fills in what the phases leave to the run.
 
@@ -157,6 +166,7 @@ def resolve(
                 schedule=own or schedule,
                 schedule_start=first if own else 0,
                 schedule_steps=phase.steps if own else steps,
+                objective=phase.objective or objective,
             )
         )
         # Raises an error if the warm-up is longer than the steps of the schedule.

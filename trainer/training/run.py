@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -81,8 +82,9 @@ def train(experiment: Experiment) -> int:
             if experiment.training.evaluate_every is not None:
                 # Rejects a split without examples now rather than after hours.
                 trainer.loaders.heldout(trainer.phase).close()
-                check_installed(experiment.objective.task.metrics)
-                check_best(experiment, trainer.objective)
+                for each in trainer.phases:
+                    check_installed(each.objective.task.metrics)
+                check_best(experiment, trainer.objectives)
             if step is not None:
                 changes = trainer.restore(step, source)
                 changed = f" with {changes}" if changes else ""
@@ -223,9 +225,8 @@ def build_trainer(
             f"{accelerator.description} compiles for each width of a batch, and "
             "data.group_by_length gives many; set it to null"
         )
-    # The vocabulary comes from the data, so the objective masks with the tokens it was built with.
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    model = build_model(experiment, dataset, objective)
+    objectives = build_objectives(experiment, dataset)
+    model = build_model(experiment, dataset, objectives)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
     initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
@@ -235,18 +236,22 @@ def build_trainer(
     with accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
         groups.prime(optimizer)
-    teacher = attach_teacher(experiment, dataset, objective, strategy)
+    teacher = attach_teacher(experiment, dataset, objectives, strategy)
 
     def opening(experiment: Experiment) -> Callable[..., Loader]:
-        parts = (experiment, dataset, objective, strategy.replica)
-        return partial(open_loader, *parts, largest=strategy.largest)
+        return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
     widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
-    measure = partial(probe, wrapped, optimizer, objective, strategy)
     phases = tuple(
-        _with_micro_batch(phase, strategy, objective, widest, measure)
-        for phase in experiment.resolved_phases()
+        _with_micro_batch(
+            phase,
+            strategy,
+            objective,
+            widest,
+            partial(probe, wrapped, optimizer, objective, strategy),
+        )
+        for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     # How the run is configured, as the meta.json of every checkpoint stores it.
     description: dict[str, object] = {"config": to_tree(experiment)}
@@ -260,7 +265,7 @@ def build_trainer(
         experiment.training,
         model=wrapped,
         optimizer=optimizer,
-        objective=objective,
+        objectives=objectives,
         strategy=strategy,
         loaders=PhaseLoaders(phases, opening(experiment)),
         checkpoints=Checkpoints(checkpointer, snapshots),
@@ -332,11 +337,41 @@ def _with_micro_batch(
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
-def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Model:
+def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Objective]:
+    """Builds the objective of each phase. Phases with equal settings share one.
+
+    Raises:
+        ConfigError: the dataset's tokenizer lacks a token, or two phases cannot share a data order.
+    """
+    # The vocabulary comes from the data, so the objective masks with the tokens it was built with.
+    vocabulary = dataset.tokenizer.vocabulary
+    phases, objectives = experiment.resolved_phases(), list[Objective]()
+    for phase in phases:
+        equal = [
+            other.index for other in phases[: phase.index] if other.objective == phase.objective
+        ]
+        objectives.append(objectives[equal[0]] if equal else phase.objective.build(vocabulary))
+    for before, phase in itertools.pairwise(phases):
+        # A position in a data order counts examples, so its examples must be cut alike.
+        length = phase.sequence_length
+        old, new = (objectives[each.index].pack_spec(length) for each in (before, phase))
+        if before.order == phase.order and old != new:
+            raise ConfigError(
+                f"phases.{phase.index} has another objective than the phase before it, which cuts "
+                f"the text into other examples of {length} positions; let "
+                f"phases.{phase.index}.sequence_length differ, or use an objective that reads "
+                "text in the same way"
+            )
+    return objectives
+
+
+def build_model(
+    experiment: Experiment, dataset: AnyDataset, objectives: Sequence[Objective]
+) -> Model:
     """Builds the model on the meta device: its parameters have no values yet.
 
     Raises:
-        ConfigError: it is not compatible with the dataset or the objective.
+        ConfigError: it is not compatible with the dataset or the objective of a phase.
     """
     with torch.device("meta"):
         model = experiment.build_model()
@@ -348,7 +383,7 @@ def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
         raise ConfigError(
             "two modules of the model share a parameter; let them share the module that has it"
         )
-    check_compatibility(experiment, dataset, objective, model)
+    check_compatibility(experiment, dataset, objectives, model)
     settings = experiment.training
     model.activation_checkpointing = settings.activation_checkpointing
     if settings.activation_checkpointing and not model.activation_checkpointing:
@@ -385,7 +420,6 @@ def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
 def open_loader(
     experiment: Experiment,
     dataset: AnyDataset,
-    objective: Objective,
     replica: Replica,
     phase: Phase,
     split: str = "train",
@@ -397,6 +431,7 @@ def open_loader(
     masks in all of them.
     """
     size = phase.micro_batch_size
+    objective = phase.objective.build(dataset.tokenizer.vocabulary)
     spec = objective.pack_spec(phase.sequence_length)
     if size == "auto":
         most = -(-phase.global_batch_size // (replica.count * replica.devices))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable
 
 import torch
 
@@ -18,9 +18,12 @@ from trainer.training.weights import Weights, load_weights
 
 
 def attach_teacher(
-    experiment: Experiment, dataset: AnyDataset, objective: Objective, strategy: Strategy
+    experiment: Experiment,
+    dataset: AnyDataset,
+    objectives: Iterable[Objective],
+    strategy: Strategy,
 ) -> Weights | None:
-    """Loads the teacher of a distillation and gives it to the objective. Collective.
+    """Loads the teacher of a distillation and gives it to the objectives. Collective.
 
     Returns:
         The teacher's weights; None for an objective without a teacher.
@@ -36,7 +39,10 @@ def attach_teacher(
     model = build_teacher(experiment, weights.config)
     values = stored_values(weights, model, dataset)
     with strategy.accelerator.graph("start"):
-        cast(Taught, objective).attach(strategy.place_frozen(model, values))
+        teacher = strategy.place_frozen(model, values)
+    for objective in objectives:
+        if isinstance(objective, Taught):
+            objective.attach(teacher)
     return weights
 
 

@@ -21,7 +21,7 @@ from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Kinds, decode, read_tree
+from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Outputs
 from trainer.models.peft.huggingface import import_adapter
@@ -175,7 +175,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         tokenizer = root / "tokenizer"
         if not (tokenizer / "tokenizer_config.json").exists():
             tokenizer = root.parent / "tokenizer"
-    objective = meta["config"]["objective"]
+    objective = _objective(meta["config"], step)
     return Weights(
         config,
         tensors,
@@ -186,6 +186,18 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         _with_prefix(stored, "optimizer/"),
         base,
     )
+
+
+def _objective(config: Tree, step: int | None) -> Tree:
+    """Returns the settings of the objective of the phase that ended at `step`, or later."""
+    end = 0
+    for phase in config.get("phases", ()):
+        end += phase["steps"]
+        if step is not None and step <= end:
+            config = {"objective": phase.get("objective") or config["objective"]}
+            break
+    objective: Tree = config["objective"]
+    return objective
 
 
 def shared_identity(weights: Weights, rank: int, world_size: int) -> str:

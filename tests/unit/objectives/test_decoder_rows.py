@@ -255,10 +255,10 @@ def test_models_that_pool_another_position_are_rejected(
     )
     objective = experiment.objective.build(vocabulary)
     if message is None:
-        check_compatibility(experiment, dataset, objective, built)
+        check_compatibility(experiment, dataset, [objective], built)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_compatibility(experiment, dataset, objective, built)
+            check_compatibility(experiment, dataset, [objective], built)
 
 
 @pytest.mark.parametrize(

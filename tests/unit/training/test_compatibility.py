@@ -47,6 +47,8 @@ def check(model: Any, objective: Any) -> None:
     [
         (bert.Config(**SHAPE), mlm.Config()),
         (bert.Config(**SHAPE, causal=True), causal_lm.Config()),
+        (bert.Config(**SHAPE, also_causal=True), causal_lm.Config()),
+        (bert.Config(**SHAPE, also_causal=True), mlm.Config()),
         (bert.Config(**SHAPE, causal=True), span_corruption.Config(layout="language_model")),
         (bert.Config(**SHAPE, nsp=True), mlm_nsp.Config()),
         (t5.Config(**SHAPE, architecture="shared_encoder_decoder"), seq2seq.Config()),

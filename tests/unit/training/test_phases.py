@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.objectives import causal_lm, mlm
 from trainer.optim.schedules import Schedule
 from trainer.training.phases import Config, Phase, examples_after, phase_of, resolve
 
-RUN = {"sequence_length": 128, "global_batch_size": 64, "schedule": Schedule("linear", 10)}
+RUN = {
+    "sequence_length": 128,
+    "global_batch_size": 64,
+    "schedule": Schedule("linear", 10),
+    "objective": mlm.Config(),
+}
 
 
 def _resolve(*phases: Config, steps: int = 100) -> tuple[Phase, ...]:
@@ -66,6 +72,14 @@ def test_examples_are_counted_within_their_data_order() -> None:
         700,
     ]
     assert [examples_after(phases, 1, step) for step in (0, 30, 31, 100)] == [0, 0, 5, 350]
+
+
+def test_a_phase_may_have_its_own_objective() -> None:
+    causal = causal_lm.Config()
+    phases = _resolve(Config(10, objective=causal), Config(90))
+    assert [phase.objective for phase in phases] == [causal, mlm.Config()]
+    # The second continues the data order of the first.
+    assert [phase.order for phase in phases] == [0, 0]
 
 
 def test_the_run_s_schedule_goes_on_through_phases_without_their_own() -> None:

@@ -8,21 +8,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from data_pipeline.reading.loader import StreamingLoader
-from trainer.config import Tree, decode
+from trainer.config import Kinds, Tree, decode
 from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError
 from trainer.examples import LoaderState
+from trainer.objectives import ObjectiveConfig
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.run import open_loader
+
+_OBJECTIVE = Annotated[ObjectiveConfig, Kinds("trainer.objectives")]
 
 _BATCH_POSITIONS = 2**18  # as many as the loader packs at a time
 
@@ -104,8 +107,7 @@ class Run:
             DataError: a dataset is missing, damaged, or not the run's.
             ConfigError: the run's configuration no longer has this order.
         """
-        tree = {**self.settings, "objective": order["objective"]}
-        experiment: Experiment = decode(Experiment, tree)
+        experiment = self.experiment
         orders = {phase.order: phase for phase in reversed(experiment.resolved_phases())}
         if order["order"] not in orders:
             raise ConfigError(
@@ -122,12 +124,13 @@ class Run:
             sequence_length=length,
             global_batch_size=size,
             micro_batch_size=size,
+            # The recorded one, in case the configuration has another now.
+            objective=decode(_OBJECTIVE, order["objective"], "objective"),
         )
         threads = os.cpu_count() or 1
         data = replace(experiment.data, exclude=(), threads=threads, on_corrupt="stop")
-        objective = experiment.objective.build(self.dataset.tokenizer.vocabulary)
         experiment = replace(experiment, data=data)
-        with open_loader(experiment, self.dataset, objective, Replica(0, 1), phase) as loader:
+        with open_loader(experiment, self.dataset, Replica(0, 1), phase) as loader:
             corrupt = corrupt_shards(self.rows, order["order"])
             begin: LoaderState = order["data"]
             state: LoaderState = {**begin, "example": first, "excluded": [], "corrupt": corrupt}

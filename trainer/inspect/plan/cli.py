@@ -108,11 +108,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _distinct(phases: Sequence[Phase]) -> list[Phase]:
     """Returns the phases whose steps differ in size."""
-    kept = {
-        (phase.sequence_length, phase.global_batch_size, phase.micro_batch_size): phase
-        for phase in phases
-    }
-    return list(kept.values())
+    kept: list[Phase] = []
+    names = ("sequence_length", "global_batch_size", "micro_batch_size", "objective")
+    for phase in phases:
+        alike = [all(getattr(phase, n) == getattr(other, n) for n in names) for other in kept]
+        if not any(alike):
+            kept.append(phase)
+    return kept
 
 
 def _title(experiment: Experiment, phase: Phase, step: Step, devices: int) -> str:

@@ -64,7 +64,7 @@ class Planner:
 
     def __init__(self, experiment: Experiment, phase: Phase, devices: int, step: Step) -> None:
         self._experiment, self._phase, self._devices, self._step = experiment, phase, devices, step
-        self._objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+        self._objective = phase.objective.build(stand_in(experiment.model.vocab_size))
         self._example = example(experiment, self._objective, phase)
         self._traced: dict[int, Activations] = {}
 

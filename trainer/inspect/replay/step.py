@@ -233,7 +233,7 @@ class _Past:
     def score(self, step: int, excluded: Sequence[Row]) -> tuple[float | None, list[ScoredExample]]:
         """Returns the loss of a step and its examples, highest loss first."""
         trainer = self._trainer
-        objective = trainer.objective
+        objective = trainer.objectives[phase_of(trainer.phases, step - 1).index]
         trainer.model.train()
         # One example per micro-batch gives one loss per example; dropout is keyed by example, so
         # the masks do not change.
@@ -266,7 +266,7 @@ class _Past:
         trainer = self._trainer
         phase = replace(phase_of(trainer.phases, step - 1), micro_batch_size=micro_batch_size)
         replica = trainer.strategy.replica
-        loader = open_loader(self._experiment, self._dataset, trainer.objective, replica, phase)
+        loader = open_loader(self._experiment, self._dataset, replica, phase)
         loader.load_state_dict(self._state(step, excluded, loader.state_dict()))
         return loader
 

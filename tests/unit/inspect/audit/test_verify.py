@@ -50,12 +50,10 @@ class Feeder:
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(dump(experiment))
         dataset = experiment.data.open()
-        objective = experiment.objective.build(dataset.tokenizer.vocabulary)
         self.experiment, self.folder, self.state = experiment, folder, TrainState()
         self.phases = experiment.resolved_phases()
         self.loaders = [
-            open_loader(experiment, dataset, objective, Replica(0, 1), phase)
-            for phase in self.phases
+            open_loader(experiment, dataset, Replica(0, 1), phase) for phase in self.phases
         ]
         strategy = single.Config().build(cpu.Config().build(), World.start(60), "fp32")
         strategy.all_reduce = lambda value, op="sum": value  # type: ignore[method-assign]
