@@ -35,6 +35,12 @@ TASKS = {
         "model={kind: electra, vocab_size: 600, layers: 2, width: 32, heads: 4, ffn_width: 64, "
         "embedding_width: 20, max_positions: 32, attention_dropout: 0.0, generator_divisor: 2}",
     ],
+    "electra_all_tokens": [
+        "objective={kind: replaced_mlm}",
+        "model={kind: electra, vocab_size: 600, layers: 2, width: 32, heads: 4, ffn_width: 64, "
+        "embedding_width: 20, max_positions: 32, attention_dropout: 0.0, generator_divisor: 2, "
+        "main_head: tokens_or_copy}",
+    ],
     "modernbert": [
         "objective={kind: mlm, mask_fraction: 0.3}",
         "model={kind: modernbert, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 48, "
@@ -55,6 +61,7 @@ FAMILIES = {
     "mlm_nsp": "pairs",
     "albert": "pairs",
     "electra": "concat",
+    "electra_all_tokens": "concat",
     "modernbert": "best_fit",
     "spanbert": "best_fit",
 }

@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoToke
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
+from trainer.checkpoint.huggingface import load_folder
 
 MODEL = (
     "model={kind: electra, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "
@@ -87,6 +88,72 @@ def test_fine_tuning_starts_from_the_discriminator(
     config = (tmp_path / "run-classification" / "config.yaml").read_text()
     assert "kind: electra" in config
     assert samestep("evaluate", tmp_path / "run-classification").code == 0
+
+
+def test_two_stage_training(
+    experiment_file: str, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """A generator alone, then a discriminator that starts from it, beside the frozen generator."""
+    shape = MODEL.removesuffix("generator_divisor: 2}")
+    first, second = tmp_path / "first", tmp_path / "second"
+    stage = ("train", experiment_file, f"output={first}", f"model={shape[6:]}masked_lm: true}}")
+    assert samestep(*stage, "objective=mlm").code == 0
+    model = f"model={shape[6:]}generator_divisor: 1, share_embeddings: false}}"
+    settings = (f"output={second}", model, "objective=replaced_tokens", f"init_from={first}")
+    frozen = ("frozen=[generator]", "training.steps=6", "checkpoint.every=3")
+    assert samestep("train", experiment_file, *settings, *frozen).code == 0
+    assert samestep("train", experiment_file, *settings, *frozen, "training.steps=9").code == 0
+    found = {}
+    for folder, part in ((first, ()), (second, ("--part", "generator"))):
+        out = tmp_path / f"{folder.name}_hf"
+        assert samestep("export", folder, out, *part).code == 0
+        found[folder.name] = load_folder(out)[1]
+    assert found["first"].keys() == found["second"].keys()
+    for name, tensor in found["first"].items():
+        assert torch.equal(tensor, found["second"][name]), name
+    assert samestep("export", second, tmp_path / "discriminator").code == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "masked_only"), [("tokens", True), ("tokens_or_copy", False), ("detector", True)]
+)
+def test_variants_of_the_paper_learn(
+    experiment_file: str, tmp_path: Path, samestep: Samestep, head: str, masked_only: bool
+) -> None:
+    kind = "replaced_tokens" if head == "detector" else "replaced_mlm"
+    result = samestep(
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        f"{MODEL[:-1]}, main_head: {head}}}",
+        f"objective={{kind: {kind}, masked_only: {str(masked_only).lower()}}}",
+    )
+    assert result.code == 0, result.message
+    values = list(losses(tmp_path / "run").values())
+    assert values[-1] < values[0]
+    assert samestep("export", tmp_path / "run", tmp_path / "hf").code == 0
+    kinds = AutoModelForPreTraining if head == "detector" else AutoModelForMaskedLM
+    _, report = kinds.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values()), report
+
+
+def test_a_head_that_does_not_fit_the_objective_is_refused(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    for model, objective, fix in (
+        (MODEL, "{kind: replaced_mlm}", "model.main_head=tokens"),
+        (f"{MODEL[:-1]}, main_head: tokens}}", "{kind: replaced_mlm}", "tokens_or_copy"),
+        (f"{MODEL[:-1]}, main_head: tokens}}", "replaced_tokens", "model.main_head=detector"),
+        (
+            f"{MODEL[:-1]}, main_head: tokens_or_copy}}",
+            "{kind: replaced_mlm, masked_only: true}",
+            "set model.main_head=tokens, or",
+        ),
+    ):
+        result = samestep(
+            "train", experiment_file, f"output={tmp_path}", model, f"objective={objective}"
+        )
+        assert (result.code, fix in result.message) == (2, True), result.message
 
 
 def test_an_objective_that_does_not_fit_is_refused(

@@ -22,9 +22,9 @@ from tests.outputs import fill, outputs, parameters
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import ConfigError
-from trainer.models import electra
+from trainer.models import Stored, electra
 from trainer.models.sampling import sample
-from trainer.objectives import replaced_tokens
+from trainer.objectives import replaced_mlm, replaced_tokens
 
 SHAPE = {
     "vocab_size": 100,
@@ -172,6 +172,81 @@ def test_the_loss_is_that_of_the_paper(share: bool) -> None:
     assert all(p.grad is not None for p in ours.parameters())
 
 
+@pytest.mark.parametrize("masked_only", [True, False])
+def test_the_losses_of_the_paper_s_other_variants(masked_only: bool) -> None:
+    """Replace MLM and All-Tokens MLM, position by position from the probabilities."""
+    head: electra.MainHead = "tokens" if masked_only else "tokens_or_copy"
+    model: Any = replace(CONFIG, main_head=head).build().eval()
+    randomized(model)
+    objective = replaced_mlm.Config(masked_only=masked_only).build(VOCABULARY)
+    arrays = objective.collate(examples(6), 64)
+    batch = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+    totals = {name: torch.tensor(value) for name, value in objective.weights(arrays).items()}
+    loss = objective.loss(model, batch, totals)
+
+    common = {name: batch[name] for name in ("segments", "positions")}
+    (generated,) = outputs(model, "tokens", tokens=batch["tokens"], **common)
+    drawn = sample(
+        generated.gather(1, batch["predicted"][..., None].expand(-1, -1, 100)),
+        batch["sample_key"],
+        batch["predicted"],
+    )
+    read, original = batch["tokens"].clone(), batch["tokens"].clone()
+    masked = torch.zeros_like(read, dtype=torch.bool)
+    mlm = []
+    for row, entry in (batch["weights"] > 0).nonzero().tolist():
+        at, label = batch["predicted"][row, entry], batch["labels"][row, entry]
+        read[row, at], original[row, at], masked[row, at] = drawn[row, entry], label, True
+        mlm.append(-generated[row, at].log_softmax(-1)[label])
+    names = ["original"] if masked_only else ["original", "copied"]
+    found = outputs(model, *names, tokens=read, **common)
+    probabilities = found[0].softmax(-1)
+    main = []
+    for row, at in (masked if masked_only else batch["real_weights"] > 0).nonzero().tolist():
+        token = original[row, at]
+        probability = probabilities[row, at, token]
+        if not masked_only:
+            copies = found[1][row, at].sigmoid()
+            probability = copies * (read[row, at] == token) + (1 - copies) * probability
+        main.append(-probability.log())
+    expected = torch.stack(mlm).mean() + torch.stack(main).mean()
+    torch.testing.assert_close(loss.total, expected, rtol=1e-5, atol=1e-5)
+    loss.total.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_masked_tokens_alone_count_in_electra_15() -> None:
+    """The loss of the discriminator is a mean over the masked positions."""
+    model = CONFIG.build().eval()
+    randomized(model)
+    _, _, batch = rows()
+    objective = replaced_tokens.Config(masked_only=True).build(VOCABULARY)
+    arrays = objective.collate(examples(6), 64)
+    assert objective.weights(arrays)["rtd"] == objective.weights(arrays)["mlm"]
+    at = batch["predicted"].long()
+    expected = torch.zeros_like(batch["real_weights"]).scatter(1, at, batch["weights"])
+    np.testing.assert_array_equal(arrays["real_weights"], expected)
+
+
+def test_two_stages_start_both_models_from_a_generator() -> None:
+    """The discriminator's own head is new."""
+    first = replace(CONFIG, generator_divisor=0, masked_lm=True)
+    second = replace(CONFIG, generator_divisor=1, share_embeddings=False)
+    shapes = {name: tuple(each.shape) for name, each in first.build().named_parameters()}
+    model = second.build()
+    start = model.start_from(Stored(first, shapes))
+    for name, parameter in model.named_parameters():
+        source = start.sources[name]
+        if name.startswith("head."):
+            assert source is None
+        else:
+            assert source == name.removeprefix("generator.")
+            assert shapes[source] == parameter.shape
+    assert start.unused >= {name for name in shapes if name.startswith("head.")} - set(
+        start.sources.values()
+    )
+
+
 def test_the_discriminator_reads_tokens_as_they_are_without_the_generator() -> None:
     model = CONFIG.build().eval()
     randomized(model)
@@ -214,6 +289,7 @@ def test_released_sizes() -> None:
         ({"generator_divisor": 4, "masked_lm": True}, "masked_lm makes this model a generator"),
         ({"embedding_width": 0}, "embedding_width is 0"),
         ({"nsp": True}, "nsp is true, but ELECTRA has no such head"),
+        ({"also_causal": True}, "also_causal is true, but ELECTRA has no such head"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -86,6 +86,8 @@ Outputs: TypeAlias = frozenset[str]
     next_sentence      logits [B, 2]: B follows A, or not (it is random, or both are swapped)
     replaced           logits [B, S] that a token was replaced
     sampled            int64 [B, P], the tokens that replace the predicted ones (ELECTRA)
+    original           logits [B, P, V] of the original tokens, or [B, S, V] beside `copied`
+    copied             logits [B, S] that the token is the original one
     span_boundary      logits [B, P, V] of predicted tokens, from the states outside of their spans
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head

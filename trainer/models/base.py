@@ -18,7 +18,7 @@ from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 POOLED = ("classification", "multiple_choice")
 """Heads that pool one position of a sequence."""
 
-_HEADS = ("head", "nsp_head", "span_head", "lm_head")
+_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head")
 _PRETRAINING = {"nsp_head": "model.nsp", "span_head": "model.span_boundary"}
 """Heads of pre-training -> the setting that adds one."""
 _EMBEDDINGS = ("embeddings", "prompt")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
@@ -27,8 +27,12 @@ from trainer.models.transformer import Transformer
 
 # Parameters of the generator. All others are the discriminator's, or shared.
 _GENERATOR = "generator."
+# What neither fine-tuning nor other libraries use.
+_PRETRAINING = (_GENERATOR, "copy_head.")
 _FIRST = frozenset({"tokens", "sampled"})
 """Outputs of the generator."""
+
+MainHead = Literal["detector", "tokens", "tokens_or_copy"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Config(bert.Config):
             times smaller (3 or 4 in the paper; 1 for the same size); 0: no generator.
         share_embeddings: whether the generator uses the discriminator's embeddings.
         masked_lm: a generator alone: predicts masked tokens instead of replaced ones.
+        main_head: what the model beside the generator predicts: `detector`, whether a token was
+            replaced; `tokens`, the original token, and `tokens_or_copy`, also whether to copy the
+            token that is there ("Replace MLM" and "All-Tokens MLM" in section 3.4 of the paper).
     """
 
     model_type: ClassVar[str] = "electra"
@@ -86,11 +93,12 @@ class Config(bert.Config):
     generator_divisor: int = 0
     share_embeddings: bool = True
     masked_lm: bool = False
+    main_head: MainHead = "detector"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("embedding_width")
-        for name in ("nsp", "span_boundary", "causal"):
+        for name in ("nsp", "span_boundary", "causal", "also_causal"):
             if getattr(self, name):
                 raise ConfigError(f"{name} is true, but ELECTRA has no such head. Use kind: bert.")
         divisor = self.generator_divisor
@@ -117,13 +125,22 @@ class Config(bert.Config):
     @property
     def predicts(self) -> str:
         own = self.head == "language_model" and not self.masked_lm
-        return "replaced" if own else super().predicts
+        if not own:
+            return super().predicts
+        return "replaced" if self.main_head == "detector" else "original"
 
     @property
     def settings_for(self) -> Mapping[str, str]:
         settings = {name: value for name, value in super().settings_for.items() if "head" in value}
         with_generator = dict.fromkeys(_FIRST, "model.generator_divisor=4")
-        return settings | with_generator | {"replaced": "model.head=language_model"}
+        own = {
+            "replaced": "model.head=language_model",
+            "original": "model.main_head=tokens",
+            "copied": "model.main_head=tokens_or_copy",
+        }
+        if self.head == "language_model":
+            own["replaced"] = "model.main_head=detector"
+        return settings | with_generator | own
 
     @property
     def generator(self) -> Config:
@@ -161,9 +178,10 @@ class Config(bert.Config):
         return tree
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: each for name, each in parameters.items() if not name.startswith(_GENERATOR)}
-        # As if it had been built without the generator, whose tensors would be missing.
-        alone = replace(self, generator_divisor=0)
+        own = {name: each for name, each in parameters.items() if not name.startswith(_PRETRAINING)}
+        # As if it had been built without these, whose tensors would be missing.
+        head: MainHead = "detector" if self.main_head == "detector" else "tokens"
+        alone = replace(self, generator_divisor=0, main_head=head)
         return bert.Config.export_tensors(alone, own)
 
     def export_parts(self) -> dict[str, tuple[Config, str]]:
@@ -205,7 +223,7 @@ class Discriminator(Transformer):
 
     def start_from(self, stored: Stored) -> Start:
         start = super().start_from(stored)
-        unused = {name for name in stored.shapes if name.startswith(_GENERATOR)}
+        unused = {name for name in stored.shapes if name.startswith(_PRETRAINING)}
         return replace(start, unused=start.unused | unused)
 
 
@@ -218,10 +236,21 @@ class Electra(Discriminator):
 
     Attributes:
         generator: None if `generator_divisor` is 0.
+        copy_head: None unless `main_head` is `tokens_or_copy`.
     """
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        super().__init__(config, ReplacedTokenHead(config))
+        detects = config.main_head == "detector"
+        super().__init__(
+            config, ReplacedTokenHead(config) if detects else MaskedLMHead(config, "gelu")
+        )
+        self.copy_head: nn.Module | None = None
+        if config.main_head == "tokens_or_copy":
+            self.copy_head = nn.Linear(config.width, 1)
+            self.offers |= {"copied"}
+            self.trains = {**self.trains, "copied": "model.main_head=tokens"}
         self.generator: Transformer | None = None
         if config.generator_divisor:
             small = config.generator
@@ -254,8 +283,16 @@ class Electra(Discriminator):
                 new = found["sampled"].where(at > 0, kept).to(inputs.tokens.dtype)
                 tokens = inputs.tokens.scatter(1, at, new)
                 key = inputs.dropout_key if keys is None else keys[1]
-                inputs = replace(inputs, tokens=tokens, predicted=None, dropout_key=key)
-        if rest := outputs - _FIRST:
+                # All positions are judged, unless only the replaced tokens are predicted.
+                only = "original" in outputs and "copied" not in outputs
+                at_positions = inputs.predicted if only else None
+                inputs = replace(inputs, tokens=tokens, predicted=at_positions, dropout_key=key)
+        rest = outputs - _FIRST
+        if "copied" in rest:
+            assert self.copy_head is not None
+            found |= super().forward(inputs, rest - {"copied"} | {"hidden"})
+            found["copied"] = self.copy_head(found["hidden"])[..., 0]
+        elif rest:
             found |= super().forward(inputs, rest)
         return found
 
@@ -263,16 +300,30 @@ class Electra(Discriminator):
         start = super().start_from(stored)
         if self.generator is None:
             return start
-        return replace(
-            start, unused=frozenset(n for n in start.unused if not n.startswith(_GENERATOR))
-        )
+        unused = frozenset(name for name in start.unused if not name.startswith(_PRETRAINING))
+        sources = dict(start.sources)
+        if isinstance(stored.config, Config) and stored.config.masked_lm:
+            # Two-stage training: both models start from a generator (section 3.4 of the paper).
+            # The detector's head is another than the generator's, though some names are equal.
+            new = self.head if self.config.main_head == "detector" else self.copy_head
+            for name in sources:
+                if name.startswith(_GENERATOR):
+                    sources[name] = name.removeprefix(_GENERATOR)
+            own = "head." if new is self.head else "copy_head."
+            names = () if new is None else [name for name, _ in new.named_parameters()]
+            sources |= {f"{own}{name}": None for name in names}
+            unused |= {name for name in stored.shapes if name not in sources.values()}
+        return replace(start, sources=sources, unused=unused)
 
     def head_flops(self) -> int:
+        if self.config.main_head != "detector":
+            return super().head_flops()
         return matrix_flops(self.head)
 
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
-        """Both models; the discriminator predicts at every position."""
-        own = super().flops_per_token(sequence_length, 1.0)
+        """Both models; the discriminator predicts at every position, except with `tokens`."""
+        only = self.config.main_head == "tokens"
+        own = super().flops_per_token(sequence_length, predicted_per_token if only else 1.0)
         if self.generator is None:
             return own
         return own + self.generator.flops_per_token(sequence_length, predicted_per_token)

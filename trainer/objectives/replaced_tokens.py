@@ -32,12 +32,15 @@ class Config(mlm.Config):
     Attributes:
         generator_weight: factor of the generator's masked-language-modeling loss.
         discriminator_weight: factor of the discriminator's loss (50 in the paper).
+        masked_only: whether only masked positions count in the discriminator's loss ("ELECTRA 15%"
+            in section 3.4).
     """
 
     replace_mask: float = 0.85
     replace_random: float = 0.0
     generator_weight: float = 1.0
     discriminator_weight: float = 50.0
+    masked_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +57,8 @@ class ReplacedTokens(mlm.MaskedLM):
 
     To a batch of `mlm.MaskedLM` it adds, for B examples of S positions:
         sample_key: int32 [B], the key of the samples.
-        real_weights: float32 [B, S], 1 for a token that counts, 0 for padding.
+        real_weights: float32 [B, S], 1 for a token that counts, 0 for padding; with `masked_only`,
+            0 for tokens that are not masked.
     """
 
     predicts = "replaced"
@@ -66,10 +70,15 @@ class ReplacedTokens(mlm.MaskedLM):
         batch = super().collate(examples, sequence_length)
         # Another key than the masks', but from the same example: new samples in each epoch.
         key = combine(examples.key, _SAMPLE)
+        real = np.not_equal(batch["segments"], 0) * examples.weight[:, None]
+        if self.config.masked_only:
+            # Unused entries write 0 at position 0, [CLS], which is never predicted.
+            real = np.zeros_like(real)
+            np.put_along_axis(real, batch["predicted"].astype(np.int64), batch["weights"], 1)
         return {
             **batch,
             "sample_key": (key >> np.uint64(32)).astype(np.uint32).view(np.int32),
-            "real_weights": np.not_equal(batch["segments"], 0) * examples.weight[:, None],
+            "real_weights": real,
         }
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:

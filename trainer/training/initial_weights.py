@@ -43,7 +43,7 @@ def stored_values(
         _check_peft(weights, model)
         start = model.start_from(stored)
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad and start.sources.get(name) != name:
+            if not parameter.requires_grad and start.sources.get(name) is None:
                 raise ConfigError(
                     f"{name} is frozen, and {weights.folder} has no values for it; take it out of "
                     "frozen"

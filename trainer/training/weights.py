@@ -23,7 +23,7 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Model, ModelConfig, Outputs
+from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
@@ -257,9 +257,18 @@ def _load_base(
 def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
     """Returns all parameters of a model: the trained ones, and the frozen ones of the base."""
     with torch.device("meta"):
-        names = [name for name, _ in config.build().named_parameters()]
+        model = config.build()
+    names = [name for name, _ in model.named_parameters()]
+    # As at the start of the run: a parameter may come from a tensor of another name.
+    shapes = {name: base.tensors.shape(name) for name in base.tensors}
+    sources = model.start_from(Stored(base.config, shapes)).sources
+    pieces = {
+        name: base.tensors.pieces[source]
+        for name, source in sources.items()
+        if source is not None and source in base.tensors.pieces
+    }
     # Trained tensors replace the base's: a fine-tuned head, for example.
-    pieces = {**base.tensors.pieces, **trained.pieces}
+    pieces |= trained.pieces
     if absent := [name for name in names if name not in pieces]:
         raise CheckpointError(
             f"{base.folder} has no {absent[0]}, and so is not what the parameters were added to; "
