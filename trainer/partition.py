@@ -304,6 +304,20 @@ def _row_norms(part: Tensor) -> Tensor:
     return torch.cat((_row_norms(part[:whole].view(-1, 1024)), part[whole:]))
 
 
+def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """Returns the ranks that a tensor is partitioned over; None if it is not.
+
+    HSDP's replicas hold equal parts, and each has a group of its own.
+    """
+    if isinstance(tensor, SegmentParameter):
+        return tensor.segment.group
+    if is_dtensor(tensor):
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                return tensor.device_mesh.get_group(dimension)
+    return None
+
+
 def add_up(values: Tensor, like: Tensor) -> Tensor:
     """Sums values over the ranks that a tensor is partitioned over, in place.
 

@@ -46,6 +46,7 @@ TASKS = {
         "model={kind: modernbert, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 48, "
         "max_positions: 32, local_window: 8, dropout: 0.1}",
     ],
+    "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
     "causal_lm": [
@@ -63,6 +64,7 @@ FAMILIES = {
     "electra": "concat",
     "electra_all_tokens": "concat",
     "modernbert": "best_fit",
+    "muon": "best_fit",
     "spanbert": "best_fit",
 }
 """Tasks that are tested with one packing each."""

@@ -136,13 +136,14 @@ def test_losses_are_those_of_the_cpu(
 
 
 @pytest.mark.timeout(600)
-def test_lamb_in_two_phases(
-    work: Work, samestep: Samestep, experiment_file: str, tmp_path: Path
+@pytest.mark.parametrize("optimizer", ["{kind: lamb, lr: 1e-2}", "{kind: muon, lr: 3e-3}"])
+def test_updates_of_whole_matrices_in_two_phases(
+    work: Work, samestep: Samestep, experiment_file: str, tmp_path: Path, optimizer: str
 ) -> None:
     """Each phase has shapes of its own, and so a step and an evaluation of its own."""
     settings = (
         "model.layers=3",
-        "optimizer={kind: lamb, lr: 1e-2}",
+        f"optimizer={optimizer}",
         "phases=[{steps: 6, sequence_length: 16, global_batch_size: 16}, {steps: 6, "
         "sequence_length: 32}]",
         "training.evaluate_every=6",

@@ -24,15 +24,22 @@ class Structure:
             where there are several. Optimizers that use norms of whole matrices treat each apart.
         layers_above: number of layers between a parameter and the heads, its own included; 0 for
             parameters that are not named.
+        matrices: the matrices inside layers.
     """
 
     stacked: Mapping[str, int] = field(default_factory=dict)
     layers_above: Mapping[str, int] = field(default_factory=dict)
+    matrices: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: Model) -> Self:
         """The structure of a model."""
-        return cls(model.stacked(), model.layers_above())
+        matrices = {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.ndim == 2 and model.role(name) == ("layer", "weight")
+        }
+        return cls(model.stacked(), model.layers_above(), frozenset(matrices))
 
     def blocks(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[Tensor, int]:
         """Number of stacked matrices by parameter; parameters that hold only one are left out."""

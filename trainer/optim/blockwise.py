@@ -158,40 +158,14 @@ class Blockwise(Optimizer):
         torch._foreach_mul_(tensors, (1 - number(fraction, finite) * finite).to(tensors[0].dtype))
 
 
-class BlockwiseAdam(Blockwise):
-    """Adam with a scale for each block: x - lr * scale * u, with u = m / (sqrt(v) + eps).
+class AdamMoments(Blockwise):
+    """Adam's running means, and the update u = m / (sqrt(v) + eps) from them.
 
     Attributes:
         decay_in_update: whether decay * x is added to u, as in AdamW and LAMB.
     """
 
     decay_in_update = True
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Makes one update; none where loss scaling has found gradients that are not finite."""
-        members, weights = self._begin_update()
-        parts = [update for group, own, _ in members for update in self._adam(group, own)]
-        blocks, updates = self._blocks(weights, local_parts(weights)), self._blocks(weights, parts)
-        scales = self._scales(weights, blocks, updates)
-        for group, _, entries in members:
-            factors = torch._foreach_mul(scales[entries], number(-group["lr"], blocks[0]))
-            torch._foreach_addcmul_(blocks[entries], updates[entries], factors)
-
-    @abstractmethod
-    def _scales(
-        self,
-        weights: list[Tensor],
-        blocks: list[Tensor],
-        updates: list[Tensor],
-    ) -> list[Tensor]:
-        """The scale of each block's update: from `_factors`, or scalars on the device.
-
-        Args:
-            weights: the parameters to update.
-            blocks: the local parts of their blocks, from `_blocks`.
-            updates: u of each block, likewise.
-        """
 
     def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         """Updates the running means; returns the local part of each weight's u."""
@@ -264,6 +238,36 @@ class BlockwiseAdam(Blockwise):
         updates = torch._foreach_div(means, number(1 - beta1**t, roots[0]))
         torch._foreach_div_(updates, roots)
         return list(updates)
+
+
+class BlockwiseAdam(AdamMoments):
+    """Adam with a scale for each block: x - lr * scale * u, with u = m / (sqrt(v) + eps)."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Makes one update; none where loss scaling has found gradients that are not finite."""
+        members, weights = self._begin_update()
+        parts = [update for group, own, _ in members for update in self._adam(group, own)]
+        blocks, updates = self._blocks(weights, local_parts(weights)), self._blocks(weights, parts)
+        scales = self._scales(weights, blocks, updates)
+        for group, _, entries in members:
+            factors = torch._foreach_mul(scales[entries], number(-group["lr"], blocks[0]))
+            torch._foreach_addcmul_(blocks[entries], updates[entries], factors)
+
+    @abstractmethod
+    def _scales(
+        self,
+        weights: list[Tensor],
+        blocks: list[Tensor],
+        updates: list[Tensor],
+    ) -> list[Tensor]:
+        """The scale of each block's update: from `_factors`, or scalars on the device.
+
+        Args:
+            weights: the parameters to update.
+            blocks: the local parts of their blocks, from `_blocks`.
+            updates: u of each block, likewise.
+        """
 
 
 def number(value: float, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.processes import run_ranks
 from trainer.checkpoint import layout
-from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, stable_adamw
+from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, muon, stable_adamw
 from trainer.partition import Segment, SegmentParameter, whole_shape
 
 STEPS = 80
@@ -30,6 +30,7 @@ ADAMW = [
     adamw.Config(bias_correction=False),
     adamw_scale.Config(weight_decay=0.1),
     stable_adamw.Config(weight_decay=0.1),
+    muon.Config(),
 ]
 Split: TypeAlias = tuple[int, ...]
 # Flat ranges. Other splits are meshes; two dimensions are copies and shards (HSDP).
@@ -90,7 +91,10 @@ def segments(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def build(config: Any, parameters: Parameters) -> torch.optim.Optimizer:
     """The optimizer, with its state."""
     optimizer: torch.optim.Optimizer = config.build(
-        parameters.items(), Structure({"qkv.weight": 3, "qkv.bias": 3})
+        parameters.items(),
+        Structure(
+            {"qkv.weight": 3, "qkv.bias": 3}, matrices=frozenset({"qkv.weight", "dense.weight"})
+        ),
     )
     groups.prime(optimizer)
     return optimizer

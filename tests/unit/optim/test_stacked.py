@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accelerators import kernels
-from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, stable_adamw
+from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, muon, stable_adamw
 from trainer.partition import StackedParameter, squared_norms
 
 LAYERS, STEPS = 3, 12
@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "lamb of nvidia": lamb.Config(variant="nvidia"),
     "adamw_scale": adamw_scale.Config(weight_decay=0.1),
     "stable_adamw": stable_adamw.Config(weight_decay=0.1),
+    "muon": muon.Config(),
     "adafactor": adafactor.Config(min_dim_size_to_factor=4),
     "adafactor with means": adafactor.Config(
         min_dim_size_to_factor=16, beta1=0.9, weight_decay=0.1
@@ -46,7 +47,10 @@ def train(config: Any, named: dict[str, nn.Parameter], gradients: Any) -> dict[s
     optimizer = config.build(
         named.items(),
         Structure(
-            {name: STACKED[kind] for name in named for kind in STACKED if name.endswith(kind)}
+            {name: STACKED[kind] for name in named for kind in STACKED if name.endswith(kind)},
+            matrices=frozenset(
+                name for name in named if name.endswith(("qkv.weight", "down.weight"))
+            ),
         ),
     )
     groups.prime(optimizer)
