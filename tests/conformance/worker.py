@@ -46,6 +46,11 @@ TASKS = {
         "model={kind: modernbert, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 48, "
         "max_positions: 32, local_window: 8, dropout: 0.1}",
     ],
+    "xlnet": [
+        "objective={kind: permutation_lm, k: 4}",
+        "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 32, attention_dropout: 0.1, dropout: 0.1}",
+    ],
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
@@ -64,6 +69,7 @@ FAMILIES = {
     "electra": "concat",
     "electra_all_tokens": "concat",
     "modernbert": "best_fit",
+    "xlnet": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
 }

@@ -243,6 +243,12 @@ PROMISES = {
     "electra_large": electra(354_655_291, 1_750_000, 2048, 512, 2e-4, masked=0.25),
     "spanbert_base": spanbert(110_272_484),
     "spanbert_large": spanbert(336_970_980),
+    "xlnet_base": Promise(
+        116_750_336, ((1_000_000, 256, 512),), decay(1e-4, 10_000, 1_000_000), masked=1 / 6
+    ),
+    "xlnet_large": Promise(
+        360_300_800, ((500_000, 8192, 512),), decay(4e-4, 40_000, 500_000), masked=1 / 6
+    ),
     "modernbert_base": Promise(
         149_655_232,
         (

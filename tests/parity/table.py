@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     RobertaConfig,
     T5Config,
+    XLNetConfig,
 )
 
 from tests.outputs import fill, predict

@@ -14,14 +14,9 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.hashing import U64, combine, mix, name_key, uniform
 from trainer.objectives import Objective, ObjectiveConfig
-from trainer.objectives.rows import Bools, Int32, Int64, Rows, TokenObjective
-from trainer.objectives.whole_words import COLUMN_BITS, NEVER, choose_words, columns_of
-from trainer.objectives.word_spans import choose_spans, ngram_probabilities
+from trainer.objectives.chosen_tokens import ChosenTokens, check_ngrams
+from trainer.objectives.rows import Bools, Int32, Int64
 
-MOST_WORDS = 100
-"""The longest runs of words that may be masked together."""
-
-_CHOOSE = name_key("mlm.choose")
 _REPLACE = name_key("mlm.replace")
 
 
@@ -58,14 +53,13 @@ class Config(ObjectiveConfig):
                 "Use probabilities that add up to at most 1, as 0.8 and 0.1."
             )
 
-        if not 1 <= self.ngrams <= MOST_WORDS:
-            raise ConfigError(f"ngrams is {self.ngrams}. Use 1 to {MOST_WORDS}, as 3.")
+        check_ngrams(self.ngrams)
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLM(self, vocabulary)
 
 
-class MaskedLM(TokenObjective):
+class MaskedLM(ChosenTokens):
     """The masked-language-modeling objective; see `trainer.objectives.Objective`.
 
     To the arrays of `rows.Rows`, with masks applied, it adds for B examples and P predictions:
@@ -89,28 +83,9 @@ class MaskedLM(TokenObjective):
                 "masked language modeling needs a tokenizer with [MASK]. "
                 "Use one made for BERT or RoBERTa."
             )
-        self._rows = Rows.for_encoder(vocabulary)
-        ids = np.arange(vocabulary.size, dtype=np.int32)
-        self._is_ordinary = ~np.isin(ids, vocabulary.special)
-        self._ordinary = ids[self._is_ordinary]
-        if self._ordinary.size == 0:
-            raise ConfigError(
-                "the tokenizer has 0 ordinary tokens, only special ones. Train one on your text.",
-            )
+        super().__init__(config, vocabulary)
         self.config = config
         self._mask = np.int32(vocabulary.mask)
-        self._is_continuing: Bools | None = None
-        if config.whole_words:
-            if vocabulary.continuing is None:
-                raise ConfigError(
-                    "whole_words is true, and this tokenizer does not say where words begin. Use a "
-                    "WordPiece, byte-level BPE or SentencePiece tokenizer, or set whole_words to "
-                    "false."
-                )
-            self._is_continuing = np.isin(ids, list(vocabulary.continuing))
-
-    def predictions(self, sequence_length: int) -> int:
-        return max(1, round(self.config.mask_fraction * (sequence_length - 2)))
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         rows = self._rows.lay_out(examples, sequence_length)
@@ -149,32 +124,6 @@ class MaskedLM(TokenObjective):
         tokens.reshape(-1)[at] = np.where(used, replaced, labels)
         return labels
 
-    def choose(self, key: U64, tokens: Int32) -> tuple[Int64, Bools]:
-        """Chooses the positions to predict: their columns, and which entries are in use."""
-        maskable, count = self.budget(tokens)
-        slots = self.predictions(tokens.shape[1])
-        if self.config.ngrams > 1:
-            likely = ngram_probabilities(self.config.ngrams)
-            spans = choose_spans(key, maskable, self.continues(tokens), count, likely)
-            return columns_of(spans > 0, slots)
-        if self._is_continuing is not None:
-            chosen = choose_words(key, maskable, self._is_continuing.take(tokens), count)
-            return columns_of(chosen, slots)
-        return _smallest(key, maskable, count, slots)
-
-    def budget(self, tokens: Int32) -> tuple[Bools, Int64]:
-        """The positions that may be predicted, bool [B, S], and how many are, int64 [B]."""
-        # The count is exact, not a probability for each token: of 100 ordinary tokens,
-        # mask_fraction 0.15 takes the 15 of smallest hash.
-        maskable = self._is_ordinary.take(tokens)
-        available = maskable.sum(axis=1, dtype=np.int32)
-        rounded = np.maximum(1, np.rint(self.config.mask_fraction * available))
-        return maskable, np.minimum(available, rounded).astype(np.int64)
-
-    def continues(self, tokens: Int32) -> Bools | None:
-        """The positions that continue a word; None if every token is a word."""
-        return None if self._is_continuing is None else self._is_continuing.take(tokens)
-
     def _replacements(self, key: U64, predicted: Int64, labels: Int32, unit: Int64) -> Int32:
         """The tokens to put at predicted positions: [MASK], random ordinary ones, or the labels."""
         # With the defaults, a number below 0.8 means [MASK], one from 0.8 to 0.9 a random token,
@@ -188,18 +137,3 @@ class MaskedLM(TokenObjective):
         # Hashed again: the hashes of random replacements all lie in one narrow range.
         tokens[is_random] = self._ordinary[mix(hashed[is_random]) % np.uint64(self._ordinary.size)]
         return tokens
-
-
-def _smallest(key: U64, maskable: Bools, count: Int64, slots: int) -> tuple[Int64, Bools]:
-    """Chooses the `count` maskable positions of smallest hash in each row."""
-    # The low 16 bits of each hash are replaced by its column. That makes hashes distinct, and lets
-    # us partition values, from which the columns can be read, instead of indices, which is slower.
-    column = np.arange(maskable.shape[1], dtype=np.uint64)
-    rank = combine(key[:, None], _CHOOSE, column)
-    rank &= ~COLUMN_BITS
-    rank |= column
-    rank[~maskable] = NEVER
-    rank.partition(slots - 1, axis=1)
-    lowest = np.sort(rank[:, :slots], axis=1)
-    used = np.arange(slots) < count[:, None]
-    return np.where(used, lowest & COLUMN_BITS, 0).astype(np.int64), used

@@ -18,6 +18,7 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Inputs
 from trainer.objectives import Loss, Objective, Tensors, mlm
+from trainer.objectives.chosen_tokens import MOST_WORDS
 from trainer.objectives.rows import Int32, score_tokens
 from trainer.objectives.whole_words import columns_of
 from trainer.objectives.word_spans import choose_spans, geometric_probabilities
@@ -48,10 +49,8 @@ class Config(mlm.Config):
             )
         if not 0 < self.span_p < 1:
             raise ConfigError(f"span_p is {self.span_p}. Use a number between 0 and 1, as 0.2.")
-        if not 1 <= self.longest_span <= mlm.MOST_WORDS:
-            raise ConfigError(
-                f"longest_span is {self.longest_span}. Use 1 to {mlm.MOST_WORDS}, as 10."
-            )
+        if not 1 <= self.longest_span <= MOST_WORDS:
+            raise ConfigError(f"longest_span is {self.longest_span}. Use 1 to {MOST_WORDS}, as 10.")
         if self.boundary_tokens < 1:
             raise ConfigError(f"boundary_tokens is {self.boundary_tokens}. Use 1 or more, as 20.")
 
