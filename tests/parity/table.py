@@ -58,6 +58,7 @@ ENCODERS = {
     "electra-small, generator": (ElectraConfig(**SMALL_ELECTRA), "MaskedLM"),
     "modernbert-base": (ModernBertConfig(), "MaskedLM"),
 }
+XLNET = {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072}
 HEADER = """# Parity with transformers
 
 Written by `tests/parity/table.py`: models of the released sizes, with random weights, in fp32 on a CPU. A
@@ -150,9 +151,53 @@ def compare_encoder(name: str) -> str:
         losses = [F.binary_cross_entropy_with_logits(each, replaced) for each in logits]
     else:
         losses = [F.cross_entropy(each, tokens[real]) for each in logits]
+    return row(name, weights.config, theirs, ours, logits, losses)
+
+
+def compare_xlnet() -> str:
+    """A row of the table: two streams, and 42 predictions in each row."""
+    torch.manual_seed(0)
+    theirs = transformers.XLNetLMHeadModel(XLNetConfig(**XLNET)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        weights = load_weights(Path(folder))
+        ours = weights.config.build().eval()
+        fill(ours, dict(weights.tensors))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, 32000, (2, 256), generator=generator)
+    places = torch.stack([torch.randperm(255, generator=generator)[:42] + 1 for _ in tokens])
+    types = (torch.arange(256) >= 100).long().expand(2, -1)
+    order = torch.arange(1, 43, dtype=torch.int32).expand(2, -1)
+    rank = torch.zeros(2, 256, dtype=torch.int32).scatter(1, places, order)
+    hidden = (rank[:, None, :] > 0) & (rank[:, None, :] >= rank[:, :, None])
+    logits = [
+        theirs(
+            input_ids=tokens,
+            token_type_ids=types,
+            perm_mask=hidden.float(),
+            target_mapping=F.one_hot(places, 256).float(),
+            use_mems=False,
+        ).logits,
+        predict(ours, tokens=tokens, token_types=types, predicted=places, extra={"rank": rank}),
+    ]
+    losses = [
+        F.cross_entropy(each.flatten(0, 1), tokens.gather(1, places).flatten()) for each in logits
+    ]
+    return row("xlnet-base", weights.config, theirs, ours, logits, losses)
+
+
+def row(
+    name: str,
+    config: Any,
+    theirs: PreTrainedModel,
+    ours: Any,
+    logits: list[Tensor],
+    losses: list[Tensor],
+) -> str:
+    """The row of a model that generates no text, from theirs and ours."""
     for loss in losses:
         loss.backward()
-    expected = weights.config.import_tensors(
+    expected = config.import_tensors(
         {key: value.grad for key, value in theirs.named_parameters() if value.grad is not None}
     )
     gradients = max(difference(value.grad, expected[key]) for key, value in ours.named_parameters())
@@ -187,7 +232,8 @@ def ours_greedy(model: Any, tokens: Tensor, two_stacks: bool) -> Tensor:
 
 
 if __name__ == "__main__":
-    rows = [compare_encoder(name) for name in ENCODERS] + [compare(name) for name in MODELS]
+    rows = [compare_encoder(name) for name in ENCODERS] + [compare_xlnet()]
+    rows += [compare(name) for name in MODELS]
     versions = f"\ntorch {torch.__version__}, transformers {transformers.__version__}.\n"
     page = HEADER.format(tokens=NEW_TOKENS) + "\n".join(rows) + "\n" + versions
     Path(__file__).parents[2].joinpath("docs", "parity.md").write_text(page, encoding="utf-8")

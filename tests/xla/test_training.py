@@ -38,6 +38,11 @@ MODERNBERT = (
     "model={kind: modernbert, vocab_size: 600, layers: 5, width: 32, heads: 2, ffn_width: 48, "
     "max_positions: 32, local_window: 8}",
 )
+XLNET = (
+    "objective=permutation_lm",
+    "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 32}",
+)
 DECODER = (
     "objective=causal_lm",
     "model={kind: gpt2, vocab_size: 700, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -55,7 +60,7 @@ def on_cpu(samestep: Samestep, file: str, folder: Path, *overrides: str) -> list
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["bert", "packed roberta", "albert", "electra", "modernbert", "t5", "gpt2"]
+    "kind", ["bert", "packed roberta", "albert", "electra", "modernbert", "xlnet", "t5", "gpt2"]
 )
 def test_losses_are_those_of_the_cpu(
     work: Work,
@@ -78,6 +83,7 @@ def test_losses_are_those_of_the_cpu(
         "albert": ALBERT,
         "electra": ELECTRA,
         "modernbert": MODERNBERT,
+        "xlnet": XLNET,
         "gpt2": DECODER,
     }
     model = models.get(kind, ("model.layers=3",))

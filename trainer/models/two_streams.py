@@ -84,15 +84,17 @@ class RelativeAttention(Attention):
         """Queries [B, H, T, K] -> mixed values [B, T, H * K].
 
         Args:
-            mask: bool, broadcasts to [B, 1, T, S]; None allows all.
+            mask: as in `Context`; broadcasts to [B, 1, T, S].
             at: int [B, T], the positions of the queries; None: all positions, in order.
         """
         # `attend` scales the queries, so what is added to its scores is scaled here.
         scale = query.shape[-1] ** -0.5
         bias = self._of_distances(query + self._per_head(self.distance_shift), keys.distances, at)
         bias = (bias + self._of_segments(query, context.columns["token_types"], at)) * scale
-        if mask is not None:
+        if mask is not None and mask.dtype == torch.bool:
             bias = bias.masked_fill(~mask, float("-inf"))
+        elif mask is not None:  # scores to add, in XLA's loop over layers
+            bias = bias + mask
         shifted = query + self._per_head(self.content_shift)
         return self.attend(shifted, keys.key, keys.value, bias, context.key("attention"))
 
