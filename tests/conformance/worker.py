@@ -51,6 +51,12 @@ TASKS = {
         "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
         "max_positions: 32, attention_dropout: 0.1, dropout: 0.1}",
     ],
+    "deberta": [
+        "objective={kind: mlm}",
+        "model={kind: deberta_v2, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 32, position_buckets: 8, conv_width: 3, attention_dropout: 0.1, "
+        "dropout: 0.1, mask_decoder: true}",
+    ],
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
@@ -70,6 +76,7 @@ FAMILIES = {
     "electra_all_tokens": "concat",
     "modernbert": "best_fit",
     "xlnet": "best_fit",
+    "deberta": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
 }

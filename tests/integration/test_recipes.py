@@ -165,6 +165,16 @@ def spanbert(parameters: int) -> Promise:
     )
 
 
+def deberta(parameters: int) -> Promise:
+    """With the positions of the enhanced mask decoder, which transformers does not have."""
+    return Promise(
+        parameters,
+        ((1_000_000, 2048, 512),),
+        decay(2e-4, 10_000, 1_000_000),
+        optimizer={**BERT_ADAM, "bias_correction": True},
+    )
+
+
 PROMISES = {
     "bert_tiny": Promise(4_433_468, SEQUENCES, bert()),
     "bert_mini": Promise(11_267_900, SEQUENCES, bert()),
@@ -249,6 +259,8 @@ PROMISES = {
     "xlnet_large": Promise(
         360_300_800, ((500_000, 8192, 512),), decay(4e-4, 40_000, 500_000), masked=1 / 6
     ),
+    "deberta_base": deberta(139_637_337),
+    "deberta_large": deberta(406_789_209),
     "modernbert_base": Promise(
         149_655_232,
         (

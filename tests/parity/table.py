@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
     BertConfig,
+    DebertaConfig,
+    DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
     GPT2Config,
@@ -41,6 +43,16 @@ MODELS = {
     "openai-gpt": OpenAIGPTConfig(),
 }
 SMALL_ELECTRA = {"intermediate_size": 256, "num_attention_heads": 1, "hidden_size": 64}
+DEBERTA = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "relative_attention": True,
+    "position_biased_input": False,
+    "pos_att_type": ["c2p", "p2c"],
+}
+SHARED = {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
 ENCODERS = {
     "bert-base": (BertConfig(), "MaskedLM"),
     "roberta-base": (
@@ -57,6 +69,8 @@ ENCODERS = {
     "electra-small, discriminator": (ElectraConfig(), "PreTraining"),
     "electra-small, generator": (ElectraConfig(**SMALL_ELECTRA), "MaskedLM"),
     "modernbert-base": (ModernBertConfig(), "MaskedLM"),
+    "deberta-base": (DebertaConfig(**DEBERTA), "MaskedLM"),
+    "deberta-v3-base": (DebertaV2Config(**DEBERTA, **SHARED), "MaskedLM"),
 }
 XLNET = {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072}
 HEADER = """# Parity with transformers

@@ -43,6 +43,10 @@ XLNET = (
     "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
     "max_positions: 32}",
 )
+DEBERTA = (
+    "model={kind: deberta_v2, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 32, position_buckets: 8, conv_width: 3, mask_decoder: true}",
+)
 DECODER = (
     "objective=causal_lm",
     "model={kind: gpt2, vocab_size: 700, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -60,7 +64,8 @@ def on_cpu(samestep: Samestep, file: str, folder: Path, *overrides: str) -> list
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["bert", "packed roberta", "albert", "electra", "modernbert", "xlnet", "t5", "gpt2"]
+    "kind",
+    ["bert", "packed roberta", "albert", "electra", "modernbert", "deberta", "xlnet", "t5", "gpt2"],
 )
 def test_losses_are_those_of_the_cpu(
     work: Work,
@@ -84,6 +89,7 @@ def test_losses_are_those_of_the_cpu(
         "electra": ELECTRA,
         "modernbert": MODERNBERT,
         "xlnet": XLNET,
+        "deberta": DEBERTA,
         "gpt2": DECODER,
     }
     model = models.get(kind, ("model.layers=3",))

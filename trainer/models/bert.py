@@ -104,6 +104,7 @@ class Config(Family):
     """
 
     model_type: ClassVar[str] = "bert"
+    prefix: ClassVar[str] = ""  # of names in checkpoints, if it is not the model type
     architecture: ClassVar[str] = "BertForMaskedLM"
     causal_architecture: ClassVar[str] = "BertLMHeadModel"
     special_ids: ClassVar[Mapping[str, int]] = {"pad_token_id": 0}
@@ -315,12 +316,12 @@ class Config(Family):
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """Parameter name -> names of transformers' tensors that are concatenated in its rows."""
         table: dict[str, tuple[str, ...]] = {
-            f"embeddings.{ours}": (f"{self.model_type}.{theirs}",)
+            f"embeddings.{ours}": (f"{self.prefix or self.model_type}.{theirs}",)
             for ours, theirs in self.embedding_names.items()
         }
         modules: dict[str, tuple[str, ...]] = {}
         for layer, place in self.layer_places().items():
-            begin = f"{self.model_type}.{place}"
+            begin = f"{self.prefix or self.model_type}.{place}"
             for ours, theirs in self.layer_names.items():
                 modules[f"layers.{layer}.{ours}"] = tuple(f"{begin}.{name}" for name in theirs)
         heads = self.task_names.get(self.head, {})
@@ -348,7 +349,7 @@ class Config(Family):
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
         # A checkpoint of the bare encoder (BertModel) has no "bert." before its names.
         has_prefix = not name.startswith(cls.bare_names)
-        return name if has_prefix else f"{cls.model_type}.{name}"
+        return name if has_prefix else f"{cls.prefix or cls.model_type}.{name}"
 
     def _drop_copies(self, found: dict[str, Tensor]) -> None:
         """Drops second copies: the matrix of a tied head, and the head's bias.

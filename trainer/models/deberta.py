@@ -1,0 +1,324 @@
+"""DeBERTa (He et al. 2021, arXiv 2006.03654), version 1, and what version 2 shares with it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+from trainer.models import Inputs, Outputs, Start, Stored, bert
+from trainer.models.attention import take
+from trainer.models.config import Pooling
+from trainer.models.disentangled import (
+    DisentangledLayer,
+    RelativeEmbeddings,
+    SeparateAttention,
+    place_table,
+)
+from trainer.models.dropout import split_key
+from trainer.models.stack import Context, Stack
+from trainer.models.transformer import Transformer
+
+# What transformers assumes of keys that config.json lacks.
+_DEFAULTS = {
+    "relative_attention": False,
+    "position_biased_input": True,
+    "max_relative_positions": -1,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-7,
+}
+# Released checkpoints name the masked-LM head so; it computes the same function.
+_OTHER_HEAD = re.compile(r"lm_predictions\.lm_head\.(?:(dense|LayerNorm)\.(\w+)|bias)")
+_POOLED = {"pooler": "pooler.dense", "classifier": "classifier"}
+
+
+@dataclass(frozen=True)
+class Config(bert.Config):
+    """DeBERTa-base, version 1.
+
+    Attributes:
+        max_positions: maximum sequence length; distances up to it have embeddings of their own.
+        mask_decoder: the enhanced mask decoder (section 3.2): in masked language modeling the last
+            layer runs twice, from queries with absolute positions.
+    """
+
+    model_type: ClassVar[str] = "deberta"
+    prefix: ClassVar[str] = "deberta"
+    architecture: ClassVar[str] = "DebertaForMaskedLM"
+    causal_architecture: ClassVar[str] = ""
+    nsp_names: ClassVar[Mapping[str, str]] = {}
+    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        **bert.Config.task_names,
+        "classification": _POOLED,
+        "multiple_choice": _POOLED,
+    }
+    their_settings: ClassVar[Mapping[str, str]] = {
+        ours: name for ours, name in bert.Config.their_settings.items() if ours != "causal"
+    }
+    their_constants: ClassVar[Mapping[str, object]] = {
+        "relative_attention": True,
+        "position_biased_input": False,
+        "max_relative_positions": -1,
+    }
+    embedding_names: ClassVar[Mapping[str, str]] = {
+        name: theirs
+        for name, theirs in bert.Config.embedding_names.items()
+        if not name.startswith(("positions", "types"))
+    }
+    # Version 1 has one matrix for queries, keys and values, whose rows are ordered by head.
+    layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        name: theirs for name, theirs in bert.Config.layer_names.items() if "qkv" not in name
+    }
+    bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.")
+    pooler_activation: ClassVar[Pooling] = "gelu"
+    fewest_types: ClassVar[int] = 0
+
+    vocab_size: int = 50265
+    type_vocab: int = 0
+    norm_eps: float = 1e-7
+    mask_decoder: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("nsp", "span_boundary", "causal", "also_causal"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is true, but DeBERTa has no such head. Use kind: bert.")
+        if self.type_vocab or self.norm != "post" or self.gated:
+            raise ConfigError(
+                "DeBERTa has norm post, no token types and no gated activation. Leave norm, "
+                "type_vocab and activation out, or use kind: bert."
+            )
+        if self.virtual_tokens:
+            raise ConfigError(
+                "model.peft adds positions, which DeBERTa's relative attention cannot place. Use "
+                "model.peft=lora."
+            )
+
+    @property
+    def attention_scale(self) -> float:
+        # Three terms instead of one: their sum has the variance of three (eq. 4).
+        return 1 / math.sqrt(3 * self.head_width)
+
+    @property
+    def position_table(self) -> bool:
+        return False
+
+    @property
+    def normalizes_embeddings(self) -> bool:
+        return True
+
+    @property
+    def buckets(self) -> int:
+        """Number of distances with shared embeddings, on each side; 0: each has its own."""
+        return 0
+
+    @property
+    def span(self) -> int:
+        """Half of the number of relative embeddings."""
+        return self.buckets or self.max_positions
+
+    @property
+    def normalizes_places(self) -> bool:
+        """Whether the relative embeddings are normalized."""
+        return False
+
+    def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
+        return DisentangledLayer(self, index)
+
+    def build_attention(self, index: int) -> nn.Module:
+        return SeparateAttention(self)
+
+    def build_base(self) -> Transformer:
+        return Deberta(self, self._build_head())
+
+    @classmethod
+    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+        config = {**_DEFAULTS, **config}
+        kinds = config.get("pos_att_type") or []
+        kinds = kinds.split("|") if isinstance(kinds, str) else kinds
+        if sorted(kind.strip().lower() for kind in kinds) != ["c2p", "p2c"]:
+            raise ConfigError(
+                f"config.json has pos_att_type {config.get('pos_att_type')!r}. Only models with "
+                "both c2p and p2c are supported."
+            )
+        # The released files name the number of positions.
+        if config["max_relative_positions"] == config.get("max_position_embeddings"):
+            config["max_relative_positions"] = -1
+        return super().from_huggingface(config, (cls._canonical(name) for name in tensors))
+
+    def to_huggingface(self) -> dict[str, Any]:
+        return {
+            **super().to_huggingface(),
+            **self.their_constants,
+            "pos_att_type": ["c2p", "p2c"],
+            "pooler_hidden_size": self.width,
+            "pooler_dropout": 0.0,
+            "pooler_hidden_act": "gelu",
+            "legacy": True,
+        }
+
+    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {self._canonical(name): self._import(name, each) for name, each in tensors.items()}
+        return super().import_tensors(found)
+
+    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # transformers has no enhanced mask decoder.
+        known = {
+            n: each for n, each in parameters.items() if not n.startswith("decoder_positions.")
+        }
+        alone = replace(self, mask_decoder=False)
+        exported = super(Config, alone).export_tensors(known)
+        return {name: self._export(name, each) for name, each in exported.items()}
+
+    def _import(self, name: str, tensor: Tensor) -> Tensor:
+        if not name.endswith("in_proj.weight"):
+            return tensor
+        # Rows of each head: its queries, keys and values. Ours are all queries, keys, then values.
+        by_head = tensor.view(self.heads, 3, self.head_width, self.width)
+        return by_head.transpose(0, 1).reshape(3 * self.width, self.width)
+
+    def _export(self, name: str, tensor: Tensor) -> Tensor:
+        if not name.endswith("in_proj.weight"):
+            return tensor
+        by_part = tensor.view(3, self.heads, self.head_width, self.width)
+        return by_part.transpose(0, 1).reshape(3 * self.width, self.width)
+
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        table = super().tensor_names()
+        for layer in range(self.layers):
+            begin = f"{self.prefix}.encoder.layer.{layer}.attention.self"
+            for ours, theirs in self.attention_names().items():
+                names = tuple(f"{begin}.{name}" for name in theirs)
+                table[f"layers.{layer}.attention.{ours}"] = names
+        table["relative.weight"] = (f"{self.prefix}.encoder.rel_embeddings.weight",)
+        return table
+
+    def attention_names(self) -> dict[str, tuple[str, ...]]:
+        """Parameter of an attention module -> transformers' names of its parts."""
+        return {
+            "qkv.weight": ("in_proj.weight",),
+            "query_bias": ("q_bias",),
+            "value_bias": ("v_bias",),
+            "place_key.weight": ("pos_proj.weight",),
+            "place_query.weight": ("pos_q_proj.weight",),
+            "place_query.bias": ("pos_q_proj.bias",),
+        }
+
+    @classmethod
+    def _canonical(cls, name: str) -> str:
+        if match := _OTHER_HEAD.fullmatch(name):
+            module, kind = match.groups()
+            own = "bias" if module is None else f"transform.{module}.{kind}"
+            return f"cls.predictions.{own}"
+        return super()._canonical(name)
+
+
+class Deberta(Transformer):
+    """An encoder with disentangled attention.
+
+    Attributes:
+        relative: the embeddings of relative positions.
+        decoder_positions: absolute positions of the enhanced mask decoder; None without it.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config, head: nn.Module) -> None:
+        super().__init__(config, head)
+        self.relative = RelativeEmbeddings(config, config.span, config.normalizes_places)
+        self.decoder_positions: nn.Embedding | None = None
+        if config.mask_decoder and config.predicts == "tokens":
+            self.decoder_positions = nn.Embedding(config.max_positions, config.width)
+
+    def sharding_units(self) -> list[nn.Module]:
+        # The decoder runs the last layer twice: as a unit it would be gathered twice.
+        units = super().sharding_units()
+        return units if self.decoder_positions is None else units[:-1]
+
+    def columns(self, inputs: Inputs) -> dict[str, Tensor]:
+        tokens, segments = inputs.tokens, inputs.segments
+        table, first, _ = self._places(tokens.shape[1])
+        return {
+            **super().columns(inputs),
+            "places": (table - first).to(tokens.device),
+            "segments": torch.ones_like(tokens) if segments is None else segments,
+        }
+
+    def _places(self, length: int) -> tuple[Tensor, int, int]:
+        """The rows of the relative embeddings by pair of positions; the first and the last one."""
+        table = place_table(length, self.config.buckets, self.config.max_positions)
+        # Distances of a short sequence need the middle rows only. They decrease to the upper right.
+        return table, int(table[0, -1]), int(table[-1, 0])
+
+    def _mask(
+        self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None, causal: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        mask, _ = super()._mask(tokens, segments, prefix, causal)
+        _, first, last = self._places(tokens.shape[1])
+        return mask, self.relative(first, last + 1)
+
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        if self.decoder_positions is None or "tokens" not in outputs:
+            return super().forward(inputs, outputs)
+        found = {"tokens": self._decoded(inputs)}
+        if rest := outputs - {"tokens"}:
+            found |= super().forward(inputs, rest)
+        return found
+
+    def _decoded(self, inputs: Inputs) -> Tensor:
+        """Logits of masked tokens by the enhanced mask decoder, [B, P, V]."""
+        assert self.decoder_positions is not None
+        keys = self._keys(inputs.dropout_key)
+        hidden, matrix, segments, _ = self._embed(inputs, keys.embeddings)
+        mask, relative = self._mask(hidden[..., 0], segments, None, False)
+        sites, columns = self.config.dropout_sites, self.columns(inputs)
+        context = Context(mask=mask, sites=sites, keys=keys.layers, columns=columns)
+        below = Stack(list(self.layers)[:-1])
+        below.runner, below.checkpointing = self.layers.runner, self.layers.checkpointing
+        below.train(self.training)
+        hidden = below.run(hidden, None, relative, context)
+        length = inputs.tokens.shape[1]
+        places = inputs.positions
+        if places is None:
+            places = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
+        at = inputs.predicted
+        if at is None:
+            at = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
+        queries = take(hidden, at) + self.decoder_positions(places.gather(1, at.long()))
+        own = None if keys.layers is None else keys.layers[-1]
+        for _ in range(2):
+            last = replace(context, positions=at, keys=own)
+            queries = self.layers[-1]((queries, hidden), None, relative, last)
+            if own is not None:  # other masks in the second pass
+                own = torch.stack([split_key(key, 1)[0] for key in own])
+        logits: Tensor = self.head(self._finish(queries, keys.final, at), matrix, keys.final)
+        return logits
+
+    def start_from(self, stored: Stored) -> Start:
+        start = super().start_from(stored)
+        name = "decoder_positions.weight"
+        if self.decoder_positions is None:
+            return replace(start, unused=start.unused | {name})
+        # A model without the decoder, such as a published one, may go on with one.
+        new = {} if name in stored.shapes else {name: None}
+        return replace(start, sources={**start.sources, **new})
+
+    def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
+        """With the products of contents and places, and the decoder's second pass."""
+        config = self.config
+        _, first, last = self._places(sequence_length)
+        products = 12 * (last + 1 - first) * config.heads * config.head_width
+        passes = config.layers + (self.decoder_positions is not None) * predicted_per_token
+        found = super().flops_per_token(sequence_length, predicted_per_token)
+        if self.decoder_positions is not None:
+            layer = 6 * config.width * (2 * config.width + 2 * config.ffn_width)
+            scores = 12 * sequence_length * config.heads * config.head_width
+            found += predicted_per_token * (layer + scores)
+        return found + passes * products
