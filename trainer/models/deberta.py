@@ -22,7 +22,7 @@ from trainer.models.disentangled import (
     place_table,
 )
 from trainer.models.dropout import split_key
-from trainer.models.stack import Context, Stack
+from trainer.models.stack import Context, ScanGroup, Stack
 from trainer.models.transformer import Transformer
 
 # What transformers assumes of keys that config.json lacks.
@@ -128,6 +128,10 @@ class Config(bert.Config):
     def normalizes_places(self) -> bool:
         """Whether the relative embeddings are normalized."""
         return False
+
+    def static(self, index: int) -> tuple[bool, ...]:
+        # The decoder runs the last layer, which is therefore in no loop.
+        return (self.mask_decoder and index == self.layers - 1,)
 
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
         return DisentangledLayer(self, index)
@@ -239,8 +243,13 @@ class Deberta(Transformer):
 
     def sharding_units(self) -> list[nn.Module]:
         # The decoder runs the last layer twice: as a unit it would be gathered twice.
+        # In the root unit it is gathered once, and its gradients are reduced once.
         units = super().sharding_units()
         return units if self.decoder_positions is None else units[:-1]
+
+    def scan_groups(self) -> list[ScanGroup]:
+        groups = super().scan_groups()
+        return groups if self.decoder_positions is None else groups[:-1]
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
         tokens, segments = inputs.tokens, inputs.segments
@@ -262,6 +271,7 @@ class Deberta(Transformer):
     ) -> tuple[Tensor | None, Tensor | None]:
         mask, _ = super()._mask(tokens, segments, prefix, causal)
         _, first, last = self._places(tokens.shape[1])
+        # In place of a bias, which the attention computes itself from these embeddings.
         return mask, self.relative(first, last + 1)
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
@@ -280,6 +290,7 @@ class Deberta(Transformer):
         mask, relative = self._mask(hidden[..., 0], segments, None, False)
         sites, columns = self.config.dropout_sites, self.columns(inputs)
         context = Context(mask=mask, sites=sites, keys=keys.layers, columns=columns)
+        # A stack of the other layers, run as the whole stack would be: recomputed, or in a loop.
         below = Stack(list(self.layers)[:-1])
         below.runner, below.checkpointing = self.layers.runner, self.layers.checkpointing
         below.train(self.training)
@@ -291,8 +302,11 @@ class Deberta(Transformer):
         at = inputs.predicted
         if at is None:
             at = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
+        # Absolute positions come in only here: "a new store opened beside the new mall" has two
+        # nouns in equal surroundings, which the place in the sentence tells apart (section 3.2).
         queries = take(hidden, at) + self.decoder_positions(places.gather(1, at.long()))
         own = None if keys.layers is None else keys.layers[-1]
+        # Keys and values are the states below in both passes; only the queries change.
         for _ in range(2):
             last = replace(context, positions=at, keys=own)
             queries = self.layers[-1]((queries, hidden), None, relative, last)

@@ -74,11 +74,14 @@ class Config(deberta.Config):
         own = ("convolution",) if self.conv_width else ()
         return (*super().dropout_sites, *own)
 
-    def static(self, index: int) -> bool:
+    def static(self, index: int) -> tuple[bool, ...]:
+        return (*super().static(index), self._convolves(index))
+
+    def _convolves(self, index: int) -> bool:
         return index == 0 and self.conv_width > 0
 
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
-        if self.static(index):
+        if self._convolves(index):
             return ConvolutionLayer(self, index, self.conv_width, self.conv_activation)
         return super().build_layer(index)
 

@@ -26,13 +26,13 @@ def place_table(length: int, buckets: int, farthest: int) -> Tensor:
     """
     # On the host, so that every device uses the same rows: logarithms of devices differ in the last
     # bits, which decide at the bounds of a bucket. fp32, as in the released code.
-    places = torch.arange(length)
+    places = torch.arange(length, device="cpu")  # also where a model is built without memory
     distance = places[:, None] - places
     span = farthest
     if buckets > 0:
         span, middle = buckets, buckets // 2
         far = distance.abs().clamp(min=middle).float() / middle
-        growth = torch.log(torch.tensor((farthest - 1) / middle))
+        growth = torch.log(torch.tensor((farthest - 1) / middle, device="cpu"))
         rows = torch.ceil(far.log() / growth * (middle - 1)) + middle
         near = distance.abs() <= middle
         distance = torch.where(near, distance, rows.long() * distance.sign())
@@ -88,6 +88,7 @@ class DisentangledAttention(SelfAttention):
         """
         assert relative is not None, "the model has relative embeddings"
         query, key, value = self.project(queries, hidden)
+        # Few places, many pairs: 2 * 256 places serve 512 * 512 pairs of positions.
         place_query, place_key = self.of_places(relative)
         rows, mask = context.columns["places"][None], context.mask
         if at is not None:
@@ -114,6 +115,7 @@ class DisentangledAttention(SelfAttention):
 
     def of_places(self, relative: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of the relative positions, [H, R, K] each."""
+        # The product with the value matrix is not used: one matrix is not worth another parameter.
         query, key, _ = self.split(self.qkv(relative[None]), 3)
         return query[0], key[0]
 
@@ -187,6 +189,7 @@ class ConvolutionLayer(DisentangledLayer):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None, context: Context
     ) -> Tensor:
+        # All positions: the convolution of a position needs its neighbors.
         out = super().forward(hidden, memory, bias, replace(context, positions=None))
         neighbors = self.neighbors(hidden, context.columns["segments"])
         added = dropout(self.convolution(neighbors), self.dropout, context.key("convolution"))

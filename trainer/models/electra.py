@@ -180,6 +180,7 @@ class Config(bert.Config):
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {name: each for name, each in parameters.items() if not name.startswith(_PRETRAINING)}
         # As if it had been built without these, whose tensors would be missing.
+        # With and without the choice to copy, the head for tokens is the same.
         head: MainHead = "detector" if self.main_head == "detector" else "tokens"
         alone = replace(self, generator_divisor=0, main_head=head)
         return bert.Config.export_tensors(alone, own)

@@ -87,7 +87,8 @@ class RelativeAttention(Attention):
             mask: as in `Context`; broadcasts to [B, 1, T, S].
             at: int [B, T], the positions of the queries; None: all positions, in order.
         """
-        # `attend` scales the queries, so what is added to its scores is scaled here.
+        # The sum of all three products is scaled. `attend` scales its own product, so the other two,
+        # which it gets as a bias, are scaled here.
         scale = query.shape[-1] ** -0.5
         bias = self._of_distances(query + self._per_head(self.distance_shift), keys.distances, at)
         bias = (bias + self._of_segments(query, context.columns["token_types"], at)) * scale
@@ -122,6 +123,7 @@ class RelativeAttention(Attention):
         """Products with the vectors of equal and of different segments: [B, H, T, S]."""
         vectors = self.segments.view(2, self.heads, -1).permute(1, 2, 0)  # [H, K, 2]
         same, other = ((query + self._per_head(self.segment_shift)) @ vectors).chunk(2, -1)
+        # Two products for each query instead of one for each pair: a pair only chooses between them.
         own = types if at is None else types.gather(1, at.long())
         differs = own[:, None, :, None] != types[:, None, None, :]
         return torch.where(differs, other, same)
@@ -163,6 +165,8 @@ class TwoStreamLayer(nn.Module):
             return self._finish(hidden, mixed, context, context.positions)
         content, predicted = hidden
         query, keys = self.attention.project(content, context)
+        # The second half of the dropout keys is the query stream's. Its masks are those of its
+        # positions in the row, whatever else is predicted.
         own = replace(
             context,
             sites=SITES,
@@ -172,6 +176,7 @@ class TwoStreamLayer(nn.Module):
         of_predicted = self.attention.of_queries(predicted)
         mixed = self.attention(of_predicted, keys, columns["visible"], own, columns["predicted"])
         predicted = self._finish(predicted, mixed, own, None)
+        # Both streams attend to the content stream below this layer, so their order is free.
         if context.positions is None:
             mixed = self.attention(query, keys, context.mask, context)
             content = self._finish(content, mixed, context, None)

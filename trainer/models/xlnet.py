@@ -122,6 +122,7 @@ class Config(bert.Config):
     def position_table(self) -> bool:
         return False
 
+    # Embeddings go to the layers as they are: each layer normalizes its own sums.
     @property
     def normalizes_embeddings(self) -> bool:
         return False
@@ -136,6 +137,7 @@ class Config(bert.Config):
         return True
 
     def build_embeddings(self) -> nn.Module:
+        # Segments are compared in the layers. They have no embeddings, whatever type_vocab says.
         return Embeddings(replace(self, type_vocab=0))
 
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
@@ -153,6 +155,7 @@ class Config(bert.Config):
                 f"config.json has summary_type {kind!r}, and heads pool the first position here. "
                 "Fine-tune from a language model instead."
             )
+        # transformers has one rate for both.
         return replace(found, attention_dropout=found.dropout)
 
     @classmethod
@@ -164,13 +167,16 @@ class Config(bert.Config):
         fields = {theirs: getattr(self, ours) for ours, theirs in self.their_settings.items()}
         if self.activation == "gelu_tanh":
             fields["ff_activation"] = "gelu_new"
-        task = self.head != "language_model"
+        architecture = self.architecture
+        if self.head != "language_model":
+            architecture = self._task_architecture(self.head)
         return {
-            "architectures": [self._task_architecture(self.head) if task else self.architecture],  # type: ignore[arg-type]
+            "architectures": [architecture],
             "model_type": self.model_type,
             **fields,
             **self.their_constants,
             "d_head": self.head_width,
+            # No memory from call to call: rows are independent of each other.
             "mem_len": None,
             "use_mems_eval": False,
             "summary_type": "first",
@@ -298,9 +304,12 @@ class XLNet(Transformer):
         assert self.mask_embedding is not None
         keys, at, rank = self._keys(inputs.dropout_key), inputs.predicted, inputs.extra["rank"]
         content, matrix, segments, _ = self._embed(inputs, keys.embeddings)
+        # visible[b, i, j]: whether position i may read position j. With the ranks 0 2 1 of a b c, b
+        # reads a and c, c reads a alone, and a reads a alone.
         visible = (rank[:, None, :] == 0) | (rank[:, None, :] < rank[:, :, None])
         if segments is not None:
             visible = visible & segment_mask(segments)[:, 0]
+        # Only the content stream sees its own token: the query stream has to predict it.
         itself = torch.eye(rank.shape[1], dtype=torch.bool, device=rank.device)
         predicted = self.mask_embedding.expand(len(at), at.shape[1], -1).to(content.dtype)
         if keys.embeddings is not None:
@@ -316,6 +325,7 @@ class XLNet(Transformer):
                 "visible": visible.take_along_dim(at.long()[..., None], 1)[:, None],
             },
         )
+        # Passing the predicted positions marks the last layer, which needs no content stream.
         _, predicted = self.layers.run((content, predicted), None, None, context, at)
         logits: Tensor = self.head(self._finish(predicted, keys.final, at), matrix)
         return logits
@@ -335,6 +345,7 @@ class XLNet(Transformer):
         layer = 6 * config.width * (2 * config.width + 2 * config.ffn_width)  # q, out, ffn
         keys = 6 * config.width * 2 * config.width
         attention = 24 * sequence_length * config.heads * config.head_width
+        # The content stream skips the last layer, and the query stream has all of them.
         streams = config.layers - 1 + config.layers * predicted_per_token
         if config.head != "language_model":
             streams = config.layers - 1 + predicted_per_token

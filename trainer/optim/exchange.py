@@ -42,6 +42,8 @@ class Exchange:
                 edges = (first - start, first + part.numel() - start)
                 begin, end = (min(max(edge, 0), size) for edge in edges)
                 own.append((begin, max(begin, end)))
+        # The other ranks' ranges follow from no rule that all strategies share, so they are asked
+        # for, once.
         ranges: list[list[Range]] = [own]
         self._rank = 0
         if self._group is not None:
@@ -49,11 +51,13 @@ class Exchange:
             ranges = [own] * dist.get_world_size(self._group)
             dist.all_gather_object(ranges, own, group=self._group)
         self._sizes = [[end - begin for begin, end in each] for each in ranges]
-        # The ranks in the order of their elements, for each matrix.
+        # The ranks in the order of their elements, for each matrix: joined in this order, their
+        # parts are the flattened matrix. Empty parts may stand anywhere.
         self._order = [
             sorted(range(len(ranges)), key=lambda rank: ranges[rank][matrix])
             for matrix in range(len(own))
         ]
+        # Newton-Schulz iterations cost about as much as this product; memory goes with it.
         costs = [rows * columns * min(rows, columns) for rows, columns in self._shapes]
         self._owners = owners(costs, len(ranges))
         self._mine = [i for i, owner in enumerate(self._owners) if owner == self._rank]
@@ -66,6 +70,7 @@ class Exchange:
         """
         if self._group is None:
             return {i: each.reshape(self._shapes[i]) for i, each in enumerate(parts)}
+        # One message to each owner: its matrices in their order.
         sent = [parts[i].reshape(-1) for i in self._by_owner()]
         received = self._swap(sent, self._sizes[self._rank], to_owners=True)
         pieces = {rank: iter(self._split(received, rank)) for rank in range(len(self._sizes))}
@@ -102,7 +107,7 @@ class Exchange:
     def _swap(self, sent: list[Tensor], own: Sequence[int], to_owners: bool) -> Tensor:
         """One all-to-all; returns what the other ranks sent, by rank."""
         ranks = range(len(self._sizes))
-        # Elements between this rank and each: its own parts of their matrices, and their parts of
+        # Every rank knows all sizes, so none are sent. Elements between this rank and each: its own parts of their matrices, and their parts of
         # its own.
         own_parts = [
             sum(own[i] for i, owner in enumerate(self._owners) if owner == rank) for rank in ranks

@@ -72,6 +72,7 @@ class Config(adamw.Config):
     ) -> Optimizer:
         named = list(parameters)
         groups: list[Group] = []
+        # The matrices of layers first. Groups stay in this order, by which states are found again.
         for muon in (True, False):
             own = [(name, each) for name, each in named if (name in structure.matrices) == muon]
             made = parameter_groups(
@@ -114,6 +115,7 @@ class Muon(AdamMoments):
                 torch._foreach_addcmul_(parts, adam, factors)
                 continue
             blocks = self._blocks(own, local_parts(own))
+            # Decay before the step, as torch does: it shrinks the weight before this update.
             self._shrink(blocks, group["lr"] * group["weight_decay"])
             shapes = [self._shape(weight) for weight in own for _ in self._counts[weight]]
             for block, shape in zip(blocks, shapes, strict=True):
@@ -133,6 +135,7 @@ class Muon(AdamMoments):
             pairs = zip(moments, gradients, strict=True)
             gradients = [torch.where(overflowed, m, g) for m, g in pairs]
         momentum = self._config.momentum
+        # The mean of local parts is local; only the orthogonalization below needs whole matrices.
         torch._foreach_lerp_(moments, gradients, 1 - momentum)
         updates = moments
         if self._config.nesterov:
@@ -145,6 +148,7 @@ class Muon(AdamMoments):
             shapes = [self._shape(weight) for weight in weights for _ in self._counts[weight]]
             pairs = zip(blocks, shapes, strict=True)
             return [self._newton_schulz(block.reshape(-1, *shape)) for block, shape in pairs]
+        # Phases may give gradients to other parameters. Each set of them has its own exchange.
         key = tuple(weights)
         if key not in self._exchanges:
             parts = [(len(self._counts[weight]), *self._shape(weight)) for weight in weights]

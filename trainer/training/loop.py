@@ -331,6 +331,7 @@ class Trainer:
     def record_order(self) -> None:
         """Writes to the ledger which data order the next steps consume."""
         config = self.description["config"]
+        # The phase's own objective, or the run's.
         own = config["phases"][self.phase.index]["objective"] if config["phases"] else None
         objective = own or config["objective"]
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
