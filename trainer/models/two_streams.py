@@ -87,7 +87,7 @@ class RelativeAttention(Attention):
             mask: as in `Context`; broadcasts to [B, 1, T, S].
             at: int [B, T], the positions of the queries; None: all positions, in order.
         """
-        # The sum of all three products is scaled. `attend` scales its own product, so the other two,
+        # The sum of all three products is scaled. `attend` scales its own product; the other two,
         # which it gets as a bias, are scaled here.
         scale = query.shape[-1] ** -0.5
         bias = self._of_distances(query + self._per_head(self.distance_shift), keys.distances, at)
@@ -123,7 +123,7 @@ class RelativeAttention(Attention):
         """Products with the vectors of equal and of different segments: [B, H, T, S]."""
         vectors = self.segments.view(2, self.heads, -1).permute(1, 2, 0)  # [H, K, 2]
         same, other = ((query + self._per_head(self.segment_shift)) @ vectors).chunk(2, -1)
-        # Two products for each query instead of one for each pair: a pair only chooses between them.
+        # Two products for each query instead of one for each pair, which only chooses one.
         own = types if at is None else types.gather(1, at.long())
         differs = own[:, None, :, None] != types[:, None, None, :]
         return torch.where(differs, other, same)

@@ -79,7 +79,7 @@ def _log_likelihood(outputs: Tensors, batch: Tensors) -> Tensor:
     original = masked.scatter(1, at, batch["labels"].where(at > 0, kept))
     read = masked.scatter(1, at, outputs["sampled"].where(at > 0, kept))
     scores, copied = outputs["original"].float(), outputs["copied"].float()
-    # In logarithms: p(original) of a copied token is near 1, and its rest is lost in fp32 otherwise.
+    # In logarithms: p of a copied token is near 1, and fp32 would lose what is missing to 1.
     of_softmax = -F.cross_entropy(scores.flatten(0, 1), original.flatten(), reduction="none")
     own = F.logsigmoid(-copied) + of_softmax.view_as(copied)
     return torch.logaddexp(own, F.logsigmoid(copied)).where(read == original, own)

@@ -30,6 +30,7 @@ class Exchange:
 
     def __init__(self, weights: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]]) -> None:
         self._group = shard_group(weights[0])
+        (self._like,) = local_parts(weights[:1])
         self._shapes = [(rows, columns) for count, rows, columns in shapes for _ in range(count)]
         own: list[Range] = []
         for weight, part, (count, rows, columns) in zip(
@@ -50,17 +51,25 @@ class Exchange:
             self._rank = dist.get_rank(self._group)
             ranges = [own] * dist.get_world_size(self._group)
             dist.all_gather_object(ranges, own, group=self._group)
-        self._sizes = [[end - begin for begin, end in each] for each in ranges]
-        # The ranks in the order of their elements, for each matrix: joined in this order, their
-        # parts are the flattened matrix. Empty parts may stand anywhere.
-        self._order = [
-            sorted(range(len(ranges)), key=lambda rank: ranges[rank][matrix])
-            for matrix in range(len(own))
-        ]
-        # Newton-Schulz iterations cost about as much as this product; memory goes with it.
         costs = [rows * columns * min(rows, columns) for rows, columns in self._shapes]
-        self._owners = owners(costs, len(ranges))
-        self._mine = [i for i, owner in enumerate(self._owners) if owner == self._rank]
+        # Newton-Schulz iterations cost about as much as this product; memory goes with it.
+        owner_of = owners(costs, len(ranges))
+        self._mine = [i for i, owner in enumerate(owner_of) if owner == self._rank]
+        # The ranks in the order of their elements, for each of this rank's matrices: joined in this
+        # order, their parts are the flattened matrix. Empty parts may stand anywhere.
+        self._order = {
+            i: sorted(range(len(ranges)), key=lambda rank, i=i: ranges[rank][i])  # type: ignore[misc]
+            for i in self._mine
+        }
+        # What is sent and received never changes, so it is counted once: at a thousand ranks,
+        # counting takes longer than a step may.
+        self._by_owner = sorted(range(len(own)), key=lambda i: (owner_of[i], i))
+        self._own_sizes = [own[i][1] - own[i][0] for i in self._by_owner]
+        self._to_owners = [0] * len(ranges)
+        for i, size in zip(self._by_owner, self._own_sizes, strict=True):
+            self._to_owners[owner_of[i]] += size
+        self._their_sizes = [[each[i][1] - each[i][0] for i in self._mine] for each in ranges]
+        self._from_ranks = [sum(sizes) for sizes in self._their_sizes]
 
     def collect(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         """Returns the whole matrices that this rank owns, by number.
@@ -71,13 +80,16 @@ class Exchange:
         if self._group is None:
             return {i: each.reshape(self._shapes[i]) for i, each in enumerate(parts)}
         # One message to each owner: its matrices in their order.
-        sent = [parts[i].reshape(-1) for i in self._by_owner()]
-        received = self._swap(sent, self._sizes[self._rank], to_owners=True)
-        pieces = {rank: iter(self._split(received, rank)) for rank in range(len(self._sizes))}
-        found = {i: {rank: next(pieces[rank]) for rank in pieces} for i in self._mine}
+        message = torch.cat([parts[i].reshape(-1) for i in self._by_owner])
+        received = self._swap(message, self._to_owners, self._from_ranks)
+        # By rank, and within a rank by matrix.
+        pieces = torch.split(received, [size for each in self._their_sizes for size in each])
+        count = len(self._mine)
         return {
-            i: torch.cat([each[rank] for rank in self._order[i]]).view(self._shapes[i])
-            for i, each in found.items()
+            number: torch.cat([pieces[rank * count + i] for rank in self._order[number]]).view(
+                self._shapes[number]
+            )
+            for i, number in enumerate(self._mine)
         }
 
     def spread(self, matrices: Mapping[int, Tensor]) -> list[Tensor]:
@@ -88,42 +100,29 @@ class Exchange:
         """
         if self._group is None:
             return [matrices[i].reshape(-1) for i in range(len(self._shapes))]
-        pieces: dict[int, dict[int, Tensor]] = {}
-        for i in self._mine:
-            sizes = [self._sizes[rank][i] for rank in self._order[i]]
-            split = torch.split(matrices[i].reshape(-1), sizes)
-            pieces[i] = dict(zip(self._order[i], split, strict=True))
-        sent = [pieces[i][rank] for rank in range(len(self._sizes)) for i in self._mine]
-        received = self._swap(sent, self._sizes[self._rank], to_owners=False)
-        numbers = self._by_owner()
-        split = torch.split(received, [self._sizes[self._rank][i] for i in numbers])
-        found = dict(zip(numbers, split, strict=True))
-        return [found[i] for i in range(len(numbers))]
+        pieces: list[dict[int, Tensor]] = []
+        for i, number in enumerate(self._mine):
+            order = self._order[number]
+            sizes = [self._their_sizes[rank][i] for rank in order]
+            split = torch.split(matrices[number].reshape(-1), sizes)
+            pieces.append(dict(zip(order, split, strict=True)))
+        sent = [each[rank] for rank in range(len(self._their_sizes)) for each in pieces]
+        # A rank without matrices sends nothing, in the type of the others.
+        message = torch.cat(sent) if sent else self._like.new_empty(0)
+        received = self._swap(message, self._from_ranks, self._to_owners)
+        found = dict(zip(self._by_owner, torch.split(received, self._own_sizes), strict=True))
+        return [found[i] for i in range(len(found))]
 
-    def _by_owner(self) -> list[int]:
-        """The matrices in the order in which their parts are sent: by owner, then by number."""
-        return sorted(range(len(self._owners)), key=lambda i: (self._owners[i], i))
+    def _swap(self, message: Tensor, out: list[int], back: list[int]) -> Tensor:
+        """One all-to-all.
 
-    def _swap(self, sent: list[Tensor], own: Sequence[int], to_owners: bool) -> Tensor:
-        """One all-to-all; returns what the other ranks sent, by rank."""
-        ranks = range(len(self._sizes))
-        # Every rank knows all sizes, so none are sent. Elements between this rank and each: its own parts of their matrices, and their parts of
-        # its own.
-        own_parts = [
-            sum(own[i] for i, owner in enumerate(self._owners) if owner == rank) for rank in ranks
-        ]
-        their_parts = [sum(self._sizes[rank][i] for i in self._mine) for rank in ranks]
-        out, back = (own_parts, their_parts) if to_owners else (their_parts, own_parts)
-        message = torch.cat(sent) if sent else torch.empty(0)
+        Args:
+            message: to all ranks, in their order.
+            out, back: number of elements to and from each rank.
+        """
         received = message.new_empty(sum(back))
         dist.all_to_all_single(received, message, back, out, group=self._group)
         return received
-
-    def _split(self, received: Tensor, rank: int) -> Sequence[Tensor]:
-        """What one rank sent of this rank's matrices, in their order."""
-        sizes = [[each[i] for i in self._mine] for each in self._sizes]
-        before = sum(sum(each) for each in sizes[:rank])
-        return torch.split(received[before : before + sum(sizes[rank])], sizes[rank])
 
 
 def owners(costs: Sequence[int], ranks: int) -> list[int]:
