@@ -57,10 +57,7 @@ class Exchange:
         self._mine = [i for i, owner in enumerate(owner_of) if owner == self._rank]
         # The ranks in the order of their elements, for each of this rank's matrices: joined in this
         # order, their parts are the flattened matrix. Empty parts may stand anywhere.
-        self._order = {
-            i: sorted(range(len(ranges)), key=lambda rank, i=i: ranges[rank][i])  # type: ignore[misc]
-            for i in self._mine
-        }
+        self._order = {i: _in_order([each[i] for each in ranges]) for i in self._mine}
         # What is sent and received never changes, so it is counted once: at a thousand ranks,
         # counting takes longer than a step may.
         self._by_owner = sorted(range(len(own)), key=lambda i: (owner_of[i], i))
@@ -123,6 +120,11 @@ class Exchange:
         received = message.new_empty(sum(back))
         dist.all_to_all_single(received, message, back, out, group=self._group)
         return received
+
+
+def _in_order(ranges: Sequence[Range]) -> list[int]:
+    """The indices of the ranges, sorted."""
+    return sorted(range(len(ranges)), key=ranges.__getitem__)
 
 
 def owners(costs: Sequence[int], ranks: int) -> list[int]:
