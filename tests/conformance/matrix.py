@@ -175,7 +175,7 @@ GPT-2, both with Adafactor and a SentencePiece tokenizer. `mlm_nsp` is BERT with
 ALBERT of 4 layers in 2 groups with sentence order, n-grams and LAMB, `electra` an ELECTRA with its generator, `electra_all_tokens` the
 same with its All-Tokens MLM, `modernbert` a ModernBERT with local layers, `xlnet` an XLNet with permutations,
 `deberta` a
-DeBERTa v2 with its convolution and mask decoder, `muon` the BERT with Muon, `spanbert` SpanBERT's objective. A row of `mlm` covers micro-batches of at most
+DeBERTa v2 with its convolution and mask decoder, `deberta_v3` v3 with its generator, `muon` the BERT with Muon, `spanbert` SpanBERT's objective. A row of `mlm` covers micro-batches of at most
 {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the packings {_join(PACKINGS)}. The others, and those
 of ZeRO and Accelerate, cover micro-batches of at most {_join(FEWER[0])} examples and both packings. `hsdp` is FSDP2 in
 two replicas; `zero-1` to `zero-3` are the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.

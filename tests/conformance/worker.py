@@ -57,6 +57,12 @@ TASKS = {
         "max_positions: 32, position_buckets: 8, conv_width: 3, attention_dropout: 0.1, "
         "dropout: 0.1, mask_decoder: true}",
     ],
+    "deberta_v3": [
+        "objective={kind: replaced_tokens}",
+        "model={kind: deberta_v3, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 32, position_buckets: 8, attention_dropout: 0.1, dropout: 0.1, "
+        "mask_decoder: true, generator_layers: 1}",
+    ],
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
@@ -77,6 +83,7 @@ FAMILIES = {
     "modernbert": "best_fit",
     "xlnet": "best_fit",
     "deberta": "best_fit",
+    "deberta_v3": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
 }

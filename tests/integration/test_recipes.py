@@ -175,6 +175,13 @@ def deberta(parameters: int) -> Promise:
     )
 
 
+def deberta_v3(parameters: int, peak: float) -> Promise:
+    """With the generator, which has half of the layers."""
+    rate = decay(peak, 10_000, 500_000)
+    optimizer = {**BERT_ADAM, "betas": (0.9, 0.98), "bias_correction": True}
+    return Promise(parameters, ((500_000, 8192, 512),), rate, optimizer=optimizer)
+
+
 PROMISES = {
     "bert_tiny": Promise(4_433_468, SEQUENCES, bert()),
     "bert_mini": Promise(11_267_900, SEQUENCES, bert()),
@@ -261,6 +268,8 @@ PROMISES = {
     ),
     "deberta_base": deberta(139_637_337),
     "deberta_large": deberta(406_789_209),
+    "deberta_v3_base": deberta_v3(326_447_461, 6e-4),
+    "deberta_v3_large": deberta_v3(719_100_005, 3e-4),
     "modernbert_base": Promise(
         149_655_232,
         (

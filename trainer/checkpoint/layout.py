@@ -37,7 +37,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -325,6 +325,16 @@ class StoredTensors(Mapping[str, Tensor]):
             pieces[name] = [StoredPiece(name, shape, start, shape, tensor.dtype, elements)]
         return cls(pieces)
 
+    def with_added(self, added: Mapping[str, str]) -> StoredTensors:
+        """Returns the same tensors, with others of equal shape added to some: name -> other."""
+        pieces = dict(self.pieces)
+        for name, other in added.items():
+            first = self.pieces[name][0]
+            start = (0,) * len(first.shape)
+            elements = partial(_add_elements, self, (name, other))
+            pieces[name] = [replace(first, offset=start, lengths=first.shape, elements=elements)]
+        return StoredTensors(pieces)
+
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
         return self.elements(name, 0, math.prod(shape)).view(shape)
@@ -355,6 +365,11 @@ class StoredTensors(Mapping[str, Tensor]):
         rows = torch.empty(end - begin, *first.shape[1:], dtype=first.dtype)
         fill([Piece(name, first.shape, (begin, *[0] * (rows.ndim - 1)), rows)], self.pieces)
         return rows.flatten()[start - begin * row : stop - begin * row]
+
+
+def _add_elements(tensors: StoredTensors, names: tuple[str, str], start: int, stop: int) -> Tensor:
+    first, second = (tensors.elements(name, start, stop) for name in names)
+    return first + second
 
 
 def _make_elements(

@@ -133,11 +133,13 @@ class Start:
         sources: the stored tensor for each parameter; None: initialized randomly.
         unused: stored tensors that may be left out.
         reason: the reason for leaving them out, for the log.
+        added: stored tensors -> others that are added to them.
     """
 
     sources: Mapping[str, str | None]
     unused: frozenset[str] = frozenset()
     reason: str = ""
+    added: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -16,21 +16,18 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models import Inputs, Outputs, Start, Stored, bert
-from trainer.models.base import matrix_flops
 from trainer.models.config import Activation, Pooling
-from trainer.models.dropout import split_key
 from trainer.models.embeddings import Embeddings
+from trainer.models.generator import (
+    FIRST,
+    GENERATOR,
+    PRETRAINING,
+    Discriminator,
+    ReplacedTokenHead,
+    WithGenerator,
+)
 from trainer.models.heads import MaskedLMHead
-from trainer.models.layers import activate
-from trainer.models.sampling import sample
 from trainer.models.transformer import Transformer
-
-# Parameters of the generator. All others are the discriminator's, or shared.
-_GENERATOR = "generator."
-# What neither fine-tuning nor other libraries use.
-_PRETRAINING = (_GENERATOR, "copy_head.")
-_FIRST = frozenset({"tokens", "sampled"})
-"""Outputs of the generator."""
 
 MainHead = Literal["detector", "tokens", "tokens_or_copy"]
 
@@ -84,6 +81,7 @@ class Config(bert.Config):
     }
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "embeddings_project.", "encoder.")
     pooler_activation: ClassVar[Pooling] = "gelu"
+    generator_setting: ClassVar[str] = "generator_divisor"
     classification_drops_first: ClassVar[bool] = True
 
     width: int = 256
@@ -132,7 +130,7 @@ class Config(bert.Config):
     @property
     def settings_for(self) -> Mapping[str, str]:
         settings = {name: value for name, value in super().settings_for.items() if "head" in value}
-        with_generator = dict.fromkeys(_FIRST, "model.generator_divisor=4")
+        with_generator = dict.fromkeys(FIRST, "model.generator_divisor=4")
         own = {
             "replaced": "model.head=language_model",
             "original": "model.main_head=tokens",
@@ -154,6 +152,11 @@ class Config(bert.Config):
             generator_divisor=0,
             masked_lm=True,
         )
+
+    def build_generator(self) -> Transformer | None:
+        if not self.generator_divisor:
+            return None
+        return Discriminator(self.generator, MaskedLMHead(self.generator, "gelu"))
 
     def build_base(self) -> Transformer:
         if self.head == "language_model" and not self.masked_lm:
@@ -178,7 +181,7 @@ class Config(bert.Config):
         return tree
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: each for name, each in parameters.items() if not name.startswith(_PRETRAINING)}
+        own = {name: each for name, each in parameters.items() if not name.startswith(PRETRAINING)}
         # As if it had been built without these, whose tensors would be missing.
         # With and without the choice to copy, the head for tokens is the same.
         head: MainHead = "detector" if self.main_head == "detector" else "tokens"
@@ -188,7 +191,7 @@ class Config(bert.Config):
     def export_parts(self) -> dict[str, tuple[Config, str]]:
         if not self.generator_divisor or self.head != "language_model":
             return {}
-        return {"generator": (self.generator, _GENERATOR)}
+        return {"generator": (self.generator, GENERATOR)}
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         # The table of a BERT with a masked-LM head; the discriminator has another head.
@@ -204,39 +207,10 @@ class Config(bert.Config):
         return table
 
 
-class ReplacedTokenHead(nn.Module):
-    """Scores each position: dense, activation, one number."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.activation = config.activation
-        self.dense = nn.Linear(config.width, config.width)
-        self.out = nn.Linear(config.width, 1)
-
-    def forward(self, hidden: Tensor, _embedding: Tensor, _key: Tensor | None = None) -> Tensor:
-        """[B, S, D] -> logits [B, S] that the token was replaced."""
-        logits: Tensor = self.out(activate(self.dense(hidden), self.activation))
-        return logits[..., 0]
-
-
-class Discriminator(Transformer):
-    """The discriminator with the head of a task, or a generator alone."""
-
-    def start_from(self, stored: Stored) -> Start:
-        start = super().start_from(stored)
-        unused = {name for name in stored.shapes if name.startswith(_PRETRAINING)}
-        return replace(start, unused=start.unused | unused)
-
-
-class Electra(Discriminator):
+class Electra(WithGenerator):
     """The discriminator, and in pre-training the generator.
 
-    With the output `sampled`, int64 [B, P], tokens at the predicted positions are replaced by
-    samples from the generator before the discriminator reads them. Without it, both read the tokens
-    as they are: `tokens` fills masks, `replaced` judges a text, `layer.N` are features.
-
     Attributes:
-        generator: None if `generator_divisor` is 0.
         copy_head: None unless `main_head` is `tokens_or_copy`.
     """
 
@@ -252,79 +226,31 @@ class Electra(Discriminator):
             self.copy_head = nn.Linear(config.width, 1)
             self.offers |= {"copied"}
             self.trains = {**self.trains, "copied": "model.main_head=tokens"}
-        self.generator: Transformer | None = None
-        if config.generator_divisor:
-            small = config.generator
-            self.generator = Discriminator(small, MaskedLMHead(small, "gelu"))
-            if config.share_embeddings:
-                assert isinstance(self.embeddings, Embeddings)
-                self.generator.embeddings = Embeddings(small, shared=self.embeddings)
-            self.offers |= _FIRST
-            self.trains = {**self.trains, "tokens": "model.generator_divisor=0"}
+        if self.generator is not None and config.share_embeddings:
+            assert isinstance(self.embeddings, Embeddings)
+            self.generator.embeddings = Embeddings(config.generator, shared=self.embeddings)
 
-    def reads_for(self, outputs: Outputs) -> frozenset[str]:
-        own = {"sample_key"} if "sampled" in outputs else set()
-        return super().reads_for(outputs) | own
-
-    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        if not outputs.isdisjoint(_FIRST):
-            assert self.generator is not None, "the model was built without a generator"
-            # With one key, both models would drop the same elements of their shared embeddings.
-            keys = None if inputs.dropout_key is None else split_key(inputs.dropout_key, 2)
-            first = inputs if keys is None else replace(inputs, dropout_key=keys[0])
-            logits = self.generator(first, frozenset({"tokens"}))["tokens"]
-            found["tokens"] = logits
-            if "sampled" in outputs:
-                assert inputs.predicted is not None, "samples replace predicted positions"
-                at = inputs.predicted.long()
-                found["sampled"] = sample(logits, inputs.extra["sample_key"], at)
-                # Unused entries are position 0, [CLS], which stays.
-                kept = inputs.tokens.gather(1, at).long()
-                new = found["sampled"].where(at > 0, kept).to(inputs.tokens.dtype)
-                tokens = inputs.tokens.scatter(1, at, new)
-                key = inputs.dropout_key if keys is None else keys[1]
-                # All positions are judged, unless only the replaced tokens are predicted.
-                only = "original" in outputs and "copied" not in outputs
-                at_positions = inputs.predicted if only else None
-                inputs = replace(inputs, tokens=tokens, predicted=at_positions, dropout_key=key)
-        rest = outputs - _FIRST
-        if "copied" in rest:
-            assert self.copy_head is not None
-            found |= super().forward(inputs, rest - {"copied"} | {"hidden"})
-            found["copied"] = self.copy_head(found["hidden"])[..., 0]
-        elif rest:
-            found |= super().forward(inputs, rest)
-        return found
+    def main(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        if "copied" not in outputs:
+            return super().main(inputs, outputs)
+        assert self.copy_head is not None
+        found = super().main(inputs, outputs - {"copied"} | {"hidden"})
+        return found | {"copied": self.copy_head(found["hidden"])[..., 0]}
 
     def start_from(self, stored: Stored) -> Start:
         start = super().start_from(stored)
-        if self.generator is None:
+        before = stored.config
+        if self.generator is None or not (isinstance(before, Config) and before.masked_lm):
             return start
-        unused = frozenset(name for name in start.unused if not name.startswith(_PRETRAINING))
+        # Two-stage training: both models start from a generator (section 3.4 of the paper).
         sources = dict(start.sources)
-        if isinstance(stored.config, Config) and stored.config.masked_lm:
-            # Two-stage training: both models start from a generator (section 3.4 of the paper).
-            # The detector's head is another than the generator's, though some names are equal.
-            new = self.head if self.config.main_head == "detector" else self.copy_head
-            for name in sources:
-                if name.startswith(_GENERATOR):
-                    sources[name] = name.removeprefix(_GENERATOR)
-            own = "head." if new is self.head else "copy_head."
-            names = () if new is None else [name for name, _ in new.named_parameters()]
-            sources |= {f"{own}{name}": None for name in names}
-            unused |= {name for name in stored.shapes if name not in sources.values()}
-        return replace(start, sources=sources, unused=unused)
-
-    def head_flops(self) -> int:
-        if self.config.main_head != "detector":
-            return super().head_flops()
-        return matrix_flops(self.head)
-
-    def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
-        """Both models; the discriminator predicts at every position, except with `tokens`."""
-        only = self.config.main_head == "tokens"
-        own = super().flops_per_token(sequence_length, predicted_per_token if only else 1.0)
-        if self.generator is None:
-            return own
-        return own + self.generator.flops_per_token(sequence_length, predicted_per_token)
+        for name in sources:
+            if name.startswith(GENERATOR):
+                sources[name] = name.removeprefix(GENERATOR)
+        # The detector's head is another than the generator's, though some names are equal.
+        new = self.head if self.config.main_head == "detector" else self.copy_head
+        own = "head." if new is self.head else "copy_head."
+        names = () if new is None else [name for name, _ in new.named_parameters()]
+        sources |= {f"{own}{name}": None for name in names}
+        unused = {name for name in stored.shapes if name not in sources.values()}
+        return replace(start, sources=sources, unused=start.unused | unused)

@@ -76,7 +76,7 @@ class Embeddings(nn.Module):
         Without `token_types` all positions have type 0. With a prompt of n positions the result is
         [B, n + S, D]; the prompt has positions 0 to n - 1, and `positions` are the tokens'.
         """
-        hidden, matrix = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
+        hidden, matrix = self.look_up(tokens)
         if prompt is not None:
             hidden = prompt(hidden)
             count = hidden.shape[1] - tokens.shape[1]
@@ -97,3 +97,7 @@ class Embeddings(nn.Module):
             hidden = self.norm(hidden)
         hidden = dropout(hidden, self.dropout, dropout_key)
         return hidden if self.projection is None else self.projection(hidden), matrix
+
+    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The token embeddings: int [B, S] -> [B, S, E], and all of them, [V, E]."""
+        return _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call,no-any-return]

@@ -51,7 +51,7 @@ def stored_values(
     sources = {name: source for name, source in start.sources.items() if source is not None}
     # Every stored tensor must be used or be expendable: one that is not is a sign of other weights.
     wrong = [name for name, source in sources.items() if stored.shapes.get(source) != shapes[name]]
-    used = {*shapes, *sources.values()}
+    used = {*shapes, *sources.values(), *start.added.values()}
     unused = [name for name in stored.shapes if name not in used]
     unknown = [name for name in unused if name not in start.unused]
     if wrong or unknown:
@@ -69,12 +69,13 @@ def stored_values(
     if new:
         logger.info("initialized at random: %s", ", ".join(new))
     _check_tokenizer(weights, dataset)
+    tensors = weights.tensors.with_added(start.added)
 
     # Called for the partition of each parameter that this process holds: under FSDP, no process
     # reads the whole model.
     def values(name: str, first: int, stop: int) -> Tensor:
         if name in sources:
-            return weights.tensors.elements(sources[name], first, stop).float()
+            return tensors.elements(sources[name], first, stop).float()
         assert seed is not None, "weights of this very model hold all of its parameters"
         return model.initial_values(name, first, stop, seed)
 

@@ -261,11 +261,12 @@ def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> Sto
     names = [name for name, _ in model.named_parameters()]
     # As at the start of the run: a parameter may come from a tensor of another name.
     shapes = {name: base.tensors.shape(name) for name in base.tensors}
-    sources = model.start_from(Stored(base.config, shapes)).sources
+    start = model.start_from(Stored(base.config, shapes))
+    below = base.tensors.with_added(start.added).pieces
     pieces = {
-        name: base.tensors.pieces[source]
-        for name, source in sources.items()
-        if source is not None and source in base.tensors.pieces
+        name: below[source]
+        for name, source in start.sources.items()
+        if source is not None and source in below
     }
     # Trained tensors replace the base's: a fine-tuned head, for example.
     pieces |= trained.pieces
