@@ -42,6 +42,8 @@ class Inputs:
         target_segments, target_positions: int [B, T]. A target position attends to the source
             positions with the same segment number.
         dropout_key: int32 [B], a random key for each row; None: no dropout.
+        noise: float [B, S, E], added to the embeddings, which are normalized first and get no
+            gradient (SiFT).
         extra: other columns of the batch, by name. A model reads those listed in `reads`.
     """
 
@@ -55,6 +57,7 @@ class Inputs:
     target_segments: Tensor | None = None
     target_positions: Tensor | None = None
     dropout_key: Tensor | None = None
+    noise: Tensor | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     # A batch also has columns for the loss and for bookkeeping. Models get them in `extra`, so a
@@ -91,6 +94,7 @@ Outputs: TypeAlias = frozenset[str]
     span_boundary      logits [B, P, V] of predicted tokens, from the states outside of their spans
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
+    noise              no output: the model reads `Inputs.noise`
     hidden             the head's input at all positions, [B, S, D]; [B, T, D] for an
                        encoder-decoder
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;
@@ -335,6 +339,11 @@ class ModelConfig(ABC):
 
     vocab_size: int
     width: int
+
+    @property
+    def embedding_width(self) -> int:
+        """E, of the token embeddings."""
+        return self.width
 
     @property
     def layers(self) -> int:

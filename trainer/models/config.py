@@ -114,11 +114,6 @@ class TransformerConfig(ModelConfig):
         return self.width // self.heads
 
     @property
-    def embedding_width(self) -> int:
-        """E, the width of the embeddings; they are projected to `width` if it differs."""
-        return self.width
-
-    @property
     def projects_embeddings(self) -> bool:
         """Whether a linear layer maps embeddings to hidden states."""
         return self.embedding_width != self.width

@@ -70,11 +70,13 @@ class Embeddings(nn.Module):
         token_types: Tensor | None = None,
         dropout_key: Tensor | None = None,
         prompt: nn.Module | None = None,
+        noise: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """int [B, S] each -> [B, S, D], and the token embeddings [V, E] for a tied head.
 
         Without `token_types` all positions have type 0. With a prompt of n positions the result is
-        [B, n + S, D]; the prompt has positions 0 to n - 1, and `positions` are the tokens'.
+        [B, n + S, D]; the prompt has positions 0 to n - 1, and `positions` are the tokens'. For
+        `noise` see `Inputs`.
         """
         hidden, matrix = self.look_up(tokens)
         if prompt is not None:
@@ -93,6 +95,10 @@ class Embeddings(nn.Module):
             # Adding row 0 is cheaper than looking it up for every position.
             one_type = token_types is None
             hidden = hidden + (self.types.weight[0] if one_type else self.types(token_types))
+        if noise is not None:
+            # Without weights, so that noise has the same size for all tokens and models.
+            hidden = F.layer_norm(hidden.detach(), hidden.shape[-1:])
+            hidden = hidden + F.pad(noise, (0, 0, hidden.shape[1] - noise.shape[1], 0))
         if self.norm is not None:
             hidden = self.norm(hidden)
         hidden = dropout(hidden, self.dropout, dropout_key)

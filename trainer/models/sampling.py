@@ -1,6 +1,8 @@
-"""Samples from a softmax on the device, as a pure function of a key per row."""
+"""Random numbers on the device, as a pure function of a key per row."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -27,8 +29,25 @@ def sample(logits: Tensor, key: Tensor, positions: Tensor) -> Tensor:
     vocabulary = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     place = mix(mix(positions.int()) ^ key[:, None])
     # Hashing token and place separately first makes their combinations independent.
-    bits = mix(mix(vocabulary) ^ place[..., None])
-    # 23 bits and a half: in fp32 u is never 0 or 1, where the noise would be infinite.
-    u = (bits & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    noise = u.log_().neg_().log_().neg_()
+    noise = _uniform(mix(mix(vocabulary) ^ place[..., None]))
+    noise = noise.log_().neg_().log_().neg_()
     return noise.add_(logits.float()).argmax(-1)
+
+
+@torch.no_grad()
+def normal(key: Tensor, shape: tuple[int, ...], std: float) -> Tensor:
+    """Normally distributed numbers, truncated at two standard deviations: float32 [B, *shape].
+
+    Args:
+        key: int32 [B].
+    """
+    place = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device)
+    u = _uniform(mix(mix(place) ^ mix(key)[:, None]))
+    inside = math.erf(math.sqrt(2))
+    noise = torch.erfinv(u.mul_(2).sub_(1).mul_(inside)).mul_(math.sqrt(2) * std)
+    return noise.view(len(key), *shape)
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    # 23 bits and a half: in fp32 never 0 or 1, where a Gumbel or normal number would be infinite.
+    return (bits & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)

@@ -59,6 +59,8 @@ class Transformer(TransformerModel):
         self.nsp_head = nsp_head
         self.span_head = span_head
         self.lm_head = lm_head
+        if config.normalizes_embeddings:
+            self.offers |= {"noise"}
         if nsp_head is not None:
             self.offers |= {"next_sentence"}
             self.trains = {**self.trains, "next_sentence": "model.nsp=false"}
@@ -161,7 +163,7 @@ class Transformer(TransformerModel):
         if positions is not None:
             positions = positions + self.config.virtual_tokens
         hidden, matrix = self.embeddings(
-            inputs.tokens, positions, inputs.token_types, dropout_key, self.prompt
+            inputs.tokens, positions, inputs.token_types, dropout_key, self.prompt, inputs.noise
         )
         return hidden, matrix, self.with_prompt(inputs.segments), self.with_prompt(inputs.prefix)
 

@@ -356,7 +356,9 @@ def test_what_models_offer_and_have_to_train(
     config: TransformerConfig, offers: set[str], trains: dict[str, str]
 ) -> None:
     model = meta(config)
-    assert model.offers == offers | {"hidden", "layer.0", "layer.1", "layer.2", "layer.3"}
+    always = {"hidden", "layer.0", "layer.1", "layer.2", "layer.3"}
+    noise = {"noise"} if config.normalizes_embeddings else set()
+    assert model.offers == offers | always | noise
     assert dict(model.trains) == trains
     assert model.reads == frozenset()
 
