@@ -20,6 +20,7 @@ from tests.conftest import make_dataset
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
+from trainer.checkpoint.huggingface import load_folder
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.finetune.runs import list_runs
@@ -127,6 +128,80 @@ def test_any_number_of_processes_makes_the_same_steps(
     ]
     np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-6)
+
+
+def tinybert(teacher: Path) -> list[str]:
+    """Settings that make a narrower student with TinyBERT's losses of layers."""
+    return [
+        f"objective={{kind: distillation, teacher: {teacher}, of: mlm, soft: 0.0, hidden: 1.0, "
+        "attention: 1.0, layer_map: [0, 2]}",
+        "model={kind: bert, vocab_size: 600, layers: 1, width: 16, heads: 2, ffn_width: 32, "
+        "max_positions: 32, teacher_width: 32}",
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "{kind: deepspeed, stage: 3}"])
+def test_layers_are_learned_alike_at_any_number_of_processes(
+    strategy: str, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    settings = ["training.steps=6", f"output={tmp_path}", *tinybert(finished_run)]
+    (one,) = run_ranks(1, run_once, experiment_file, [*settings, "strategy=single"])
+    found = run_ranks(2, run_once, experiment_file, [*settings, f"strategy={strategy}"])[0]
+    np.testing.assert_allclose(found, one, rtol=2e-6)
+    assert one[-1] < one[0]
+
+
+def test_a_tinybert_is_fine_tuned_and_exported(
+    taught: Path, experiment_file: str, finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Both stages: layers in general, then layers and then predictions of the task."""
+    general = tmp_path / "general"
+    settings = tinybert(finished_run)
+    assert samestep("train", experiment_file, f"output={general}", *settings).code == 0
+    before = general
+    for name, terms in (
+        ("layers", "soft: 0.0, hidden: 1.0, attention: 1.0, layer_map: [0, 2]"),
+        ("predictions", "soft: 1.0"),
+    ):
+        result = samestep(
+            "train",
+            taught / "student.yaml",
+            f"output={tmp_path / name}",
+            f"init_from={before}",
+            f"objective={{kind: distillation, teacher: {taught / 'run-classification'}, "
+            f"of: {{kind: classification}}, {terms}}}",
+            "training.steps=10",
+            *(["model.teacher_width=32"] if name == "layers" else []),
+        )
+        assert result.code == 0, result.message
+        before = tmp_path / name
+    assert samestep("export", before, tmp_path / "hf").code == 0
+    assert not any("fit" in name for name in load_folder(tmp_path / "hf")[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        (("layer_map: [0, 2]", "layer_map: [0, 3]"), "its layers are 1 to 2, after"),
+        (("teacher_width: 32", "teacher_width: 0"), "set model.teacher_width=32"),
+        (("heads: 2", "heads: 1"), "has heads 2, and model.heads is 1"),
+        (("layers: 1", "layers: 2"), None),
+        (("layer_map: [0, 2]", "layer_map: [0, 1, 2]"), "needs attention.2, compared.2"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(
+    change: tuple[str, str],
+    fix: str | None,
+    experiment_file: str,
+    finished_run: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+) -> None:
+    settings = [setting.replace(*change) for setting in tinybert(finished_run)]
+    short = ("training.steps=1", "schedule.warmup_steps=0")
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *settings, *short)
+    assert result.code == (0 if fix is None else 2), result.message
+    assert fix is None or fix in result.message, result.message
 
 
 @pytest.mark.parametrize("strategy", ["{kind: deepspeed, stage: 3}", "accelerate"])

@@ -20,7 +20,7 @@ import zstandard
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
-from trainer.inference import label
+from trainer.inference import label, resumable
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
     assert samestep("label", teacher, file, "--output", whole).code == 0
     assert len(read(whole)) == 100
     partial, state = (tmp_path / f"out.{suffix}.{name}" for name in ("partial", "progress"))
-    add, taken = label._Resumable.add, 0
+    add, taken = resumable.Resumable.add, 0
 
     def add_some(grown: Any, lines: bytes, records: int, rows: int) -> None:
         nonlocal taken
@@ -177,7 +177,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
         taken += 1
         add(grown, lines, records, rows)
 
-    monkeypatch.setattr(label._Resumable, "add", add_some)
+    monkeypatch.setattr(resumable.Resumable, "add", add_some)
     for _ in range(2):
         assert samestep("label", teacher, file, "--output", output).code == 1
         assert not output.exists()
@@ -198,15 +198,15 @@ HELD = """
 import sys
 import time
 from trainer import cli
-from trainer.inference import label
+from trainer.inference import label, resumable
 
-add = label._Resumable.add
+add = resumable.Resumable.add
 
 def add_one(*arguments):
     add(*arguments)
     time.sleep(1000)
 
-label._Resumable.add = add_one
+resumable.Resumable.add = add_one
 cli.main()
 """
 

@@ -57,7 +57,7 @@ def test_a_run_with_next_sentence_prediction(
     ]
     more = samestep("train", experiment_file, *overrides)
     assert more.code == 0, more.err
-    assert "left out, because model.nsp is false: nsp_head." in more.err
+    assert "left out, because model.nsp is not set: nsp_head." in more.err
 
     overrides = [
         f"init_from={tmp_path / 'more'}",

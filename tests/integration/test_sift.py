@@ -72,4 +72,4 @@ def test_a_model_without_a_norm_after_its_embeddings_is_refused(
         "objective.of.reads=last",
     )
     assert result.code == 2
-    assert "needs noise" in result.message, result.message
+    assert "needs inputs.noise" in result.message, result.message

@@ -269,6 +269,73 @@ def _label(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def register_augment(commands: Commands) -> None:
+    """Adds `samestep augment`."""
+    parser = add_command(
+        commands,
+        "augment",
+        _augment,
+        "copy rows with some words replaced, for a student to learn from (TinyBERT)",
+        "A masked language model proposes words for the place of each word. Each row is written\n"
+        "with all its columns, then its copies. If it is stopped, the same command resumes.\n\n"
+        "example:\n"
+        "  samestep augment runs/bert_base sst2/train.jsonl.zst --texts sentence --copies 20 \\\n"
+        "    --output augmented.jsonl.zst",
+    )
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=f"{_CHECKPOINT}, of a masked language model")
+    add(
+        "file",
+        metavar="FILE",
+        help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern or "
+        "an address",
+    )
+    add(
+        "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
+    )
+    add("--texts", nargs="+", required=True, metavar="COLUMN", help="columns with the texts")
+    add("--copies", type=int, default=20, metavar="N", help="copies of each row (default: 20)")
+    add(
+        "--probability",
+        type=float,
+        default=0.4,
+        metavar="P",
+        help="of a word to be replaced in a copy (default: 0.4)",
+    )
+    add(
+        "--candidates",
+        type=int,
+        default=15,
+        metavar="K",
+        help="words to choose from, the most likely ones (default: 15)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the choices (default: 0)")
+    add(
+        "--batch-tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="tokens computed at a time (default: 16384)",
+    )
+
+
+def _augment(args: argparse.Namespace) -> int:
+    from trainer.inference import augment
+
+    if args.batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
+    settings = augment.Settings(args.copies, args.probability, args.candidates, args.seed)
+    augment.run(
+        args.checkpoint,
+        args.file,
+        Path(args.output),
+        tuple(args.texts),
+        settings,
+        args.batch_tokens,
+    )
+    return EXIT_DONE
+
+
 def register_fill(commands: Commands) -> None:
     """Adds `samestep fill`."""
     parser = add_command(

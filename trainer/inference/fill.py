@@ -12,7 +12,7 @@ from torch import Tensor
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 from trainer.models import Inputs, Model
-from trainer.training.weights import load_weights
+from trainer.training.weights import Weights, load_weights
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
@@ -21,24 +21,13 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     Raises:
         ConfigError: the model is no masked language model, or a text has no mask or is too long.
     """
-    weights = load_weights(checkpoint)
-    head = weights.config.head
-    if head != "language_model":
-        raise ConfigError(
-            f"{checkpoint} has a {head} head, which predicts no tokens; use the model that it was "
-            "fine-tuned from, or samestep evaluate for its own predictions"
-        )
-    if weights.config.causal or weights.config.encoder_decoder:
-        raise ConfigError(
-            f"{checkpoint} generates text from left to right and fills no masks; "
-            "use samestep generate"
-        )
+    weights = load_masked_lm(checkpoint)
     tokenizer = weights.load_tokenizer()
     # On the CPU: one short text at a time is not worth moving a model to a device.
     model = weights.model(frozenset({"tokens"}))
     console = Console(highlight=False)
     for text in texts:
-        tokens, masked = _encode(tokenizer, text)
+        tokens, masked = encode_masked(tokenizer, text)
         if len(tokens) > model.max_sequence_length:
             raise ConfigError(
                 f"the text has {len(tokens)} tokens and the model reads at most "
@@ -60,6 +49,28 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
         console.print(table)
 
 
+def load_masked_lm(checkpoint: str) -> Weights:
+    """Opens the weights of a masked language model.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigError: the model is another one.
+    """
+    weights = load_weights(checkpoint)
+    head = weights.config.head
+    if head != "language_model":
+        raise ConfigError(
+            f"{checkpoint} has a {head} head, which predicts no tokens; use the model that it was "
+            "fine-tuned from, or samestep evaluate for its own predictions"
+        )
+    if weights.config.causal or weights.config.encoder_decoder:
+        raise ConfigError(
+            f"{checkpoint} generates text from left to right and fills no masks; "
+            "use samestep generate"
+        )
+    return weights
+
+
 @torch.no_grad()
 def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
     """Probabilities [masks, V] at the masked positions."""
@@ -75,7 +86,7 @@ def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
     return logits[0].float().softmax(-1)
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
+def encode_masked(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     """Tokens of a text between [CLS] and [SEP], and the positions of its masks."""
     vocabulary = tokenizer.vocabulary
     if vocabulary.mask is None or vocabulary.cls is None or vocabulary.sep is None:

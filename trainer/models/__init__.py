@@ -94,9 +94,13 @@ Outputs: TypeAlias = frozenset[str]
     span_boundary      logits [B, P, V] of predicted tokens, from the states outside of their spans
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
-    noise              no output: the model reads `Inputs.noise`
+    inputs.noise       no output: the model reads `Inputs.noise`
     hidden             the head's input at all positions, [B, S, D]; [B, T, D] for an
                        encoder-decoder
+    compared.N         like layer.N, projected to the width of a distillation's teacher, if the
+                       model has a projection
+    attention.N        [B, H, S, S], attention scores of layer N, from 1, before the softmax; minus
+                       infinity where attention is not allowed
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;
                        0 is the embeddings; the last layer's include the final norm
 """

@@ -101,14 +101,18 @@ class Attention(nn.Module):
         mask: Tensor | None,
         dropout_key: Tensor | None,
     ) -> Tensor:
+        probabilities = self.scores(query, key, mask).softmax(-1, dtype=torch.float32)
+        return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
+
+    def scores(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """Scores [B, H, T, S], minus infinity where attention is not allowed; see `attend`."""
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         # Scaling the queries is cheaper than scaling the scores: [T, K] is smaller than [T, S].
         scores = (query if scale == 1 else query * scale) @ key.transpose(-1, -2)
-        if mask is not None:
-            is_bool = mask.dtype == torch.bool
-            scores = scores.masked_fill_(~mask, float("-inf")) if is_bool else scores.add_(mask)
-        probabilities = scores.softmax(-1, dtype=torch.float32)
-        return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
+        if mask is None:
+            return scores
+        is_bool = mask.dtype == torch.bool
+        return scores.masked_fill_(~mask, float("-inf")) if is_bool else scores.add_(mask)
 
 
 class SelfAttention(Attention):
@@ -156,6 +160,8 @@ class SelfAttention(Attention):
         # A four-dimensional mask contains the direction. One of two dimensions is segments, for
         # kernels that take them, without the direction.
         causal = context.causal and (mask is None or mask.ndim == 2)
+        if context.scores is not None:
+            context.scores.append(self.scores(query, key, causal_mask(hidden) if causal else mask))
         mixed = self.attend(query, key, value, mask, context.key("attention"), causal=causal)
         out: Tensor = self.out(take(mixed, positions))
         return out

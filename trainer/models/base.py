@@ -18,9 +18,13 @@ from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 POOLED = ("classification", "multiple_choice")
 """Heads that pool one position of a sequence."""
 
-_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head")
-_PRETRAINING = {"nsp_head": "model.nsp", "span_head": "model.span_boundary"}
-"""Heads of pre-training -> the setting that adds one."""
+_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head", "fit_head")
+_PRETRAINING = {
+    "nsp_head": "model.nsp",
+    "span_head": "model.span_boundary",
+    "fit_head": "model.teacher_width",
+}
+"""Heads of pre-training and distillation -> the setting that adds one."""
 _EMBEDDINGS = ("embeddings", "prompt")
 
 
@@ -164,6 +168,8 @@ class TransformerModel(Model):
         # A later line overrides an earlier one: own names, then new heads, then what peft adds.
         sources: dict[str, str | None] = {name: name for name in shapes}
         sources |= self._new_head(stored, shapes)
+        fit = {name for name in shapes if name.startswith("fit_head.")}
+        sources |= dict.fromkeys(fit - stored.shapes.keys())
         if (peft := self.config.peft) is not None:
             sources |= {
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)
@@ -172,7 +178,7 @@ class TransformerModel(Model):
         parts: tuple[str, ...] = tuple(_PRETRAINING)
         stored_parts = {name.partition(".")[0] for name in stored.shapes}
         settings = [_PRETRAINING[part] for part in parts if part in stored_parts]
-        reason = " and ".join(f"{setting} is false" for setting in settings)
+        reason = " and ".join(f"{setting} is not set" for setting in settings)
         if self.config.head != "language_model":
             parts, reason = (*_PRETRAINING, "head"), f"model.head is {self.config.head}"
             if not any(name.startswith("decoder") for name in shapes):  # T5's taggers
@@ -217,9 +223,9 @@ class TransformerModel(Model):
         return own + _flops(self.token_embeddings) if shares else own
 
 
-def layer_numbers(outputs: Outputs) -> list[int]:
-    """The numbers N of the outputs `layer.N`, in ascending order."""
-    prefix = "layer."
+def layer_numbers(outputs: Outputs, kind: str = "layer") -> list[int]:
+    """The numbers N of the outputs `KIND.N`, in ascending order."""
+    prefix = f"{kind}."
     return sorted(int(name.removeprefix(prefix)) for name in outputs if name.startswith(prefix))
 
 

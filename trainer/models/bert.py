@@ -96,6 +96,8 @@ class Config(Family):
             first (BERT).
         span_boundary: adds a head that predicts the tokens of a masked span from the states around
             it (SpanBERT).
+        teacher_width: adds a projection of hidden states to this width, that of the teacher, for
+            the term `hidden` of a distillation (TinyBERT).
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text or
             pair (`classification`), the right one of several texts (`multiple_choice`), a tag for
             each token (`tagging`), or the first and last token of an answer
@@ -151,6 +153,7 @@ class Config(Family):
     initializer_range: float = 0.02
     nsp: bool = False
     span_boundary: bool = False
+    teacher_width: int = 0
     head: Head = "language_model"
     labels: tuple[str, ...] = ()
 
@@ -162,6 +165,10 @@ class Config(Family):
         if not self.initializer_range > 0:
             raise ConfigError(
                 f"initializer_range is {self.initializer_range}. Use a number above 0."
+            )
+        if self.teacher_width < 0:
+            raise ConfigError(
+                f"teacher_width is {self.teacher_width}. Use the teacher's width, as 768, or 0."
             )
         self.check_heads()
         needs_tokens = {
@@ -304,8 +311,9 @@ class Config(Family):
         return huggingface.join_tensors(found, table, self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # transformers has no span-boundary head; SpanBERT was published without it, too.
-        known = {name: parameters[name] for name in parameters if not name.startswith("span_head.")}
+        # transformers has no such heads; SpanBERT and TinyBERT were published without them, too.
+        absent = ("span_head.", "fit_head.")
+        known = {name: parameters[name] for name in parameters if not name.startswith(absent)}
         exported = huggingface.split_tensors(known, self.tensor_names(), self)
         # An untied head of transformers has its bias twice, as `bias` and `decoder.bias`.
         if not self.tied and self.head == "language_model":

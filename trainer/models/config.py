@@ -124,6 +124,11 @@ class TransformerConfig(ModelConfig):
         return self.dropout
 
     @property
+    def teacher_width(self) -> int:
+        """Width to which hidden states are projected for a distillation; 0: they are not."""
+        return 0
+
+    @property
     def normalizes_embeddings(self) -> bool:
         """Whether there is a norm after the sum of the embeddings."""
         return self.type_vocab > 0

@@ -87,9 +87,9 @@ class Config(bert.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nsp", "span_boundary", "causal", "also_causal"):
+        for name in ("nsp", "span_boundary", "causal", "also_causal", "teacher_width"):
             if getattr(self, name):
-                raise ConfigError(f"{name} is true, but DeBERTa has no such head. Use kind: bert.")
+                raise ConfigError(f"{name} is set, but DeBERTa has no such head. Use kind: bert.")
         if self.type_vocab or self.norm != "post" or self.gated:
             raise ConfigError(
                 "DeBERTa has norm post, no token types and no gated activation. Leave norm, "

@@ -104,6 +104,8 @@ class DisentangledAttention(SelfAttention):
             scores = scores.masked_fill(~mask, float("-inf"))
         elif mask is not None:  # scores to add, in XLA's loop over layers
             scores = scores + mask
+        if context.scores is not None:
+            context.scores.append(self.scores(query, key, scores))
         return self.attend(query, key, value, scores, context.key("attention"))
 
     def project(self, queries: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

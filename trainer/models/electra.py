@@ -96,9 +96,9 @@ class Config(bert.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("embedding_width")
-        for name in ("nsp", "span_boundary", "causal", "also_causal"):
+        for name in ("nsp", "span_boundary", "causal", "also_causal", "teacher_width"):
             if getattr(self, name):
-                raise ConfigError(f"{name} is true, but ELECTRA has no such head. Use kind: bert.")
+                raise ConfigError(f"{name} is set, but ELECTRA has no such head. Use kind: bert.")
         divisor = self.generator_divisor
         if divisor < 0:
             raise ConfigError(f"generator_divisor is {divisor}. Use 0 for none, or 1 or more.")

@@ -204,7 +204,7 @@ class EncoderDecoder(TransformerModel):
         source, _ = self._embed_source(inputs, keys.embeddings)
         bias, context = self._encoder_context(inputs, source, keys)
         layers, last = self._encoder_layers, numbers[-1]
-        _, states = layers.states(source, None, bias, context, numbers, last)
+        _, states, _ = layers.states(source, None, bias, context, numbers, last)
         if last == len(layers):
             states[last] = self._encoder_norm(states[last])
         return {f"layer.{number}": states[number][:, self.inserted :] for number in numbers}

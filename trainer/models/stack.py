@@ -37,6 +37,8 @@ class Context:
         memory_mask: like `mask`, for cross-attention.
         cache: keys and values of earlier positions.
         columns: the columns of `Inputs.extra` that the layers read.
+        scores: a list to which the layer appends its attention scores, [B, H, S, S], minus infinity
+            where attention is not allowed; None: they are not kept.
     """
 
     mask: Tensor | None = None
@@ -48,6 +50,7 @@ class Context:
     memory_mask: Tensor | None = None
     cache: LayerCache | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    scores: list[Tensor] | None = None
 
     def key(self, site: str) -> Tensor | None:
         """The dropout keys of a site, int32 [B]; None: no dropout there."""
@@ -154,20 +157,26 @@ class Stack(nn.ModuleList):
         context: Context,
         wanted: Collection[int],
         through: int,
-    ) -> tuple[Hidden, dict[int, Hidden]]:
+        attention: Collection[int] = (),
+    ) -> tuple[Hidden, dict[int, Hidden], dict[int, Tensor]]:
         """Runs the first `through` layers; other arguments as for `run`.
 
         Returns:
-            The output of the last one, and the hidden states after the layers `wanted`; 0 is the
-            input of the first layer.
+            The output of the last one; the hidden states after the layers `wanted`, where 0 is the
+            input of the first layer; and the attention scores of the layers `attention`, from 1.
         """
+        scores = {}
         found = {0: hidden} if 0 in wanted else {}
         # One by one, without the runner: a loop over layers keeps no states in between.
         for index in range(through):
-            hidden = self[index](hidden, memory, bias, self.of_layer(context, index))
+            kept: list[Tensor] | None = [] if index + 1 in attention else None
+            own = replace(self.of_layer(context, index), scores=kept)
+            hidden = self[index](hidden, memory, bias, own)
             if index + 1 in wanted:
                 found[index + 1] = hidden
-        return hidden, found
+            if kept:
+                scores[index + 1] = kept[0]
+        return hidden, found, scores
 
     def scan_groups(self, name: str) -> list[ScanGroup]:
         """Groups of consecutive layers with equal static configuration.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models import Inputs, Outputs
-from trainer.models.attention import causal_mask, segment_mask, take
+from trainer.models.attention import SelfAttention, causal_mask, segment_mask, take
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
@@ -58,15 +58,23 @@ class Transformer(TransformerModel):
         self.head = head
         self.nsp_head = nsp_head
         self.span_head = span_head
+        # Projects hidden states to the width of a distillation's teacher.
+        wide = config.teacher_width
+        self.fit_head = nn.Linear(config.width, wide) if wide else None
         self.lm_head = lm_head
         if config.normalizes_embeddings:
-            self.offers |= {"noise"}
+            self.offers |= {"inputs.noise"}
         if nsp_head is not None:
             self.offers |= {"next_sentence"}
             self.trains = {**self.trains, "next_sentence": "model.nsp=false"}
         if span_head is not None:
             self.offers |= {"span_boundary"}
             self.trains = {**self.trains, "span_boundary": "model.span_boundary=false"}
+        self.offers |= {f"compared.{n}" for n in range(config.layers + 1)}
+        if all(isinstance(each.attention, SelfAttention) for each in self.layers):
+            self.offers |= {f"attention.{n}" for n in range(1, config.layers + 1)}
+        if wide:
+            self.trains = {**self.trains, "compared.0": "model.teacher_width=0"}
         if lm_head is not None:
             self.offers |= {"next_tokens"}
         if config.causal_outputs:
@@ -87,11 +95,12 @@ class Transformer(TransformerModel):
         keys = self._keys(inputs.dropout_key)
         hidden, matrix, segments, prefix = self._embed(inputs, keys.embeddings)
         beside = self.lm_head is not None and "next_tokens" in outputs
-        numbers = layer_numbers(outputs)
+        attention = layer_numbers(outputs, "attention")
+        numbers = sorted({*layer_numbers(outputs), *layer_numbers(outputs, "compared")})
         # `read` holds the positions that the last layer computes: with predictions at positions 3
         # and 7 and a next-sentence head, which reads position 0, [0, 3, 7]. None: all.
         read = self.pooled(inputs.predicted)
-        if beside or numbers or not outputs.isdisjoint({"hidden", "span_boundary"}):
+        if beside or numbers or attention or not outputs.isdisjoint({"hidden", "span_boundary"}):
             read = None
         elif read is not None and "next_sentence" in outputs:
             read = F.pad(read, (1, 0))
@@ -107,12 +116,18 @@ class Transformer(TransformerModel):
             columns=self.columns(inputs),
         )
         found: dict[str, Tensor] = {}
-        if numbers:
+        if numbers or attention:
             # If only hidden states are asked for, layers above the highest one need not run.
-            only = all(name.startswith("layer.") for name in outputs)
-            through = numbers[-1] if only else len(self.layers)
-            hidden, states = self.layers.states(hidden, None, bias, context, numbers, through)
-            found = {f"layer.{n}": self._shown(states[n], n) for n in numbers}
+            only = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
+            through = max(*numbers, *attention, 0) if only else len(self.layers)
+            hidden, states, scores = self.layers.states(
+                hidden, None, bias, context, numbers, through, attention
+            )
+            shown = {n: self._shown(states[n], n) for n in numbers}
+            found = {f"layer.{n}": shown[n] for n in layer_numbers(outputs)}
+            found |= {f"compared.{n}": self._fitted(shown[n]) for n in numbers}
+            found = {name: found[name] for name in found if name in outputs}
+            found |= {f"attention.{n}": each for n, each in scores.items()}
             if only:
                 return found
         else:
@@ -141,6 +156,10 @@ class Transformer(TransformerModel):
                 hidden = hidden[:, 1:]
             found[name] = self.head(hidden, matrix, keys.final)
         return found
+
+    def _fitted(self, hidden: Tensor) -> Tensor:
+        fitted: Tensor = hidden if self.fit_head is None else self.fit_head(hidden)
+        return fitted
 
     def _keys(self, key: Tensor | None) -> _Keys:
         if not self.training or key is None:

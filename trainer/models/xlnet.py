@@ -93,9 +93,9 @@ class Config(bert.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nsp", "span_boundary", "causal", "also_causal"):
+        for name in ("nsp", "span_boundary", "causal", "also_causal", "teacher_width"):
             if getattr(self, name):
-                raise ConfigError(f"{name} is true, but XLNet has no such head. Use kind: bert.")
+                raise ConfigError(f"{name} is set, but XLNet has no such head. Use kind: bert.")
         if not self.tied or self.norm != "post" or self.gated:
             raise ConfigError(
                 "XLNet has norm post, tied embeddings and no gated activation. Leave norm, tied "

@@ -163,6 +163,11 @@ class ObjectiveConfig(ABC):
         """Whether hidden states are compared with the teacher's."""
         return False
 
+    @property
+    def layer_pairs(self) -> Mapping[str, str]:
+        """A student's outputs of layers -> those of the teacher that they are compared with."""
+        return {}
+
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         """Settings (key=value) that avoid `missing` outputs, or need `offers` instead."""
         return ()

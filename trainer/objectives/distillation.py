@@ -5,6 +5,7 @@ It wraps the student's own objective, which makes the batches and computes the s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -40,6 +41,9 @@ _KINDS = (
     "span_corruption",
     "tagging",
 )
+_ENCODERS = ("classification", "mlm", "regression", "tagging")
+_OUTPUTS = {"hidden": "compared.", "attention": "attention."}
+_COUNTS = {"hidden": "token_weights", "attention": "pair_count"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,13 @@ class Config(ObjectiveConfig):
             Caruana 2014).
         cosine: weight of 1 - the cosine of both models' last hidden states at all positions that
             hold a token (Sanh et al. 2019); for models of equal width.
+        hidden: weight of the squared distance of hidden states, from the embeddings to the last
+            layer, after a projection to the teacher's width if there is one, `model.teacher_width`
+            (Jiao et al. 2020, equations 8 and 9).
+        attention: weight of the squared distance of attention scores before the softmax, in each
+            layer; for models with as many heads (Jiao et al. 2020, equation 7).
+        layer_map: for `hidden` and `attention`, the teacher's layer for the embeddings and each
+            layer of the student: [0, 3, 6, 9, 12] for 4 layers and a teacher of 12.
         cells: the positions for `soft` and `mse`: `predicted`, or with mlm `all` that hold a token,
             which takes as many logits (the released code of DistilBERT).
     """
@@ -70,6 +81,9 @@ class Config(ObjectiveConfig):
     hard: float = 0.0
     mse: float = 0.0
     cosine: float = 0.0
+    hidden: float = 0.0
+    attention: float = 0.0
+    layer_map: tuple[int, ...] = ()
     cells: Literal["predicted", "all"] = "predicted"
 
     def __post_init__(self) -> None:
@@ -84,7 +98,7 @@ class Config(ObjectiveConfig):
                 f"temperature is {self.temperature}. "
                 "Use a number above 0; 1 leaves logits as they are."
             )
-        for name in ("soft", "hard", "mse", "cosine"):
+        for name in ("soft", "hard", "mse", "cosine", "hidden", "attention"):
             weight = getattr(self, name)
             if weight < 0:
                 raise ConfigError(f"{name} is {weight}. Use a weight above 0, or 0 to disable it.")
@@ -93,11 +107,12 @@ class Config(ObjectiveConfig):
                 f"soft is {self.soft:g}, and a regression predicts one number. "
                 "Set soft to 0, and mse to 1."
             )
-        if not self.soft and not self.mse:
+        if not (self.soft or self.mse or self.hidden or self.attention):
             raise ConfigError(
-                "soft and mse are 0, so nothing that the teacher predicts is learned. "
+                "soft, mse, hidden and attention are 0, so nothing is learned from the teacher. "
                 "Set soft to 1."
             )
+        self._check_layers(kind)
         if isinstance(self.of, classification.Config) and self.of.lm_weight:
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside "
@@ -106,6 +121,31 @@ class Config(ObjectiveConfig):
         if self.cells == "all" and kind != "mlm":
             raise ConfigError(
                 f"cells is all, which is for mlm, and of is {kind}. Set cells to predicted."
+            )
+
+    def _check_layers(self, kind: str) -> None:
+        """Rejects a layer map that does not fit the terms, and terms that do not fit the task."""
+        compares = self.hidden > 0 or self.attention > 0
+        if compares and kind not in _ENCODERS:
+            raise ConfigError(
+                f"hidden and attention compare encoders, but of is {kind}. Set them to 0, or use "
+                f"one of {', '.join(_ENCODERS)}."
+            )
+        if compares and (len(self.layer_map) < 2 or self.layer_map[0] != 0):
+            raise ConfigError(
+                f"layer_map is {list(self.layer_map)}, but hidden and attention need the teacher's "
+                "layer for the embeddings, 0, and for each layer of the student. For 4 layers and "
+                "a teacher of 12 use [0, 3, 6, 9, 12]."
+            )
+        if self.layer_map and not compares:
+            raise ConfigError(
+                "layer_map is set, but hidden and attention are 0. Set them to 1, or leave "
+                "layer_map out."
+            )
+        if any(later <= earlier for earlier, later in itertools.pairwise(self.layer_map)):
+            raise ConfigError(
+                f"layer_map is {list(self.layer_map)}. Use layers of the teacher in ascending "
+                "order, as [0, 3, 6, 9, 12]."
             )
 
     @property
@@ -120,6 +160,14 @@ class Config(ObjectiveConfig):
     @property
     def compares_hidden(self) -> bool:
         return self.cosine > 0
+
+    @property
+    def layer_pairs(self) -> dict[str, str]:
+        """The student's outputs `compared.N` and `attention.N` -> the teacher's."""
+        layers = list(enumerate(self.layer_map))
+        hidden = {f"compared.{own}": f"compared.{theirs}" for own, theirs in layers if self.hidden}
+        scores = {f"attention.{own}": f"attention.{theirs}" for own, theirs in layers[1:]}
+        return {**hidden, **(scores if self.attention else {})}
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         own = ("objective.cosine=0",) if "hidden" in missing else ()
@@ -145,7 +193,10 @@ class Distillation(Taught):
     def __init__(self, config: Config, of: Objective) -> None:
         self.config, self.of = config, of
         self.predicts = of.predicts
-        self._outputs = frozenset({of.predicts, *(["hidden"] if config.cosine else [])})
+        self._pairs = config.layer_pairs
+        own = {of.predicts, *(["hidden"] if config.cosine else [])}
+        self._outputs = frozenset(own | self._pairs.keys())
+        self._taught = frozenset(own | set(self._pairs.values()))
         self.needs = of.needs | self._outputs
         self.columns = of.columns
         self._all = config.cells == "all"
@@ -162,9 +213,12 @@ class Distillation(Taught):
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.of.collate(examples, sequence_length)
-        if self._all or self.config.cosine:
+        if self._all or self.config.cosine or self._pairs:
             segments = batch.get("target_segments", batch["segments"])
             batch["token_weights"] = ((segments != 0) * examples.weight[:, None]).astype(np.float32)
+        if self.config.attention:
+            same = segments[:, :, None] == segments[:, None, :]
+            batch["pair_count"] = (same * batch["token_weights"][:, :, None]).sum((1, 2))
         return batch
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
@@ -172,6 +226,8 @@ class Distillation(Taught):
         weights = self.of.weights(batch)
         if "token_weights" in batch:
             weights["token_weights"] = float(batch["token_weights"].sum())
+        if "pair_count" in batch:
+            weights["pair_count"] = float(batch["pair_count"].sum())
         return weights
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
@@ -181,6 +237,10 @@ class Distillation(Taught):
                     teacher and the student
             mse     sum_c (student's logit_c - teacher's logit_c)^2
             cosine  1 - cos(student's hidden state, teacher's hidden state)
+            hidden     the mean over elements of (student's - teacher's hidden state)^2, summed over
+                       layers, for each token
+            attention  the mean over heads of (student's - teacher's score)^2, summed over layers,
+                       for each pair of tokens that attend to each other
             hard    the student's own objective
 
         The metric "loss" is this sum; "hard_loss" is the loss of the student's own objective,
@@ -190,8 +250,9 @@ class Distillation(Taught):
         assert self._teacher is not None, "a distillation has no loss without a teacher"
         config, own_total = self.config, next(iter(totals.values()))
         with torch.no_grad():
-            taught, taught_states = self._run(self._teacher, batch)
-        logits, states = self._run(model, batch)
+            their = self._run(self._teacher, batch, self._taught)
+        own = self._run(model, batch, self._outputs)
+        logits, taught = own[self.predicts], their[self.predicts]
         weights, count = batch["weights"].view(len(logits), -1), own_total
         if self._all:
             weights, count = batch["token_weights"], totals["token_weights"]
@@ -205,10 +266,17 @@ class Distillation(Taught):
             distance = (logits.float() - taught.float()).square().sum(-1)
             terms["mse"] = config.mse, distance, weights, count
         if config.cosine:
-            angle = 1 - F.cosine_similarity(states.float(), taught_states.float(), dim=-1)
+            angle = 1 - F.cosine_similarity(own["hidden"].float(), their["hidden"].float(), dim=-1)
             of_tokens = batch["token_weights"], totals["token_weights"]
             terms["cosine_loss"] = config.cosine, angle, *of_tokens
+        for name, coefficient in (("hidden", config.hidden), ("attention", config.attention)):
+            if coefficient:
+                of_layers = self._of_layers(name, own, their, batch)
+                terms[f"{name}_loss"] = coefficient, *of_layers, totals[_COUNTS[name]]
         total, metrics = torch.zeros((), device=logits.device), {}
+        if not (config.soft or config.mse or config.hard):
+            # So that the head has gradients, of 0: strategies wait for those of all parameters.
+            total = 0.0 * logits.float().sum()
         for name, (coefficient, values, term_weights, term_count) in terms.items():
             term = (values * term_weights).sum()
             metrics[name] = (term.detach(), term_weights.sum())
@@ -231,13 +299,35 @@ class Distillation(Taught):
         }
         return Loss(total, loss | metrics | own_metrics, hard.outputs)
 
-    def _run(self, model: nn.Module, batch: Tensors) -> tuple[Tensor, Tensor]:
-        """Logits [B, P, C], or [B, S, C] of all positions; and hidden states [B, S, D] or none."""
+    def _of_layers(
+        self, name: str, own: Tensors, their: Tensors, batch: Tensors
+    ) -> tuple[Tensor, Tensor]:
+        """Squared distances, summed over layers, of tokens or pairs of tokens, and their weights.
+
+        Both are [B, S] for `hidden`, [B, S, S] for `attention`.
+        """
+        weights, kind = batch["token_weights"], _OUTPUTS[name]
+        pairs = [pair for pair in self._pairs.items() if pair[0].startswith(kind)]
+        if name == "attention":
+            weights = weights[:, :, None].expand(-1, -1, weights.shape[1])
+            if (segments := batch.get("segments")) is not None:  # else a row is one sequence
+                weights = weights * (segments[:, :, None] == segments[:, None, :])
+        distance = torch.zeros_like(weights)
+        for mine, theirs in pairs:
+            change = own[mine].float() - their[theirs].float()
+            if name == "attention":
+                # Scores of pairs that do not attend to each other are minus infinity.
+                change = torch.where(change.isfinite(), change, 0.0)
+            distance = distance + change.square().mean(1 if name == "attention" else -1)
+        return distance, weights
+
+    def _run(self, model: nn.Module, batch: Tensors, outputs: Outputs) -> dict[str, Tensor]:
+        """Outputs of a model; logits are [B, P, C], or [B, S, C] of all positions."""
         inputs = Inputs.of(batch)
         if self._all:
             inputs = replace(inputs, predicted=None)
-        found = model(inputs, self._outputs)
-        return found[self.predicts], found.get("hidden", torch.empty(0))
+        found: dict[str, Tensor] = model(inputs, outputs)
+        return found
 
 
 class TaskDistillation(Distillation, Task):

@@ -71,7 +71,7 @@ class Sift(Task):
     def __init__(self, config: Config, of: Task) -> None:
         self.config, self.of = config, of
         self.predicts, self.denominator = of.predicts, of.denominator
-        self.needs, self.columns = of.needs | {"noise"}, of.columns
+        self.needs, self.columns = of.needs | {"inputs.noise"}, of.columns
         self.score_names = of.score_names
 
     def pack_spec(self, sequence_length: int) -> PackSpec:

@@ -113,7 +113,7 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
     if objective.predicts in missing:
         missing = frozenset({objective.predicts})  # the right head may bring the rest
     if missing:
-        offers = sorted(name for name in model.offers if not name.startswith("layer."))
+        offers = sorted(name for name in model.offers if "." not in name)
         raise ConfigError(
             f"{named_objective} needs {', '.join(sorted(missing))}, and {named_model} offers "
             f"{', '.join(offers)}; {_fixes(experiment, objective, model, missing)}"

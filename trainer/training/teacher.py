@@ -66,6 +66,9 @@ def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
         settings.append("vocab_size")
     if experiment.objective.compares_hidden:
         settings.append("width")
+    pairs = experiment.objective.layer_pairs
+    if any(output.startswith("attention.") for output in pairs):
+        settings.append("heads")
     for setting in settings:
         mine, theirs = _shown(getattr(student, setting)), _shown(getattr(config, setting))
         if mine != theirs:
@@ -74,6 +77,22 @@ def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
                 + ("set objective.cosine=0, or " if setting == "width" else "")
                 + "give the student what its teacher has, or name another teacher"
             )
+    if pairs and config.virtual_tokens + student.virtual_tokens:
+        raise ConfigError(
+            "layers are compared position by position, and model.peft of the student or the "
+            "teacher adds positions; set objective.hidden=0 and objective.attention=0"
+        )
+    if missing := sorted(set(pairs.values()) - model.offers):
+        raise ConfigError(
+            f"the teacher {name} has no {missing[0]}, which objective.layer_map names; its layers "
+            f"are 1 to {config.layers}, after the embeddings, 0"
+        )
+    wide = getattr(student, "teacher_width", 0) or student.width
+    if "compared.0" in pairs and wide != config.width:
+        raise ConfigError(
+            f"the teacher {name} has width {config.width}, and the student's hidden states are "
+            f"compared with width {wide}; set model.teacher_width={config.width}"
+        )
     longest = max(phase.sequence_length for phase in experiment.resolved_phases())
     most = model.max_sequence_length
     if longest > most:

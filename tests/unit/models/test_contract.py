@@ -273,7 +273,7 @@ def test_a_next_sentence_head_comes_and_goes() -> None:
     others, found = start(replace(BERT, nsp=True), BERT)
     assert not others
     assert found.unused == {f"nsp_head.{part}" for part in parts}
-    assert found.reason == "model.nsp is false"
+    assert found.reason == "model.nsp is not set"
 
 
 @pytest.mark.parametrize(
@@ -356,9 +356,11 @@ def test_what_models_offer_and_have_to_train(
     config: TransformerConfig, offers: set[str], trains: dict[str, str]
 ) -> None:
     model = meta(config)
-    always = {"hidden", "layer.0", "layer.1", "layer.2", "layer.3"}
-    noise = {"noise"} if config.normalizes_embeddings else set()
-    assert model.offers == offers | always | noise
+    noise = {"inputs.noise"} if config.normalizes_embeddings else set()
+    numbered = {name for name in model.offers if "." in name}
+    assert model.offers - numbered == offers | {"hidden"}
+    kinds = {"layer": 4} if config.encoder_decoder else {"layer": 4, "compared": 4, "attention": 3}
+    assert numbered == noise | {f"{kind}.{n}" for kind in kinds for n in range(4 - kinds[kind], 4)}
     assert dict(model.trains) == trains
     assert model.reads == frozenset()
 

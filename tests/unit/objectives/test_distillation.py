@@ -17,7 +17,14 @@ from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.examples import HOST_COLUMNS, Examples, Vocabulary
 from trainer.models import bert
-from trainer.objectives import Objective, classification, distillation, mlm, regression
+from trainer.objectives import (
+    Objective,
+    causal_lm,
+    classification,
+    distillation,
+    mlm,
+    regression,
+)
 
 PAD, CLS, SEP, MASK = range(4)
 VOCABULARY = Vocabulary(1000, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK))
@@ -201,7 +208,7 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
         ),
         ({"of": {"kind": "distillation", "teacher": "b", "of": "mlm"}}, "of is distillation"),
         ({"of": "regression"}, "Set soft to 0, and mse to 1"),
-        ({"of": "mlm", "soft": 0}, "nothing that the teacher predicts is learned. Set soft to 1"),
+        ({"of": "mlm", "soft": 0}, "nothing is learned from the teacher. Set soft to 1"),
         ({"of": "mlm", "hard": -1}, "hard is -1"),
         ({"of": "mlm", "temperature": 0}, "temperature is 0"),
         ({"of": "classification", "cells": "all"}, "cells is all, which is for mlm"),
@@ -224,3 +231,63 @@ def test_scores_and_layout_are_the_inner_objectives_and_need_no_teacher() -> Non
         assert (objective.needs, objective.predicts) == (own.needs, own.predicts)
         assert hasattr(objective, "scores")
     assert not hasattr(distillation.Config("a", mlm.Config()).build(VOCABULARY), "scores")
+
+
+def layer_distances(model: nn.Module, teacher: nn.Module, batch: dict[str, Tensor]) -> list[float]:
+    """Equations 7 to 9 of Jiao et al. 2020, token by token; for layers 0, 1 and 0, 2."""
+    given = {name: batch[name] for name in ("tokens", "segments", "positions")}
+    with torch.no_grad():
+        own = outputs(model, "layer.0", "layer.1", "attention.1", **given)
+        their = outputs(teacher, "layer.0", "layer.2", "attention.2", **given)
+        wide = model.fit_head
+        hidden, attention, tokens, pairs = 0.0, 0.0, 0, 0
+        for row in range(4):  # without the one that only pads
+            filled = torch.nonzero(batch["segments"][row])[:, 0].tolist()
+            tokens += len(filled)
+            for at in filled:
+                for mine, theirs in zip(own[:2], their[:2], strict=True):
+                    state = mine[row, at] if wide is None else wide(mine[row, at])
+                    hidden += float((state - theirs[row, at]).square().mean())
+                for to in filled:
+                    change = own[2][row, :, at, to] - their[2][row, :, at, to]
+                    attention += float(change.square().mean())
+                    pairs += 1
+    return [hidden / tokens, attention / pairs]
+
+
+@pytest.mark.parametrize("wide", [0, 16])
+@pytest.mark.parametrize("soft", [0.0, 1.0])
+def test_layers_are_compared_as_in_tinybert(soft: float, wide: int) -> None:
+    model, teacher = student(teacher_width=wide), student(2, seed=2)
+    objective = build(mlm.Config(), teacher, soft=soft, hidden=2.0, attention=0.5, layer_map=(0, 2))
+    batch = batch_of(objective, texts())
+    loss = objective.loss(model, batch, totals_of(objective, batch))
+    means = {name: float(total / weight) for name, (total, weight) in loss.metrics.items()}
+    expected = layer_distances(model, teacher, batch)
+    assert [means["hidden_loss"], means["attention_loss"]] == pytest.approx(expected, rel=1e-5)
+    whole = 2.0 * expected[0] + 0.5 * expected[1] + soft * means.get("soft_loss", 0.0)
+    assert means["loss"] == pytest.approx(whole, rel=1e-5)
+    loss.total.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    head = model.get_parameter("head.dense.weight").grad
+    assert head is not None
+    assert bool(head.any()) == (soft > 0)
+    assert all(bool(each.grad.isfinite().all()) for each in model.parameters())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"soft": 0.0}, "so nothing is learned from the teacher. Set soft to 1"),
+        ({"hidden": 1.0}, r"For 4 layers and a teacher of 12 use \[0, 3, 6, 9, 12\]"),
+        ({"hidden": 1.0, "layer_map": (1, 2)}, "need the teacher's layer for the embeddings, 0"),
+        ({"layer_map": (0, 2)}, "Set them to 1, or leave layer_map out"),
+        ({"attention": 1.0, "layer_map": (0, 4, 2)}, "layers of the teacher in ascending order"),
+        ({"attention": -1.0}, "attention is -1.0. Use a weight above 0"),
+    ],
+)
+def test_layer_maps_that_do_not_fit_are_refused(settings: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
+        distillation.Config("teacher", mlm.Config(), **settings)
+    with pytest.raises(ConfigError, match="hidden and attention compare encoders"):
+        distillation.Config("t", causal_lm.Config(), hidden=1.0, layer_map=(0, 2))

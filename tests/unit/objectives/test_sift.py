@@ -156,6 +156,6 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_models_without_a_norm_after_their_embeddings_do_not_offer_it() -> None:
-    assert "noise" in make("tagging").offers
+    assert "inputs.noise" in make("tagging").offers
     config = gpt2.Config(100, layers=1, width=16, heads=2, ffn_width=32, max_positions=16)
-    assert "noise" not in config.build().offers
+    assert "inputs.noise" not in config.build().offers

@@ -1,0 +1,93 @@
+"""A file of rows that a command goes on writing after it was stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import ConfigError
+from trainer.storage import json_lines, write_text
+
+
+class Resumable:
+    """A file that is appended to, and its progress.
+
+    Attributes:
+        records: number of input records consumed.
+        rows: number of rows written.
+
+    Args:
+        file: the unfinished output, locked.
+        path: where the progress is kept.
+        made_of: what the content depends on.
+
+    Raises:
+        ConfigError: the file was begun with something else.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, made_of: dict[str, Any]) -> None:
+        self._file, self._path, self._made_of = file, path, made_of
+        self.records = self.rows = size = 0
+        progress: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"bytes": 0}
+        # A shorter file than the progress says was removed or replaced: begin again.
+        if 0 < progress["bytes"] <= os.fstat(file.fileno()).st_size:
+            before = progress["made_of"]
+            changed = [name for name, value in made_of.items() if before.get(name) != value]
+            if changed:
+                raise ConfigError(
+                    f"{path} was begun with another {' and '.join(changed)}; use the same again, "
+                    "or remove the file to start over"
+                )
+            self.records, self.rows = progress["records"], progress["rows"]
+            size = progress["bytes"]
+        # Lines after the saved progress are written again. Example: rows 1 to 4096 were saved
+        # when a kill came in the middle of the next 2048; the cut leaves 4096.
+        file.truncate(size)
+        file.seek(size)
+
+    def add(self, lines: bytes, records: int, rows: int) -> None:
+        """Appends lines. They reach the disk before the progress that counts them does."""
+        self._file.write(json_lines.compressed(lines, self._path.name.removesuffix(".progress")))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.records += records
+        self.rows += rows
+        progress = {
+            "records": self.records,
+            "rows": self.rows,
+            "bytes": self._file.tell(),
+            "made_of": self._made_of,
+        }
+        write_text(self._path, json.dumps(progress))
+
+
+@contextmanager
+def resumable(output: Path, made_of: dict[str, Any]) -> Iterator[Resumable]:
+    """Opens OUTPUT.partial and OUTPUT.progress; OUTPUT appears once it is complete.
+
+    Raises:
+        ConfigError: another process writes it, or it was begun with something else.
+    """
+    partial = output.with_name(f"{output.name}.partial")
+    progress = output.with_name(f"{output.name}.progress")
+    with open(partial, "ab+") as file:
+        # The lock ends with the process, so one that was killed does not block the next.
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another process writes {output}; wait for it, or name another file"
+            ) from error
+        done = Resumable(file, progress, made_of)
+        try:
+            yield done
+        finally:
+            if not done.records:
+                partial.unlink()  # the first row already failed: leave nothing behind
+        partial.replace(output)
+    progress.unlink(missing_ok=True)
