@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -198,3 +199,51 @@ def test_a_full_disk_is_named_at_once(
     assert "cannot write" in result.message
     assert "No space left" in result.message
     assert not list(small_disk.iterdir())
+
+
+@pytest.mark.parametrize("layers", [(), ("--layers", "2")])
+def test_attention_of_layers_and_heads(
+    layers: tuple[str, ...], finished_run: Path, texts: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Rows of real tokens are probabilities over the tokens of their text; the page shows them."""
+    output = tmp_path / "attention.npy"
+    options = ("--attentions", "--batch-tokens", "40", "--output", output)
+    assert samestep("features", finished_run, texts, *options, *layers).code == 0
+    found = np.load(output)
+    tokenizer = Tokenizer.load(finished_run / "tokenizer")
+    lengths = [min(32, len(tokens) + 2) for tokens in tokenizer.encode_batch(TEXTS)]
+    assert found.shape == (4, 1 if layers else 2, 2, 32, 32)
+    for text, length in zip(found, lengths, strict=True):
+        np.testing.assert_allclose(text[..., :length, :length].sum(-1), 1, rtol=1e-5)
+        assert text.sum() == pytest.approx(text[..., :length, :length].sum(), rel=1e-6)
+    page = (tmp_path / "attention.html").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("const data = "))
+    data = json.loads(line.removeprefix("const data = ").removesuffix(";"))
+    assert data["layers"] == ([2] if layers else [1, 2])
+    for of_text, text, length in zip(data["texts"], found, lengths, strict=True):
+        assert len(of_text["tokens"]) == length
+        shown = np.frombuffer(base64.b64decode(of_text["data"]), dtype=np.uint8)
+        shown = shown.reshape(-1, 2, length, length) / 255
+        np.testing.assert_allclose(shown, text[..., :length, :length], atol=1 / 255)
+    assert data["texts"][0]["tokens"][0] == "[CLS]"
+
+
+def test_attention_that_cannot_be_shown_is_refused(
+    finished_run: Path, dataset_folder: Path, texts: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    import transformers
+
+    output, t5 = tmp_path / "attention.npy", tmp_path / "t5"
+    shutil.copytree(dataset_folder / "tokenizer", t5)
+    shape = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=600, **shape)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(t5)
+    for run, options, message in (
+        (finished_run, ("--pool", "mean"), "--attentions has no --mix and no --pool"),
+        (finished_run, ("--layers", "0"), "--layers has 0, the embeddings, which have no"),
+        (finished_run, ("--layers", "3"), "the model has layers 1 to 2"),
+        (t5, (), "the model does not offer attention.1"),
+    ):
+        result = samestep("features", run, texts, "--attentions", "--output", output, *options)
+        assert (result.code, message in result.message) == (2, True), result.message
+        assert not any(path.suffix in (".npy", ".html") for path in tmp_path.iterdir())

@@ -101,16 +101,20 @@ def register_features(commands: Commands) -> None:
     add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
     add(
         "--layers",
-        default="-1",
         metavar="N[,N]",
         help="layers from 1, or from the last with -1, -2, ...; 0 is the embeddings; all includes "
         "0 (default: -1). Write --layers=-2,-1 when a list begins with a minus",
+    )
+    add(
+        "--attentions",
+        action="store_true",
+        help="write the attention of each layer (default: all) and head instead, float32 "
+        "[texts, layers, heads, S, S], and a heat map of the first texts to FILE.html",
     )
     add("--mix", choices=("mean", "concat"), help="combine the vectors of several layers into one")
     add(
         "--pool",
         choices=("mean", "first", "max", "none"),
-        default="mean",
         help="combine the vectors of a text's tokens into one: their mean, the first ([CLS]), or "
         "the maximum; none keeps every token, all texts end to end, and writes where each text "
         "begins to FILE.offsets.npy (default: mean)",
@@ -125,16 +129,27 @@ def register_features(commands: Commands) -> None:
 
 
 def _features(args: argparse.Namespace) -> int:
-    from trainer.inference import features
+    from trainer.inference import attentions, features
+
+    if args.batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
+    if args.attentions:
+        if args.mix or args.pool:
+            raise ConfigError("--attentions has no --mix and no --pool; leave them out")
+        layers = args.layers or "all"
+        attentions.run(
+            args.checkpoint, args.file, args.field, Path(args.output), layers, args.batch_tokens
+        )
+        return EXIT_DONE
 
     features.run(
         args.checkpoint,
         args.file,
         args.field,
         Path(args.output),
-        layers=args.layers,
+        layers=args.layers or "-1",
         mix=args.mix,
-        pool=args.pool,
+        pool=args.pool or "mean",
         batch_tokens=args.batch_tokens,
     )
     return EXIT_DONE

@@ -49,32 +49,39 @@ def run(
     Raises:
         ConfigError: an option has a value that the model or the output does not allow.
     """
-    _check_new(output)
+    check_new(output)
     if pool == "none":
-        _check_new(_offsets_file(output))
-    if batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens must be at least 1, not {batch_tokens}")
-    try:
-        numbers = None if layers == "all" else [int(number) for number in layers.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--layers must be all, or numbers as -1 or 9,10,11,12, not {layers!r}"
-        ) from error
+        check_new(_offsets_file(output))
     texts = read_texts(file, field, blank=True)
     encoder = TextEncoder(checkpoint)
-    if numbers is None:
-        numbers = list(range(encoder.layers + 1))
-    numbers = [encoder.layer(number, "--layers") for number in numbers]
+    numbers = chosen_layers(encoder, layers, 0)
     # A causal model's first token has seen nothing but itself.
     if pool == "first" and not encoder.sees_all:
         raise ConfigError(
             "--pool first needs a model whose first token attends to the whole text, and this "
             "model reads from left to right; use --pool mean"
         )
-    tokens = _tokenize(encoder, texts)
+    tokens = tokenize(encoder, texts)
     logger.info("reading %d texts on %s", len(tokens), encoder.device)
     shape = write(encoder, tokens, Features(tuple(numbers), mix, pool), output, batch_tokens)
     logger.info("wrote %s: float32 %s", output, " x ".join(map(str, shape)))
+
+
+def chosen_layers(encoder: TextEncoder, layers: str, first: int) -> list[int]:
+    """The numbers in the option --layers; `all` begins with `first`.
+
+    Raises:
+        ConfigError: they are no numbers, or the model has no such layer.
+    """
+    if layers == "all":
+        return list(range(first, encoder.layers + 1))
+    try:
+        numbers = [int(number) for number in layers.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--layers must be all, or numbers as -1 or 9,10,11,12, not {layers!r}"
+        ) from error
+    return [encoder.layer(number, "--layers") for number in numbers]
 
 
 @dataclass(frozen=True)
@@ -161,9 +168,9 @@ def write(
     offsets = np.concatenate(([0], np.cumsum(rows)))
     shape = (int(offsets[-1]), *features.shape(encoder.width))
     with ExitStack() as stack:
-        array = stack.enter_context(_new_array(output, shape, np.float32))
+        array = stack.enter_context(new_array(output, shape, np.float32))
         if ragged:
-            file = _new_array(_offsets_file(output), offsets.shape, np.int64)
+            file = new_array(_offsets_file(output), offsets.shape, np.int64)
             stack.enter_context(file)[:] = offsets
         bar = stack.enter_context(progress_bar(len(tokens)))
         for numbers in batches(lengths, batch_tokens):
@@ -177,7 +184,7 @@ def write(
     return shape
 
 
-def _tokenize(encoder: TextEncoder, texts: Iterator[str]) -> list[Tokens]:
+def tokenize(encoder: TextEncoder, texts: Iterator[str]) -> list[Tokens]:
     """Tokenizes all texts; the tokens take less memory than the texts."""
     # All texts must be known before the first is computed: batches are sorted by length, and the
     # array is created with its final shape.
@@ -195,7 +202,7 @@ def _offsets_file(output: Path) -> Path:
     return output.with_suffix(".offsets.npy")
 
 
-def _check_new(path: Path) -> None:
+def check_new(path: Path) -> None:
     if path.suffix != ".npy":
         raise ConfigError(f"--output {path} is a NumPy array; give it a name that ends in .npy")
     if path.exists():
@@ -207,7 +214,7 @@ def _check_new(path: Path) -> None:
 
 
 @contextmanager
-def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
+def new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
     """Opens a memory-mapped array to fill; it appears under its name once it is complete.
 
     Raises:

@@ -21,7 +21,7 @@ from data_pipeline.sources.jsonl import JsonLines, lines
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
-from trainer.models import Inputs, ModelConfig
+from trainer.models import Inputs, ModelConfig, Outputs
 from trainer.storage import shown
 from trainer.training.weights import load_weights
 
@@ -118,6 +118,7 @@ class TextEncoder:
 
     Attributes:
         layers: L, the number of layers.
+        heads: H, of each layer's attention.
         width: D, of the hidden states.
         device: description of the device.
         sees_all: whether the first position attends to the whole text.
@@ -142,7 +143,7 @@ class TextEncoder:
         self._model = model.to(self._device)
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
-        self.layers, self.width = config.layers, config.width
+        self.layers, self.heads, self.width = config.layers, config.heads, config.width
         self._before, self._after = _special_tokens(config, self.tokenizer.vocabulary)
         self.first = len(self._before)
         self.longest = model.max_sequence_length - len(self._before) - len(self._after)
@@ -194,6 +195,34 @@ class TextEncoder:
         Returns:
             Which positions are not padding, bool [B, S]; and by layer, fp32 [B, S, D].
         """
+        # Only the layers that were requested are kept; all of them may not fit into memory.
+        names = {f"layer.{number}": number for number in layers}
+        real, found = self._run(texts, frozenset(names))
+        return real, {number: found[name] for name, number in names.items()}
+
+    @torch.no_grad()
+    def attention(self, texts: Sequence[Tokens], layers: Sequence[int]) -> Tensor:
+        """Computes the attention of a batch: fp32 [B, layers, H, S, S], 0 for padding.
+
+        Args:
+            texts: from `prepare`.
+            layers: numbered from 1.
+
+        Raises:
+            ConfigError: the model does not offer its attention.
+        """
+        names = [f"attention.{number}" for number in layers]
+        if missing := sorted(set(names) - self._model.offers):
+            raise ConfigError(
+                f"the model does not offer {missing[0]}; use an encoder or a decoder, as BERT or "
+                "GPT-2"
+            )
+        real, found = self._run(texts, frozenset(names))
+        pairs = real[:, None, :, None] & real[:, None, None, :]
+        return torch.stack([found[name].softmax(-1) * pairs for name in names], 1)
+
+    def _run(self, texts: Sequence[Tokens], outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Which positions are not padding, bool [B, S], and the outputs of the model."""
         # Positions after a text are padding of token 0, which `segments` hides from attention.
         # torch cannot pad the uint16 of shards.
         sequences = [torch.from_numpy(text.astype(np.int64)) for text in texts]
@@ -206,7 +235,5 @@ class TextEncoder:
             positions=torch.arange(tokens.shape[1], device=self._device).expand_as(tokens),
             prefix=real if self._is_prefix else None,
         )
-        # Only the layers that were requested are kept; all of them may not fit into memory.
-        names = {f"layer.{number}": number for number in layers}
-        found = self._model(inputs, frozenset(names))
-        return real, {number: found[name] for name, number in names.items()}
+        found: dict[str, Tensor] = self._model(inputs, outputs)
+        return real, found
