@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from seqeval.metrics import f1_score
 
@@ -24,6 +25,7 @@ from trainer.config import load
 from trainer.metrics import squad
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
+from trainer.training.weights import load_weights
 
 
 @pytest.fixture(scope="module")
@@ -430,3 +432,19 @@ def test_a_missing_package_is_named_before_the_first_step(
     dataset, experiment = tuned / "data-classification", tuned / "classification.yaml"
     assert "→ about_" in samestep("data", "show", dataset, "--objective", experiment).out
     assert samestep("plan", experiment, "--devices", 2, "--strategy", "ddp").code == 0
+
+
+def test_frozen_features_with_a_mix_of_layers(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Only the mix and the head are trained; the frozen weights come from the base."""
+    settings = ("frozen=[embeddings,layers]", "model.scalar_mix=true", "optimizer.lr=1e-2")
+    tasks.tune("classification", tmp_path, finished_run, dataset_folder / "tokenizer", *settings)
+    run = tmp_path / "run-classification"
+    tensors = load_weights(run).tensors
+    assert tensors["mix.scores"].abs().max() > 0
+    before = load_weights(finished_run).tensors
+    assert all(torch.equal(tensors[name], before[name]) for name in before if "layers." in name)
+    assert samestep("evaluate", run).code == 0
+    result = samestep("export", run, tmp_path / "hf")
+    assert (result.code, "scalar_mix is true" in result.message) == (2, True), result.message

@@ -18,7 +18,7 @@ from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 POOLED = ("classification", "multiple_choice")
 """Heads that pool one position of a sequence."""
 
-_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head", "fit_head")
+_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head", "fit_head", "mix")
 _PRETRAINING = {
     "nsp_head": "model.nsp",
     "span_head": "model.span_boundary",
@@ -146,6 +146,8 @@ class TransformerModel(Model):
         config, shape = self.config, self.get_parameter(name).shape
         added = None if config.peft is None else config.peft.initial_std(name, shape)
         stds = config.initial_std(name) if added is None else (added,)
+        if name.startswith("mix."):  # all layers alike
+            stds = (0.0,)
         # Fused parameters have several parts with different distributions (T5's queries and keys).
         size = shape.numel() // len(stds)
         parts = []
@@ -168,8 +170,8 @@ class TransformerModel(Model):
         # A later line overrides an earlier one: own names, then new heads, then what peft adds.
         sources: dict[str, str | None] = {name: name for name in shapes}
         sources |= self._new_head(stored, shapes)
-        fit = {name for name in shapes if name.startswith("fit_head.")}
-        sources |= dict.fromkeys(fit - stored.shapes.keys())
+        own = {name for name in shapes if name.startswith(("fit_head.", "mix."))}
+        sources |= dict.fromkeys(own - stored.shapes.keys())
         if (peft := self.config.peft) is not None:
             sources |= {
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)

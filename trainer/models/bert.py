@@ -102,6 +102,8 @@ class Config(Family):
             pair (`classification`), the right one of several texts (`multiple_choice`), a tag for
             each token (`tagging`), or the first and last token of an answer
             (`question_answering`).
+        scalar_mix: whether a task's head reads a learned mean of all layers instead of the last
+            one, for a frozen encoder (`frozen: [embeddings, layers]`).
         labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
@@ -155,6 +157,7 @@ class Config(Family):
     span_boundary: bool = False
     teacher_width: int = 0
     head: Head = "language_model"
+    scalar_mix: bool = False
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -183,6 +186,11 @@ class Config(Family):
                     "false, or leave head out."
                 )
         self.check_task(*_TASKS)
+        if self.scalar_mix and (self.head == "language_model" or self.virtual_tokens):
+            raise ConfigError(
+                "scalar_mix is for a task's head, without a prompt or prefix. Set head to "
+                "classification or another task, and model.peft to null or lora."
+            )
 
     @property
     def causal_outputs(self) -> frozenset[str]:
@@ -263,6 +271,7 @@ class Config(Family):
 
     def to_huggingface(self) -> dict[str, Any]:
         # These are computed by samestep alone; a config.json could not express them.
+        self.check_mix()
         if self.norm != "post" or self.gated:
             raise ConfigError(
                 f"norm {self.norm} with activation {self.activation} cannot be exported: "
@@ -291,6 +300,14 @@ class Config(Family):
             **self.special_ids,
             **huggingface.name_labels(self.labels),
         }
+
+    def check_mix(self) -> None:
+        """Rejects the export of a head that reads all layers."""
+        if self.scalar_mix:
+            raise ConfigError(
+                "scalar_mix is true, but transformers has no head that reads all layers. Use the "
+                "checkpoint with samestep."
+            )
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Names of older versions, and names without the family's prefix, are recognized.

@@ -124,6 +124,11 @@ class TransformerConfig(ModelConfig):
         return self.dropout
 
     @property
+    def scalar_mix(self) -> bool:
+        """Whether a task's head reads a learned mean of all layers instead of the last one."""
+        return False
+
+    @property
     def teacher_width(self) -> int:
         """Width to which hidden states are projected for a distillation; 0: they are not."""
         return 0

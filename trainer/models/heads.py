@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,28 @@ _POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
 def _decoder(config: TransformerConfig) -> nn.Linear | None:
     """The output matrix; None if it is shared with the token embeddings."""
     return None if config.tied else nn.Linear(config.embedding_width, config.vocab_size, bias=False)
+
+
+class ScalarMix(nn.Module):
+    """A learned mean of all layers, for a head on frozen features (Peters et al. 2018, equation 1).
+
+    gain * sum_j softmax(scores)_j h_j; at first all layers count alike, and the gain is 1.
+
+    Args:
+        layers: number of layers, the embeddings included.
+    """
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.empty(layers))
+        self.gain = nn.Parameter(torch.empty(1))  # minus 1, so that it begins with 0
+
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
+        """The hidden states of all layers, [B, S, D] each -> [B, S, D]."""
+        shares = self.scores.float().softmax(0)
+        # One after the other: no tensor [layers, B, S, D] is needed.
+        mixed = sum(share * state for share, state in zip(shares, states, strict=True))
+        return cast(Tensor, (1 + self.gain) * mixed)
 
 
 class MaskedLMHead(nn.Module):

@@ -15,6 +15,7 @@ from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
+from trainer.models.heads import ScalarMix
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 
@@ -56,6 +57,7 @@ class Transformer(TransformerModel):
         self.relative_bias = relative_bias
         self.final_norm = config.build_norm() if config.norm == "pre" else None
         self.head = head
+        self.mix = ScalarMix(config.layers + 1) if config.scalar_mix else None
         self.nsp_head = nsp_head
         self.span_head = span_head
         # Projects hidden states to the width of a distillation's teacher.
@@ -100,6 +102,9 @@ class Transformer(TransformerModel):
         # `read` holds the positions that the last layer computes: with predictions at positions 3
         # and 7 and a next-sentence head, which reads position 0, [0, 3, 7]. None: all.
         read = self.pooled(inputs.predicted)
+        only = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
+        if self.mix is not None and not only:
+            numbers = list(range(len(self.layers) + 1))
         if beside or numbers or attention or not outputs.isdisjoint({"hidden", "span_boundary"}):
             read = None
         elif read is not None and "next_sentence" in outputs:
@@ -118,7 +123,6 @@ class Transformer(TransformerModel):
         found: dict[str, Tensor] = {}
         if numbers or attention:
             # If only hidden states are asked for, layers above the highest one need not run.
-            only = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
             through = max(*numbers, *attention, 0) if only else len(self.layers)
             hidden, states, scores = self.layers.states(
                 hidden, None, bias, context, numbers, through, attention
@@ -132,7 +136,10 @@ class Transformer(TransformerModel):
                 return found
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
-        whole = self._finish(hidden, keys.final, read)
+        if self.mix is None:
+            whole = self._finish(hidden, keys.final, read)
+        else:
+            whole = self.mix([shown[n] for n in numbers])
         # Outputs of all positions exclude a prompt's; selected positions are already counted.
         hidden = whole if read is not None else whole[:, self.inserted :]
         if "hidden" in outputs:

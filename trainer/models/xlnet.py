@@ -93,7 +93,14 @@ class Config(bert.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nsp", "span_boundary", "causal", "also_causal", "teacher_width"):
+        for name in (
+            "nsp",
+            "span_boundary",
+            "causal",
+            "also_causal",
+            "teacher_width",
+            "scalar_mix",
+        ):
             if getattr(self, name):
                 raise ConfigError(f"{name} is set, but XLNet has no such head. Use kind: bert.")
         if not self.tied or self.norm != "post" or self.gated:
