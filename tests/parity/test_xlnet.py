@@ -219,8 +219,8 @@ def test_a_head_that_pools_another_position_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"nsp": True}, "nsp is true, but XLNet has no such head"),
-        ({"also_causal": True}, "also_causal is true"),
+        ({"nsp": True}, "nsp is set, but XLNet has no such head"),
+        ({"also_causal": True}, "also_causal is set"),
         ({"norm": "pre"}, "XLNet has norm post"),
         ({"width": 15, "heads": 3}, "width is 15"),
     ],

@@ -106,6 +106,7 @@ def save_folder(
     tokenizer_folder: Path | None = None,
     card: str | None = None,
     adapter: bool = False,
+    more: Mapping[str, object] | None = None,
 ) -> None:
     """Writes a folder that `transformers` or `peft` loads; it appears once it is complete.
 
@@ -116,6 +117,7 @@ def save_folder(
         tokenizer_folder: the tokenizer's files are copied from here.
         card: content of README.md.
         adapter: whether it is a folder of the `peft` library.
+        more: content of further JSON files, by their names below the folder.
 
     Raises:
         CheckpointError: the folder is not empty or cannot be written, or there is no tokenizer in
@@ -134,10 +136,13 @@ def save_folder(
             _copy_tokenizer(tokenizer_folder, temporary)
         if card is not None:
             (temporary / _CARD).write_text(card, encoding="utf-8")
+        for name, content in (more or {}).items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # The rename must not become durable before the content, or a power cut leaves empty files.
-        for file in temporary.iterdir():
-            with file.open("rb") as content:
-                os.fsync(content.fileno())
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
         temporary.replace(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from trainer.models import huggingface
 from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead
 from trainer.models.family import Family
 from trainer.models.heads import (
+    EmbeddingHead,
     MaskedLMHead,
     NextSentenceHead,
     PooledHead,
@@ -101,7 +102,7 @@ class Config(Family):
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text or
             pair (`classification`), the right one of several texts (`multiple_choice`), a tag for
             each token (`tagging`), or the first and last token of an answer
-            (`question_answering`).
+            (`question_answering`), or embeds texts (`embedding`).
         scalar_mix: whether a task's head reads a learned mean of all layers instead of the last
             one, for a frozen encoder (`frozen: [embeddings, layers]`).
         labels: names of classes or tags; `classification` with a single label is a regression.
@@ -185,7 +186,7 @@ class Config(Family):
                     f"{name} needs a language-model head, but head is {self.head}. Set {name} to "
                     "false, or leave head out."
                 )
-        self.check_task(*_TASKS)
+        self.check_task(*_TASKS, "embedding")
         if self.scalar_mix and (self.head == "language_model" or self.virtual_tokens):
             raise ConfigError(
                 "scalar_mix is for a task's head, without a prompt or prefix. Set head to "
@@ -204,7 +205,7 @@ class Config(Family):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        heads: dict[str, str] = {head: f"model.head={head}" for head in _TASKS}
+        heads = {head: f"model.head={head}" for head in (*_TASKS, "embedding")}
         if self.head != "language_model":
             return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
         causal = "model.also_causal=true" if self.also_causal else "model.causal=true"
@@ -227,6 +228,8 @@ class Config(Family):
     def _build_head(self) -> nn.Module:
         if self.head == "language_model":
             return MaskedLMHead(self, self.head_activation)
+        if self.head == "embedding":
+            return EmbeddingHead()
         if "pooler" in self.task_names[self.head]:
             drops_first = self.head == "classification" and self.classification_drops_first
             return PooledHead(self, self.classes, drops_first, self.pooler_activation)
@@ -266,7 +269,11 @@ class Config(Family):
         )
 
     @classmethod
-    def _task_architecture(cls, head: TaskHead) -> str:
+    def _task_architecture(cls, head: Head) -> str:
+        if head == "embedding":
+            return re.sub("ForMaskedLM|LMHeadModel|Model", "", cls.architecture) + "Model"
+        if head == "language_model":
+            return cls.architecture
         return cls.architecture.replace("MaskedLM", TASKS[head].architecture)
 
     def to_huggingface(self) -> dict[str, Any]:

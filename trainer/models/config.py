@@ -21,7 +21,7 @@ Pooling: TypeAlias = Literal["tanh", "relu", "gelu"]
 Norm: TypeAlias = Literal["post", "pre"]
 NormKind: TypeAlias = Literal["layer", "rms"]
 TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "question_answering"]
-Head: TypeAlias = Literal["language_model", TaskHead]
+Head: TypeAlias = Literal["language_model", "embedding", TaskHead]
 
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 """Minimum number of labels of heads with one output per label."""
@@ -308,7 +308,8 @@ class TransformerConfig(ModelConfig):
         """The feed-forward network of layer `index`: called as ffn(hidden, context)."""
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
-        head = next((head for head in get_args(TaskHead) if head in needs), "language_model")
+        heads: tuple[Head, ...] = (*get_args(TaskHead), "embedding")
+        head = next((head for head in heads if head in needs), "language_model")
         # Facts that a family has turned into settings can be changed; the others cannot.
         settings = {field.name for field in fields(self)}
         changes: dict[str, Any] = {}

@@ -49,6 +49,13 @@ class ScalarMix(nn.Module):
         return cast(Tensor, (1 + self.gain) * mixed)
 
 
+class EmbeddingHead(nn.Module):
+    """Hidden states as they are, for the embedding of a text: their mean."""
+
+    def forward(self, hidden: Tensor, _embedding: Tensor, _key: Tensor | None = None) -> Tensor:
+        return hidden
+
+
 class MaskedLMHead(nn.Module):
     """Predicts tokens: dense, activation, norm, then the output matrix and a bias."""
 

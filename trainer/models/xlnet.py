@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models import Inputs, Outputs, Start, Stored, bert, huggingface
 from trainer.models.attention import segment_mask
 from trainer.models.base import POOLED
-from trainer.models.config import TaskHead
+from trainer.models.config import Head
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.stack import Context
@@ -166,7 +166,9 @@ class Config(bert.Config):
         return replace(found, attention_dropout=found.dropout)
 
     @classmethod
-    def _task_architecture(cls, head: TaskHead) -> str:
+    def _task_architecture(cls, head: Head) -> str:
+        if head == "language_model" or head == "embedding":
+            return super()._task_architecture(head)
         simple = "Simple" if head == "question_answering" else ""
         return f"XLNetFor{TASKS[head].architecture}{simple}"
 

@@ -130,6 +130,26 @@ class Taught(Objective):
         """Sets the teacher, in eval mode and without gradients; only `loss` needs it."""
 
 
+class OverBatch(Objective):
+    """An objective whose rows are compared with those of the whole global batch.
+
+    Before the passes of a step, all its rows are summarized without gradients. What `over_batch`
+    says of a row is then its column `over_batch`.
+    """
+
+    @abstractmethod
+    def summary(self, model: nn.Module, batch: Tensors) -> Tensor:
+        """What other rows need to know of each row of a micro-batch: float32 [B, K]."""
+
+    @abstractmethod
+    def over_batch(self, table: Tensor) -> Tensor:
+        """What `loss` needs for each row of a global batch: [N, K] -> [N, M].
+
+        Args:
+            table: the summaries of all rows, those of padding rows included.
+        """
+
+
 class ObjectiveConfig(ABC):
     """Settings of an objective: the base of each module's `Config`.
 

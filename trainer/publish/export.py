@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
 from trainer.models.peft import huggingface as adapters
-from trainer.publish import model_card
+from trainer.publish import model_card, sentence_transformers
 from trainer.publish import tokenizer as exported_tokenizer
 from trainer.storage.hub import name_and_revision
 from trainer.training.weights import Weights, load_weights
@@ -60,7 +61,11 @@ def export(checkpoint: str, folder: str, part: str | None = None) -> None:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
         tensors = ours.export_tensors(parameters)
         config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
-        huggingface.save_folder(Path(folder), config, tensors, Path(files), card)
+        more = None
+        if ours.head == "embedding":
+            length = sys.maxsize if ours.max_positions is None else ours.max_positions
+            more = sentence_transformers.files(ours, length)
+        huggingface.save_folder(Path(folder), config, tensors, Path(files), card, more=more)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
 

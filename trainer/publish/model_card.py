@@ -41,7 +41,8 @@ _TEMPLATES = {
 {%- if names | length > 30 %} and {{ (names | length - 30) | count }} more{% endif %}
 {%- endmacro -%}
 ---
-library_name: {{ "peft" if base else "transformers" }}
+library_name: {{ "peft" if base
+  else "sentence-transformers" if pipeline == "sentence-similarity" else "transformers" }}
 pipeline_tag: {{ pipeline }}
 tags:
 - samestep
@@ -141,7 +142,16 @@ print(model({% if pipeline == "fill-mask" -%}
 {%- endif %}))
 {% endfilter %}
 """,
-    # transformers has no pipelines for this kind of model and the next two.
+    # transformers has no pipelines for this kind of model and the next three.
+    "sentence-similarity": """\
+{% filter fenced("python") -%}
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer({{ name | repr }})
+embeddings = model.encode(['A text.', 'Another one.'])
+print(model.similarity(embeddings, embeddings))
+{% endfilter %}
+""",
     "multiple-choice": """\
 {% filter fenced("python") -%}
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
@@ -227,7 +237,9 @@ def write(
     pipeline = "text-generation" if model.causal else "fill-mask"
     if model.predicts == "replaced":  # a discriminator writes no tokens
         pipeline = "feature-extraction"
-    if facts is not None:
+    if model.head == "embedding":
+        pipeline = "sentence-similarity"
+    elif facts is not None:
         pipeline = facts.pipeline
     elif model.encoder_decoder:
         pipeline = "text2text-generation"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
-from trainer.objectives import Loss, Objective, Predictions, Task
+from trainer.objectives import Loss, Objective, OverBatch, Predictions, Task
 from trainer.objectives.predictions import Gatherer
 from trainer.strategies import Strategy
 
@@ -93,8 +93,9 @@ def score(
     for micro_batches in itertools.islice(loader, batches):
         with strategy.accelerator.graph(work):
             totals = _global_weights(objective, strategy, micro_batches)
-            for host_batch in micro_batches:
-                loss = _forward(model, objective, strategy, host_batch, totals)
+            columns = _over_batch(model, objective, strategy, micro_batches)
+            for host_batch, own in zip(micro_batches, columns, strict=True):
+                loss = _forward(model, objective, strategy, host_batch, totals, own)
                 meter.add(loss.metrics)
                 if loss.outputs is not None:
                     gatherer.add(host_batch, strategy.keep_rows(loss.outputs))
@@ -127,11 +128,12 @@ def accumulate_gradients(
     """
     totals = _global_weights(objective, strategy, micro_batches)
     end_section("waiting")
+    columns = _over_batch(model, objective, strategy, micro_batches)
     metrics = []
-    for i, host_batch in enumerate(micro_batches):
+    for i, (host_batch, own) in enumerate(zip(micro_batches, columns, strict=True)):
         # Gradients are exchanged between replicas once, in the last backward pass of the step.
         with strategy.accumulate(last=i == len(micro_batches) - 1):
-            loss = _forward(model, objective, strategy, host_batch, totals)
+            loss = _forward(model, objective, strategy, host_batch, totals, own)
             end_section("forward")
             strategy.backward(loss.total)
             end_section("backward")
@@ -148,9 +150,10 @@ def score_each(
     The model's mode (train or eval) stays as it is.
     """
     totals = _global_weights(objective, strategy, micro_batches)
+    columns = _over_batch(model, objective, strategy, micro_batches)
     found = []
-    for host_batch in micro_batches:
-        loss = _forward(model, objective, strategy, host_batch, totals)
+    for host_batch, own in zip(micro_batches, columns, strict=True):
+        loss = _forward(model, objective, strategy, host_batch, totals, own)
         total, weight = loss.metrics["loss"]
         found.append((float(total), float(weight)))
     return found
@@ -188,14 +191,48 @@ def _global_weights(
     return dict(zip(sums, totals, strict=True))
 
 
+@torch.no_grad()
+def _over_batch(
+    model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
+) -> list[dict[str, Tensor]]:
+    """The columns that an objective adds to each micro-batch from the whole global batch."""
+    if not isinstance(objective, OverBatch):
+        return [{} for _ in micro_batches]
+    found = []
+    for host_batch in micro_batches:
+        with strategy.autocast():
+            found.append(objective.summary(model, _on_device(strategy, host_batch)).float())
+    own, replica = torch.cat(found), strategy.replica
+    # All replicas have as many rows, some of which only pad. Each fills in its own, and the sum is
+    # complete: of [a 0] and [0 b] it is [a b].
+    table = own.new_zeros(replica.count, *own.shape)
+    table[replica.index] = own
+    table = strategy.all_reduce(table).to(own.device)
+    rows = objective.over_batch(table.flatten(0, 1)).chunk(replica.count)[replica.index]
+    parts = torch.split(rows, [len(part) for part in found])
+    return [{"over_batch": part} for part in parts]
+
+
 def _forward(
     model: nn.Module,
     objective: Objective,
     strategy: Strategy,
     host_batch: Batch,
     totals: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
 ) -> Loss:
-    """Runs the forward pass of a micro-batch; its loss terms are divided by the global weights."""
+    """Runs the forward pass of a micro-batch; its loss terms are divided by the global weights.
+
+    Args:
+        own: columns on the device, from `_over_batch`.
+    """
+    batch = {**_on_device(strategy, host_batch), **own}
+    with strategy.autocast():
+        return objective.loss(model, batch, totals)
+
+
+def _on_device(strategy: Strategy, host_batch: Batch) -> Mapping[str, Tensor]:
+    """The columns of a micro-batch that are for the device."""
     columns = {name: column for name, column in host_batch.items() if name not in HOST_COLUMNS}
     # Without segments, attention needs no mask and takes its fastest kernel. So they are left out
     # if every row is one sequence. A compiled graph must not depend on the data: it keeps them.
@@ -204,6 +241,4 @@ def _forward(
     if one_sequence and not strategy.accelerator.compiles:
         for name in segments:
             del columns[name]
-    batch = strategy.to_device(columns)
-    with strategy.autocast():
-        return objective.loss(model, batch, totals)
+    return strategy.to_device(columns)

@@ -1,0 +1,152 @@
+"""Embeddings of pairs: their layout, and both losses, however a step's batch is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_pipeline.building.task_rows import join, pack
+from trainer.errors import ConfigError
+from trainer.examples import Examples, Vocabulary
+from trainer.models import Inputs, bert
+from trainer.objectives import contrastive, cosine
+
+VOCABULARY = Vocabulary(100, 0, 1, 2, 3, (0, 1, 2, 3))
+LENGTH = 24
+
+
+def model(dropout: float = 0.0) -> Any:
+    config = bert.Config(
+        100,
+        layers=2,
+        width=16,
+        heads=2,
+        ffn_width=32,
+        max_positions=LENGTH,
+        head="embedding",
+        dropout=dropout,
+        attention_dropout=0.0,
+    )
+    built = config.build()
+    with torch.no_grad():
+        for name, each in built.named_parameters():
+            each.copy_(10 * built.initial_values(name, 0, each.numel(), 0).view_as(each))
+    return built
+
+
+def rows(objective: Any, count: int = 6, labels: Any = None) -> tuple[Examples, list[Any]]:
+    random = np.random.default_rng(0)
+    texts = [
+        [random.integers(4, 100, random.integers(2, 9)).astype(np.uint16) for _ in range(2)]
+        for _ in range(count)
+    ]
+    found = []
+    for number, both in enumerate(texts):
+        document = join(both)
+        label = float(number) if labels is None else labels[number]
+        object.__setattr__(document, "labels", np.array([label], dtype=np.float32))
+        found.append(document)
+    return pack(found, objective.pack_spec(LENGTH)), texts
+
+
+def tensors(arrays: Any) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+
+
+def embedded(of: Any, text: Any) -> Tensor:
+    """A text by itself, as sentence-transformers reads it."""
+    tokens = torch.tensor([[1, *text.tolist(), 2]])
+    positions = torch.arange(tokens.shape[1])[None]
+    hidden = of(Inputs(tokens, positions=positions), frozenset({"embedding"}))["embedding"]
+    mean: Tensor = hidden[0].mean(0)
+    return mean
+
+
+def test_both_texts_are_embedded_as_if_alone() -> None:
+    objective: Any = cosine.Config().build(VOCABULARY)
+    examples, texts = rows(objective)
+    batch = objective.collate(examples, LENGTH)
+    line = batch["tokens"][0].tolist()
+    first, second = (len(text) for text in texts[0])
+    assert line[: first + 2] == [1, *texts[0][0].tolist(), 2]
+    assert line[first + 2 : first + second + 4] == [1, *texts[0][1].tolist(), 2]
+    assert not any(line[first + second + 4 :])
+    built = model().eval()
+    found = objective.embed(built, tensors(batch))
+    expected = torch.stack([torch.stack([embedded(built, text) for text in row]) for row in texts])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_of_cosines() -> None:
+    objective: Any = cosine.Config(highest=5.0).build(VOCABULARY)
+    examples, texts = rows(objective)
+    examples.weight[-1] = 0
+    batch = tensors(objective.collate(examples, LENGTH))
+    built = model()
+    loss = objective.loss(built, batch, {"examples": torch.tensor(5.0)})
+    expected = 0.0
+    for number, (one, other) in enumerate(texts[:-1]):
+        similarity = F.cosine_similarity(embedded(built, one), embedded(built, other), dim=0)
+        expected += float((similarity - number / 5) ** 2) / 5
+    assert loss.total.item() == pytest.approx(expected, rel=1e-5)
+
+
+def contrastive_loss(built: Any, texts: Any, anchors: list[int], used: int) -> Tensor:
+    pairs = [[embedded(built, text) for text in row] for row in texts[:used]]
+    losses = []
+    for number in anchors:
+        first = pairs[number][0]
+        scores = torch.stack([F.cosine_similarity(first, other, dim=0) for _, other in pairs])
+        losses.append(F.cross_entropy(scores / 0.05, torch.tensor(number)))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("parts", [[6], [4, 2], [1, 2, 3]])
+def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int]) -> None:
+    """In any micro-batches; the last row only pads, and rows of another label are negatives."""
+    objective: Any = contrastive.Config(positive=1).build(VOCABULARY)
+    examples, texts = rows(objective, labels=[1, 0, 1, 1, 2, 1])
+    examples.weight[-1] = 0
+    batch = tensors(objective.collate(examples, LENGTH))
+    batches = [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
+    ]
+    built = model()
+    with torch.no_grad():
+        table = torch.cat([objective.summary(built, each) for each in batches])
+    columns = torch.split(objective.over_batch(table), parts)
+    weights = [objective.weights(each)["examples"] for each in batches]
+    totals = {"examples": torch.tensor(sum(weights))}
+    assert totals["examples"] == 3
+    value = count = 0.0
+    for each, own in zip(batches, columns, strict=True):
+        loss = objective.loss(built, {**each, "over_batch": own}, totals)
+        loss.total.backward()
+        value, count = value + loss.metrics["loss"][0], count + loss.metrics["loss"][1]
+    found = {name: each.grad for name, each in built.named_parameters()}
+    built.zero_grad()
+    expected = contrastive_loss(built, texts, [0, 2, 3], 5)
+    assert float(value / count) == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    actual = {name: each.grad for name, each in built.named_parameters()}
+    torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_settings_and_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"temperature is 0. Use a number above 0, as 0.05"):
+        contrastive.Config(temperature=0)
+    with pytest.raises(ConfigError, match=r"positive is -1. Use the index of a label"):
+        contrastive.Config(positive=-1)
+    with pytest.raises(ConfigError, match=r"highest is 0. Use a number above 0, as 5"):
+        cosine.Config(highest=0)
+    objective: Any = cosine.Config().build(VOCABULARY)
+    examples, _ = rows(objective, 1)
+    object.__setattr__(examples, "row", np.array([0]))
+    with pytest.raises(ConfigError, match="a row of the dataset has 1 text"):
+        objective.collate(examples, LENGTH)
