@@ -21,7 +21,7 @@ Pooling: TypeAlias = Literal["tanh", "relu", "gelu"]
 Norm: TypeAlias = Literal["post", "pre"]
 NormKind: TypeAlias = Literal["layer", "rms"]
 TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "question_answering"]
-Head: TypeAlias = Literal["language_model", "embedding", TaskHead]
+Head: TypeAlias = Literal["language_model", TaskHead, "embedding"]
 
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 """Minimum number of labels of heads with one output per label."""
