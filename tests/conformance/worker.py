@@ -5,15 +5,20 @@ The real loader and the real Trainer, and a record of what they did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from data_pipeline.reading.loader import StreamingLoader
 from trainer.accelerators.detect import detect
 from trainer.config import load
 from trainer.hashing import combine
+from trainer.models import generator
+from trainer.models.sampling import gumbel
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
@@ -118,12 +123,23 @@ class Case:
         ]
 
 
+Samples: TypeAlias = dict[tuple[int, int], tuple[int, float]]
+"""(key of an example, position) -> the token, and by how much it came before the next one."""
+
+
 @dataclass(frozen=True)
 class Record:
-    """What one rank saw: a digest of its rows of each global batch, and the loss of each step."""
+    """What one rank saw.
+
+    Attributes:
+        digests: of its rows of each global batch.
+        losses: of each step.
+        samples: the tokens that its generator has drawn, if there is one.
+    """
 
     digests: np.ndarray
     losses: list[float]
+    samples: Samples = field(default_factory=dict)
 
 
 class Losses(Tracker):
@@ -150,11 +166,42 @@ def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: st
             f"training.steps={steps}",
             f"output={output}/{world.size}-{case.strategy}-{i}",
         ]
-        records.append(
-            Record(batch_digests(file, overrides, world, batches), losses(file, overrides, world))
-        )
+        digests = batch_digests(file, overrides, world, batches)
+        with recorded() as samples:
+            records.append(Record(digests, losses(file, overrides, world), samples))
     world.close()
     return records
+
+
+@contextmanager
+def recorded() -> Iterator[Samples]:
+    """Keeps what generators draw in training."""
+    found: Samples = {}
+    draw = generator.sample
+
+    def keep(logits: Tensor, key: Tensor, positions: Tensor) -> Tensor:
+        tokens = draw(logits, key, positions)
+        noisy = logits.detach().float() + gumbel(key, positions, logits.shape[-1])
+        first, second = noisy.topk(2).values.unbind(-1)
+        rows = zip(
+            key.tolist(),
+            positions.tolist(),
+            tokens.tolist(),
+            (first - second).tolist(),
+            strict=True,
+        )
+        for row, *columns in rows:
+            # Position 0, [CLS], stands for unused entries.
+            found.update(
+                {(row, at): (token, gap) for at, token, gap in zip(*columns, strict=True) if at}
+            )
+        return tokens
+
+    generator.sample = keep
+    try:
+        yield found
+    finally:
+        generator.sample = draw
 
 
 def batch_digests(file: str, overrides: list[str], world: World, batches: int) -> np.ndarray:

@@ -236,7 +236,7 @@ def test_released_sizes() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"nsp": True}, "nsp is true, but DeBERTa has no such head"),
+        ({"nsp": True}, "nsp is set, but DeBERTa has no such head"),
         ({"type_vocab": 2}, "DeBERTa has norm post, no token types"),
         ({"position_buckets": 2000}, "position_buckets is 2000"),
         ({"conv_width": 4}, "conv_width is 4"),

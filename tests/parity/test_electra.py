@@ -288,8 +288,8 @@ def test_released_sizes() -> None:
         ({"generator_divisor": -1}, "generator_divisor is -1"),
         ({"generator_divisor": 4, "masked_lm": True}, "masked_lm makes this model a generator"),
         ({"embedding_width": 0}, "embedding_width is 0"),
-        ({"nsp": True}, "nsp is true, but ELECTRA has no such head"),
-        ({"also_causal": True}, "also_causal is true, but ELECTRA has no such head"),
+        ({"nsp": True}, "nsp is set, but ELECTRA has no such head"),
+        ({"also_causal": True}, "also_causal is set, but ELECTRA has no such head"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

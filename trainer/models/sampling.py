@@ -26,12 +26,17 @@ def sample(logits: Tensor, key: Tensor, positions: Tensor) -> Tensor:
     Returns:
         int64 [B, P].
     """
-    vocabulary = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    noise = gumbel(key, positions, logits.shape[-1])
+    return noise.add_(logits.float()).argmax(-1)
+
+
+def gumbel(key: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Gumbel noise for `count` tokens at each position: int [B, P] -> float32 [B, P, count]."""
+    vocabulary = torch.arange(count, dtype=torch.int32, device=key.device)
     place = mix(mix(positions.int()) ^ key[:, None])
     # Hashing token and place separately first makes their combinations independent.
-    noise = _uniform(mix(mix(vocabulary) ^ place[..., None]))
-    noise = noise.log_().neg_().log_().neg_()
-    return noise.add_(logits.float()).argmax(-1)
+    u = _uniform(mix(mix(vocabulary) ^ place[..., None]))
+    return u.log_().neg_().log_().neg_()
 
 
 @torch.no_grad()
