@@ -240,6 +240,13 @@ copy_run() {  # the small files of the run's folder, without those that exist el
   gcloud storage rsync --recursive --quiet "$work/run" "$kept" >"$work/copies" 2>&1
 }
 
+bring_back() {  # all or nothing: what is half there would be copied over what was kept
+  rm -rf "$work/back" && mkdir "$work/back" &&
+    again gcloud storage rsync --recursive --quiet "$kept" "$work/back" &&
+    chown -R "$user:" "$work/back" && "${become[@]}" mkdir -p "$(dirname -- "$output")" &&
+    mv -T "$work/back" "$output"
+}
+
 copy_log() {  # of this boot; whole lines of valid UTF-8, as readers fetch ranges of bytes
   head -n "$(wc -l <"$log")" "$log" | tail -n "+$((before + 1))" |
     iconv -c -f utf-8 -t utf-8 >"$work/log"
@@ -337,9 +344,7 @@ setup || finish 1
 cd "$place" || finish 1
 if [ "$worker" = 0 ] && [ ! -e "$output" ] && present "$kept/**"; then
   say "bringing back the run's folder"
-  { "${become[@]}" mkdir -p "$output" &&
-    again gcloud storage rsync --recursive --quiet "$kept" "$output" &&
-    chown -R "$user:" "$output"; } || finish 1
+  bring_back || finish 1
 fi
 
 for ((tries = 0; ; tries++)); do

@@ -15,6 +15,7 @@ from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
+from trainer.models.embeddings import Embeddings
 from trainer.models.heads import ScalarMix
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
@@ -64,7 +65,7 @@ class Transformer(TransformerModel):
         wide = config.teacher_width
         self.fit_head = nn.Linear(config.width, wide) if wide else None
         self.lm_head = lm_head
-        if config.normalizes_embeddings:
+        if config.normalizes_embeddings and isinstance(self.embeddings, Embeddings):
             self.offers |= {"inputs.noise"}
         if nsp_head is not None:
             self.offers |= {"next_sentence"}
@@ -188,8 +189,10 @@ class Transformer(TransformerModel):
         positions = inputs.positions
         if positions is not None:
             positions = positions + self.config.virtual_tokens
+        # Embeddings of other packages need not take noise.
+        noise = {} if inputs.noise is None else {"noise": inputs.noise}
         hidden, matrix = self.embeddings(
-            inputs.tokens, positions, inputs.token_types, dropout_key, self.prompt, inputs.noise
+            inputs.tokens, positions, inputs.token_types, dropout_key, self.prompt, **noise
         )
         return hidden, matrix, self.with_prompt(inputs.segments), self.with_prompt(inputs.prefix)
 

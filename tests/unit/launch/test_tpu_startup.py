@@ -417,6 +417,18 @@ def test_a_new_machine_gets_the_runs_folder(machine: Machine) -> None:
     assert (machine.bucket("kept") / "metrics.jsonl").read_text() == "before\nmetrics\n"
 
 
+def test_a_folder_that_comes_back_slowly_is_not_kept_by_halves(machine: Machine) -> None:
+    machine.bucket("kept").mkdir()
+    kept = machine.bucket("kept") / "metrics.jsonl"
+    kept.write_text("before\n")
+    gcloud = machine.folder / "bin" / "gcloud"
+    rest = gcloud.read_text().partition("\n")[2]
+    half = '{ : > "${@: -1}/metrics.jsonl"; /bin/sleep 1; }'
+    gcloud.write_text(f'#!/bin/bash\n[[ "$*" != *"gs://bucket/kept "* ]] || {half}\n{rest}')
+    assert machine.runs(0) == 0
+    assert kept.read_text() == "before\nmetrics\n"
+
+
 @pytest.mark.parametrize("machine", ["strange"], indirect=True)
 def test_strange_names_are_names(machine: Machine) -> None:
     machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}
