@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH := .venv-bench
 DATA_BENCHMARKS := build loader resume stream
-OTHER_BENCHMARKS := span_corruption step step_t5 generation
+OTHER_BENCHMARKS := span_corruption step step_t5 step_encoders generation
 # torch-xla needs a torch of its own, 7 GB in all: an environment outside the checkout, one for each set of pins.
 XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
 XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)

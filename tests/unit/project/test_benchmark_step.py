@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import step
+from benchmarks import step, step_encoders
 from tests.integration import tasks
 from trainer.cli import main
 
@@ -92,3 +92,12 @@ def test_smallest_fine_tuning(dataset_folder: Path, tmp_path: Path):
         "samestep": 1,
         "Hugging Face Trainer": 1,
     }
+
+
+@pytest.mark.parametrize("work", [pytest.param("step", marks=pytest.mark.long), "equal"])
+@pytest.mark.parametrize("family", ["electra", "deberta", "modernbert"])
+def test_encoders_have_the_losses_of_transformers(
+    family: step_encoders.Family, work: step_encoders.Work
+):
+    found = step_encoders.measure(family, work, size=2, repeats=1)  # compares the losses first
+    assert list(found.rates) == ["samestep", "transformers"]

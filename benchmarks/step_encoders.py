@@ -1,0 +1,261 @@
+"""Training steps of ELECTRA, DeBERTa v2 and ModernBERT beside transformers' models, from the same
+weights on the same batches.
+
+    python -m benchmarks.step_encoders
+
+Mini sizes (4 layers of 256; 6 for ModernBERT) in fp32 on the CPU, a vocabulary of 30,522, 32 rows
+of 128 positions with 15 % of them masked (30 % for ModernBERT), without dropout. Two works each:
+
+step: forward, backward, clipping and AdamW, as both are used. Theirs computes the logits of all
+    positions, and ELECTRA's two models are trained as the paper says, since transformers has no
+    class for both.
+equal: forward and backward passes that compute the same: with logits at masked positions on both
+    sides, and of ELECTRA the discriminator alone.
+
+That the losses agree is checked first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
+from trainer.examples import Examples, Vocabulary
+from trainer.hashing import mix
+from trainer.models import Inputs, deberta_v2, electra, modernbert
+from trainer.models.sampling import sample
+from trainer.objectives import mlm, replaced_tokens
+
+Work: TypeAlias = Literal["step", "equal"]
+Family: TypeAlias = Literal["electra", "deberta", "modernbert"]
+
+VOCABULARY = Vocabulary(30_522, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
+LENGTH = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY.size,
+    "layers": 4,
+    "width": 256,
+    "heads": 4,
+    "ffn_width": 1024,
+    "max_positions": 512,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+ELECTRA = electra.Config(**SHAPE, embedding_width=128, generator_divisor=4)
+DEBERTA = deberta_v2.Config(**SHAPE, position_buckets=64)
+MODERNBERT = modernbert.Config(
+    **{**SHAPE, "layers": 6, "ffn_width": 384, "max_positions": 8192, "norm_eps": 1e-5}
+)
+
+
+def batch_of(objective: Any, size: int) -> dict[str, Tensor]:
+    """Rows of random tokens, each one sequence."""
+    row = np.arange(size)
+    count = LENGTH - 2  # [CLS] and [SEP] surround them
+    tokens = np.random.default_rng(0).integers(4, VOCABULARY.size, size * count, dtype=np.int32)
+    ones = np.ones(size, dtype=np.float32)
+    made = objective.collate(
+        Examples(tokens, row, row * 0 + 1, row * 0 + count, mix(row), ones, True), LENGTH
+    )
+    return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()}
+
+
+def initialized(config: Any) -> Any:
+    """A model with its initial weights."""
+    model = config.build()
+    values = {
+        name: model.initial_values(name, 0, each.numel(), seed=0).view(each.shape)
+        for name, each in model.named_parameters()
+    }
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def loaded(kind: str, config: Any, parameters: Mapping[str, Tensor]) -> Any:
+    """The model of transformers with these parameters of ours."""
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
+    import transformers
+
+    tree = config.to_huggingface()
+    their_config = transformers.AutoConfig.for_model(**tree)
+    model = getattr(transformers, kind)(their_config)
+    unknown = model.load_state_dict(config.export_tensors(parameters), strict=False)
+    assert not unknown.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+def masked_positions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, position and label of each prediction."""
+    used = batch["weights"] > 0
+    return used.nonzero()[:, 0], batch["predicted"][used].long(), batch["labels"][used].long()
+
+
+def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """Labels of all positions [B, S], -100 where nothing is predicted."""
+    row, at, label = masked_positions(batch)
+    labels = torch.full(batch["tokens"].shape, -100)
+    labels[row, at] = label
+    return labels
+
+
+def electra_losses(work: Work, size: int) -> tuple[list[nn.Module], Sequence[Callable[[], Tensor]]]:
+    objective = replaced_tokens.Config().build(VOCABULARY)
+    batch, model = batch_of(objective, size), initialized(ELECTRA)
+    totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
+    own = dict(model.named_parameters())
+    small = ELECTRA.generator
+    names = dict(small.build().named_parameters())
+    shared = {
+        name: own[f"generator.{name}" if f"generator.{name}" in own else name] for name in names
+    }
+    generator: Any = loaded("ElectraForMaskedLM", small, shared)
+    discriminator: Any = loaded("ElectraForPreTraining", ELECTRA, own)
+    # One set of embeddings, as in the paper.
+    generator.electra.embeddings = discriminator.electra.embeddings
+    generator.tie_weights()
+    tokens, labels = batch["tokens"].long(), labels_of(batch)
+    row, at, label = masked_positions(batch)
+    original = tokens.clone()
+    original[row, at] = label
+    attended = torch.ones_like(tokens)
+    real = batch["real_weights"]
+
+    def theirs() -> Tensor:
+        made = generator(input_ids=tokens, attention_mask=attended, labels=labels)
+        with torch.no_grad():
+            places = batch["predicted"].long()[..., None].expand(-1, -1, VOCABULARY.size)
+            drawn = sample(made.logits.gather(1, places), batch["sample_key"], batch["predicted"])
+            read = tokens.clone()
+            read[row, at] = drawn[batch["weights"] > 0].long()
+        logits = discriminator(input_ids=read, attention_mask=attended).logits
+        found = F.binary_cross_entropy_with_logits(
+            logits, (read != original).float(), weight=real, reduction="sum"
+        )
+        loss: Tensor = made.loss + 50 * found / real.sum()
+        return loss
+
+    def their_discriminator() -> Tensor:
+        logits = discriminator(input_ids=tokens, attention_mask=attended).logits
+        return F.binary_cross_entropy_with_logits(logits, (tokens != original).float())
+
+    def our_discriminator() -> Tensor:
+        inputs = Inputs(tokens=batch["tokens"], positions=batch["positions"])
+        logits = detector(inputs, {"replaced"})["replaced"]
+        return F.binary_cross_entropy_with_logits(logits, (tokens != original).float())
+
+    rows = {name: each for name, each in batch.items() if name != "segments"}
+    if work == "step":
+        return [model, nn.ModuleList([generator, discriminator])], (
+            lambda: objective.loss(model, rows, totals).total,
+            theirs,
+        )
+    detector = model
+    return [model, discriminator], (our_discriminator, their_discriminator)
+
+
+def masked_lm_losses(
+    config: Any, kind: str, mask_fraction: float, work: Work, size: int
+) -> tuple[list[nn.Module], Sequence[Callable[[], Tensor]]]:
+    objective = mlm.Config(mask_fraction=mask_fraction).build(VOCABULARY)
+    batch, model = batch_of(objective, size), initialized(config)
+    totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
+    their_model = loaded(kind, config, dict(model.named_parameters()))
+    tokens, labels = batch["tokens"].long(), labels_of(batch)
+    attended = torch.ones_like(tokens)
+    row, at, label = masked_positions(batch)
+    # DeBERTa reads the segments for its mask in any case.
+    rows = {n: each for n, each in batch.items() if n != "segments" or kind.startswith("Deb")}
+
+    def theirs() -> Tensor:
+        loss: Tensor = their_model(input_ids=tokens, attention_mask=attended, labels=labels).loss
+        return loss
+
+    def their_predicted() -> Tensor:
+        hidden = their_model.base_model(input_ids=tokens, attention_mask=attended)[0][row, at]
+        if kind.startswith("Deb"):
+            logits = their_model.cls(hidden)
+        else:
+            logits = their_model.decoder(their_model.head(hidden))
+        return F.cross_entropy(logits, label)
+
+    return [model, their_model], (
+        lambda: objective.loss(model, rows, totals).total,
+        theirs if work == "step" else their_predicted,
+    )
+
+
+LOSSES: dict[Family, Callable[[Work, int], Any]] = {
+    "electra": electra_losses,
+    "deberta": lambda work, size: masked_lm_losses(
+        DEBERTA, "DebertaV2ForMaskedLM", 0.15, work, size
+    ),
+    "modernbert": lambda work, size: masked_lm_losses(
+        MODERNBERT, "ModernBertForMaskedLM", 0.3, work, size
+    ),
+}
+
+
+def measure(family: Family, work: Work, size: int, repeats: int) -> Comparison:
+    """Both on a batch of `size` rows."""
+    models, losses = LOSSES[family](work, size)
+    ours, theirs = (loss() for loss in losses)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+    def contender(name: str, model: nn.Module, loss: Callable[[], Tensor]) -> Contender:
+        parameters = list(_used(model, loss))
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+        def turn() -> float:
+            optimizer.zero_grad()
+            loss().backward()  # type: ignore[no-untyped-call]
+            if work == "step":
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+            return size
+
+        return Contender(name, turn)
+
+    contenders = [
+        contender(name, model, loss)
+        for name, model, loss in zip(("samestep", "transformers"), models, losses, strict=True)
+    ]
+    what = "training step" if work == "step" else "forward and backward, equal computations"
+    title = f"{family}-mini, {what}: {size} x {LENGTH}, threads: {torch.get_num_threads()}"
+    return compare(title, "examples", contenders, repeats)
+
+
+def _used(model: nn.Module, loss: Callable[[], Tensor]) -> Iterator[nn.Parameter]:
+    """The parameters that the loss reaches."""
+    loss().backward()  # type: ignore[no-untyped-call]
+    yield from (each for each in model.parameters() if each.grad is not None)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--batch", type=int, default=32, help="examples of a step (default: 32)")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
+    parser.add_argument("--only", choices=list(LOSSES), help="one of the families")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    families = [options.only] if options.only else list(LOSSES)
+    works: tuple[Work, ...] = ("step", "equal")
+    publish(
+        [
+            measure(family, work, options.batch, options.repeats)
+            for family in families
+            for work in works
+        ],
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
