@@ -225,6 +225,7 @@ def test_checkpoint_of_another_model(
     assert result.code == 1
     assert "holds another model" in result.message
     assert "layers.2" in result.message
+    assert "set model.layers=2 as it was there" in result.message
     assert samestep("evaluate", run).code == 0
 
 

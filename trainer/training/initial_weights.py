@@ -13,7 +13,7 @@ from torch import Tensor
 from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Model, Start, Stored
+from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
 from trainer.training.weights import Weights
 
@@ -58,7 +58,7 @@ def stored_values(
         raise CheckpointError(
             f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters "
             f"are missing or of another shape and {len(unknown)} are unknown, first "
-            f"{(wrong + unknown)[0]}; make the model section match it"
+            f"{(wrong + unknown)[0]}; {_fix(weights.config, model.config)}"
         )
     if unused:
         logger.info("left out, because %s: %s", start.reason, ", ".join(unused))
@@ -80,6 +80,21 @@ def stored_values(
         return model.initial_values(name, first, stop, seed)
 
     return values
+
+
+def _fix(stored: ModelConfig, own: ModelConfig) -> str:
+    """The settings to change; those with fractions, as dropout, do not decide about shapes."""
+    kinds = [type(each).__module__.rpartition(".")[2] for each in (stored, own)]
+    if kinds[0] != kinds[1]:
+        differ = [f"model.kind={kinds[0]}"]
+    else:
+        differ = [
+            f"model.{name}={str(value).lower()}"
+            for name, value in vars(stored).items()
+            if isinstance(value, int | str) and value != vars(own)[name]
+        ]
+    settings = ", ".join(differ) or "the model section"
+    return f"set {settings} as it was there, or start from other weights"
 
 
 def _check_tokenizer(weights: Weights, dataset: AnyDataset) -> None:
