@@ -47,6 +47,11 @@ DEBERTA = (
     "model={kind: deberta_v2, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 64, "
     "max_positions: 32, position_buckets: 8, conv_width: 3, mask_decoder: true}",
 )
+DEBERTA_V3 = (
+    "objective=replaced_tokens",
+    "model={kind: deberta_v3, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 32, position_buckets: 8, generator_layers: 1}",
+)
 DECODER = (
     "objective=causal_lm",
     "model={kind: gpt2, vocab_size: 700, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -65,7 +70,10 @@ def on_cpu(samestep: Samestep, file: str, folder: Path, *overrides: str) -> list
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kind",
-    ["bert", "packed roberta", "albert", "electra", "modernbert", "deberta", "xlnet", "t5", "gpt2"],
+    [
+        *("bert", "packed roberta", "albert", "electra", "modernbert", "deberta", "deberta v3"),
+        *("xlnet", "t5", "gpt2"),
+    ],
 )
 def test_losses_are_those_of_the_cpu(
     work: Work,
@@ -90,6 +98,7 @@ def test_losses_are_those_of_the_cpu(
         "modernbert": MODERNBERT,
         "xlnet": XLNET,
         "deberta": DEBERTA,
+        "deberta v3": DEBERTA_V3,
         "gpt2": DECODER,
     }
     model = models.get(kind, ("model.layers=3",))
