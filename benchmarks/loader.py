@@ -65,11 +65,11 @@ def save_rows(dataset: Dataset, length: int, file: Path) -> Path:
     """Writes all examples as the model sees them, without masks: uint16 [N, S]."""
     rows = []
     for (batch,) in open_loader(dataset, length, 1024, finite=True):
-        tokens, cells = batch["tokens"], batch["predicted"]
+        tokens, predicted = batch["tokens"], batch["predicted"]
         originals = torch.where(
-            batch["weights"] > 0, batch["labels"].to(tokens.dtype), tokens.gather(1, cells)
+            batch["weights"] > 0, batch["labels"].to(tokens.dtype), tokens.gather(1, predicted)
         )
-        tokens.scatter_(1, cells, originals)
+        tokens.scatter_(1, predicted, originals)
         rows.append(tokens[batch["example"] >= 0].numpy().astype(np.uint16))
     np.save(file, np.concatenate(rows))
     return file

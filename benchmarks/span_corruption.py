@@ -1,4 +1,4 @@
-"""T5's span corruption, 512 cells of sources and 114 of targets.
+"""T5's span corruption, 512 positions of sources and 114 of targets.
 
 Ours and the collator of Hugging Face's run_t5_mlm.
 
@@ -132,7 +132,7 @@ def measure(batches: int, repeats: int) -> Comparison:
 
     contenders = [Contender("samestep", ours), Contender("run_t5_mlm_flax.py", theirs)]
     return compare(
-        f"Span corruption, 512 and 114 cells, batches of {BATCH_SIZE}",
+        f"Span corruption, 512 and 114 positions, batches of {BATCH_SIZE}",
         "examples",
         contenders,
         repeats,

@@ -69,7 +69,7 @@ class Job:
     Attributes:
         device: cpu or cuda.
         model: a key of SHAPES.
-        length: cells of an example.
+        length: positions of an example.
         batch: examples of a step.
         turn: steps that a side takes in its turn.
         threads: of the CPU, for each side.
@@ -337,7 +337,7 @@ def measure(job: Job, repeats: int) -> Comparison:
     if job.device == "cuda":
         sides["Hugging Face Trainer, compiled"] = partial(theirs, compiled=True)
         where = f"{torch.cuda.get_device_name()}, bf16"
-    title = f"Training steps of BERT-{job.model}: {job.batch} x {job.length} cells on {where}"
+    title = f"Training steps of BERT-{job.model}: {job.batch} x {job.length} positions on {where}"
     return in_turns(title, sides, job, repeats)
 
 
@@ -360,7 +360,7 @@ def main() -> None:
         "--length",
         type=int,
         nargs="+",
-        help="cells of an example (default: 128, on a GPU 512, too)",
+        help="positions of an example (default: 128, on a GPU 512, too)",
     )
     parser.add_argument(
         "--batch", type=int, help="examples of a step (default: so many that a step takes a while)"

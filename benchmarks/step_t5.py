@@ -3,10 +3,10 @@ batches.
 
     python -m benchmarks.step_t5
 
-T5-mini (v1.1, 4 + 4 layers of 256) in fp32 on the CPU, span corruption with 512 cells of sources
-and 114 of targets, without padding. Each side computes the loss and all gradients: without dropout,
-as in v1.1's pre-training, and with 0.1 of hidden states and 0 of attention probabilities. That the
-losses agree without dropout is checked first.
+T5-mini (v1.1, 4 + 4 layers of 256) in fp32 on the CPU, span corruption with 512 positions of
+sources and 114 of targets, without padding. Each side computes the loss and all gradients: without
+dropout, as in v1.1's pre-training, and with 0.1 of hidden states and 0 of attention probabilities.
+That the losses agree without dropout is checked first.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure(size: int, dropout: float, repeats: int) -> Comparison:
         Contender("samestep", lambda: size * float(ours() > 0)),
         Contender("Hugging Face", lambda: size * float(theirs() > 0)),
     ]
-    where = f"{size} x (512 + 114) cells, dropout {dropout}, threads: {torch.get_num_threads()}"
+    where = f"{size} x (512 + 114) positions, dropout {dropout}, threads: {torch.get_num_threads()}"
     title = f"Forward and backward passes of T5-mini, {where}"
     return compare(title, "examples", contenders, repeats)
 

@@ -135,17 +135,17 @@ function draw() {
   const table = document.createElement("table"), top = table.createTHead().insertRow();
   top.append(document.createElement("th"));
   for (const token of tokens) {
-    const cell = document.createElement("th"), name = document.createElement("span");
-    name.textContent = token; cell.append(name); top.append(cell);
+    const column = document.createElement("th"), name = document.createElement("span");
+    name.textContent = token; column.append(name); top.append(column);
   }
   const body = table.createTBody();
   tokens.forEach((token, q) => {
     const row = body.insertRow(), name = document.createElement("th");
     name.textContent = token; row.append(name);
     tokens.forEach((other, k) => {
-      const p = head ? value(head - 1, q, k) : mean(q, k), cell = row.insertCell();
-      cell.style.background = `rgb(37 99 235 / ${p})`;
-      cell.title = `${token} to ${other}: ${p.toFixed(2)}`;
+      const p = head ? value(head - 1, q, k) : mean(q, k), square = row.insertCell();
+      square.style.background = `rgb(37 99 235 / ${p})`;
+      square.title = `${token} to ${other}: ${p.toFixed(2)}`;
     });
   });
   pick("map").replaceChildren(table);

@@ -42,8 +42,7 @@ class Inputs:
         target_segments, target_positions: int [B, T]. A target position attends to the source
             positions with the same segment number.
         dropout_key: int32 [B], a random key for each row; None: no dropout.
-        noise: float [B, S, E], added to the embeddings, which are normalized first and get no
-            gradient (SiFT).
+        noise: float [B, S, E], added to normalized embeddings without gradients (SiFT).
         extra: other columns of the batch, by name. A model reads those listed in `reads`.
     """
 
@@ -97,8 +96,7 @@ Outputs: TypeAlias = frozenset[str]
     inputs.noise       no output: the model reads `Inputs.noise`
     hidden             the head's input at all positions, [B, S, D]; [B, T, D] for an
                        encoder-decoder
-    compared.N         like layer.N, projected to the width of a distillation's teacher, if the
-                       model has a projection
+    compared.N         like layer.N, projected to the teacher's width if the model does that
     attention.N        [B, H, S, S], attention scores of layer N, from 1, before the softmax; minus
                        infinity where attention is not allowed
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;

@@ -27,7 +27,7 @@ _SAMPLE = name_key("replaced_tokens.sample")
 
 @dataclass(frozen=True)
 class Config(mlm.Config):
-    """Replaced-token detection with a generator. The masks are those of ELECTRA's code.
+    """Replaced-token detection with a generator. Masks as in ELECTRA's code.
 
     Attributes:
         generator_weight: factor of the generator's masked-language-modeling loss.
