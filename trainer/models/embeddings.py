@@ -106,4 +106,6 @@ class Embeddings(nn.Module):
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The token embeddings: int [B, S] -> [B, S, E], and all of them, [V, E]."""
-        return _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call,no-any-return]
+        found: tuple[Tensor, Tensor]
+        found = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
+        return found
