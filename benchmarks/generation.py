@@ -10,7 +10,6 @@ equal is checked first.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.models import import_transformers
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from benchmarks.span_corruption import VOCABULARY
 from benchmarks.step_t5 import MINI
@@ -28,8 +28,7 @@ NEW_TOKENS = 32
 
 def measure(beams: int, size: int, repeats: int) -> Comparison:
     """Both on a batch of `size` sources."""
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
-    import transformers
+    transformers = import_transformers()
 
     torch.manual_seed(0)
     reference: Any = transformers.T5ForConditionalGeneration(

@@ -14,7 +14,6 @@ that ours needs.
 from __future__ import annotations
 
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from benchmarks.models import import_transformers
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import write_shard
@@ -207,10 +207,7 @@ def their_config(job: Job, **settings: Any) -> Any:
         "num_attention_heads": width // 64,
         "intermediate_size": 4 * width,
     }
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
-    import transformers
-
-    return transformers.BertConfig(num_hidden_layers=layers, **shape, **settings)
+    return import_transformers().BertConfig(num_hidden_layers=layers, **shape, **settings)
 
 
 def train_theirs(

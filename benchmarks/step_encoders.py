@@ -17,8 +17,8 @@ That the losses agree is checked first.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -26,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models import initialized, loaded
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import mix
 from trainer.models import Inputs, deberta_v2, electra, modernbert
 from trainer.models.sampling import sample
 from trainer.objectives import mlm, replaced_tokens
+from trainer.publish.export import parameters_of_part
 
 Work: TypeAlias = Literal["step", "equal"]
 Family: TypeAlias = Literal["electra", "deberta", "modernbert"]
@@ -67,31 +69,6 @@ def batch_of(objective: Any, size: int) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()}
 
 
-def initialized(config: Any) -> Any:
-    """A model with its initial weights."""
-    model = config.build()
-    values = {
-        name: model.initial_values(name, 0, each.numel(), seed=0).view(each.shape)
-        for name, each in model.named_parameters()
-    }
-    model.load_state_dict(values, strict=False)
-    return model
-
-
-def loaded(kind: str, config: Any, parameters: Mapping[str, Tensor]) -> Any:
-    """The model of transformers with these parameters of ours."""
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
-    import transformers
-
-    tree = config.to_huggingface()
-    their_config = transformers.AutoConfig.for_model(**tree)
-    model = getattr(transformers, kind)(their_config)
-    unknown = model.load_state_dict(config.export_tensors(parameters), strict=False)
-    assert not unknown.unexpected_keys
-    model.tie_weights()
-    return model
-
-
 def masked_positions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Row, position and label of each prediction."""
     used = batch["weights"] > 0
@@ -107,16 +84,13 @@ def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def electra_losses(work: Work, size: int) -> tuple[list[nn.Module], Sequence[Callable[[], Tensor]]]:
+    """Both sides' models and losses."""
     objective = replaced_tokens.Config().build(VOCABULARY)
     batch, model = batch_of(objective, size), initialized(ELECTRA)
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
     own = dict(model.named_parameters())
-    small = ELECTRA.generator
-    names = dict(small.build().named_parameters())
-    shared = {
-        name: own[f"generator.{name}" if f"generator.{name}" in own else name] for name in names
-    }
-    generator: Any = loaded("ElectraForMaskedLM", small, shared)
+    small, prefix = ELECTRA.export_parts()["generator"]
+    generator: Any = loaded("ElectraForMaskedLM", small, parameters_of_part(small, own, prefix))
     discriminator: Any = loaded("ElectraForPreTraining", ELECTRA, own)
     # One set of embeddings, as in the paper.
     generator.electra.embeddings = discriminator.electra.embeddings
@@ -148,22 +122,33 @@ def electra_losses(work: Work, size: int) -> tuple[list[nn.Module], Sequence[Cal
 
     def our_discriminator() -> Tensor:
         inputs = Inputs(tokens=batch["tokens"], positions=batch["positions"])
-        logits = detector(inputs, {"replaced"})["replaced"]
+        logits = model(inputs, {"replaced"})["replaced"]
         return F.binary_cross_entropy_with_logits(logits, (tokens != original).float())
 
-    rows = {name: each for name, each in batch.items() if name != "segments"}
-    if work == "step":
-        return [model, nn.ModuleList([generator, discriminator])], (
-            lambda: objective.loss(model, rows, totals).total,
-            theirs,
-        )
-    detector = model
-    return [model, discriminator], (our_discriminator, their_discriminator)
+    if work == "equal":
+        return [model, discriminator], (our_discriminator, their_discriminator)
+    return [model, nn.ModuleList([generator, discriminator])], (
+        lambda: objective.loss(model, without_segments(batch), totals).total,
+        theirs,
+    )
 
 
 def masked_lm_losses(
-    config: Any, kind: str, mask_fraction: float, work: Work, size: int
+    config: Any,
+    kind: str,
+    mask_fraction: float,
+    head: Callable[[Any, Tensor], Tensor],
+    columns: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    work: Work,
+    size: int,
 ) -> tuple[list[nn.Module], Sequence[Callable[[], Tensor]]]:
+    """Both sides' models and losses.
+
+    Args:
+        kind: their class.
+        head: their model and hidden states -> logits.
+        columns: of a batch, those that ours reads.
+    """
     objective = mlm.Config(mask_fraction=mask_fraction).build(VOCABULARY)
     batch, model = batch_of(objective, size), initialized(config)
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
@@ -171,34 +156,43 @@ def masked_lm_losses(
     tokens, labels = batch["tokens"].long(), labels_of(batch)
     attended = torch.ones_like(tokens)
     row, at, label = masked_positions(batch)
-    # DeBERTa reads the segments for its mask in any case.
-    rows = {n: each for n, each in batch.items() if n != "segments" or kind.startswith("Deb")}
 
     def theirs() -> Tensor:
         loss: Tensor = their_model(input_ids=tokens, attention_mask=attended, labels=labels).loss
         return loss
 
     def their_predicted() -> Tensor:
-        hidden = their_model.base_model(input_ids=tokens, attention_mask=attended)[0][row, at]
-        if kind.startswith("Deb"):
-            logits = their_model.cls(hidden)
-        else:
-            logits = their_model.decoder(their_model.head(hidden))
-        return F.cross_entropy(logits, label)
+        hidden = their_model.base_model(input_ids=tokens, attention_mask=attended)[0]
+        return F.cross_entropy(head(their_model, hidden[row, at]), label)
 
     return [model, their_model], (
-        lambda: objective.loss(model, rows, totals).total,
+        lambda: objective.loss(model, columns(batch), totals).total,
         theirs if work == "step" else their_predicted,
     )
 
 
+def without_segments(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The columns of a batch in which each row is one sequence."""
+    return {name: column for name, column in batch.items() if name != "segments"}
+
+
 LOSSES: dict[Family, Callable[[Work, int], Any]] = {
     "electra": electra_losses,
-    "deberta": lambda work, size: masked_lm_losses(
-        DEBERTA, "DebertaV2ForMaskedLM", 0.15, work, size
+    "deberta": partial(
+        masked_lm_losses,
+        DEBERTA,
+        "DebertaV2ForMaskedLM",
+        0.15,
+        lambda model, hidden: model.cls(hidden),
+        dict,  # its relative positions are masked by segments in any case
     ),
-    "modernbert": lambda work, size: masked_lm_losses(
-        MODERNBERT, "ModernBertForMaskedLM", 0.3, work, size
+    "modernbert": partial(
+        masked_lm_losses,
+        MODERNBERT,
+        "ModernBertForMaskedLM",
+        0.3,
+        lambda model, hidden: model.decoder(model.head(hidden)),
+        without_segments,
     ),
 }
 
@@ -210,14 +204,13 @@ def measure(family: Family, work: Work, size: int, repeats: int) -> Comparison:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
     def contender(name: str, model: nn.Module, loss: Callable[[], Tensor]) -> Contender:
-        parameters = list(_used(model, loss))
-        optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
         def turn() -> float:
             optimizer.zero_grad()
             loss().backward()  # type: ignore[no-untyped-call]
             if work == "step":
-                nn.utils.clip_grad_norm_(parameters, 1.0)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             return size
 
@@ -230,12 +223,6 @@ def measure(family: Family, work: Work, size: int, repeats: int) -> Comparison:
     what = "training step" if work == "step" else "forward and backward, equal computations"
     title = f"{family}-mini, {what}: {size} x {LENGTH}, threads: {torch.get_num_threads()}"
     return compare(title, "examples", contenders, repeats)
-
-
-def _used(model: nn.Module, loss: Callable[[], Tensor]) -> Iterator[nn.Parameter]:
-    """The parameters that the loss reaches."""
-    loss().backward()  # type: ignore[no-untyped-call]
-    yield from (each for each in model.parameters() if each.grad is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,13 +11,13 @@ That the losses agree without dropout is checked first.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from benchmarks.models import import_transformers, initialized
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from benchmarks.span_corruption import VOCABULARY, rows_of_text
 from trainer.examples import Examples
@@ -39,8 +39,7 @@ MINI = t5.Config(
 
 def measure(size: int, dropout: float, repeats: int) -> Comparison:
     """Both on a batch of `size` examples."""
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
-    import transformers
+    transformers = import_transformers()
     from transformers.models.t5.modeling_t5 import T5Attention
 
     objective = span_corruption.SpanCorruption(span_corruption.Config(), VOCABULARY)
@@ -56,19 +55,14 @@ def measure(size: int, dropout: float, repeats: int) -> Comparison:
     }  # each is one sequence
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
 
-    model = replace(MINI, dropout=dropout).build()
-    initial = {
-        name: model.initial_values(name, 0, each.numel(), seed=0).view(each.shape)
-        for name, each in model.named_parameters()
-    }
-    model.load_state_dict(initial)
+    model = initialized(replace(MINI, dropout=dropout))
     their_config = transformers.T5Config(**replace(MINI, dropout=dropout).to_huggingface())
     their_model = transformers.T5ForConditionalGeneration(their_config)
     their_model.lm_head.weight = torch.nn.Parameter(
         their_model.lm_head.weight.clone()
     )  # it only unties what it reads
     their_model.load_state_dict(
-        MINI.export_tensors(initial), strict=False
+        MINI.export_tensors(dict(model.named_parameters())), strict=False
     )  # the token table has several names
     for module in their_model.modules():
         if isinstance(module, T5Attention):

@@ -201,18 +201,26 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 
 - **batches**: digests of the global batches 0 to {BATCHES - 1} (tokens, masks, labels, dropout keys) are equal;
 - **losses**: each of {STEPS} training losses agrees within {RELATIVE:g} relative;
-- **samples** of the generators of ELECTRA and DeBERTa v3: a token may differ only where the two likeliest ones, with their
-  noise, are less than {TIE:g} apart. {ties} of {samples:,} did.
+- **samples** of the generators of ELECTRA and DeBERTa v3: a token may differ only where the two likeliest ones, with
+  their noise, are less than {TIE:g} apart. {ties} of {samples:,} did.
 
-`mlm` is a BERT with AdamW, `mlm_lamb` the same with LAMB; `span_corruption` a T5 v1.1 of 2 + 2 layers and `causal_lm` a
-GPT-2, both with Adafactor and a SentencePiece tokenizer. `mlm_nsp` is BERT with next-sentence prediction, `albert` an
-ALBERT of 4 layers in 2 groups with sentence order, n-grams and LAMB, `electra` an ELECTRA with its generator, `electra_all_tokens` the
-same with its All-Tokens MLM, `modernbert` a ModernBERT with local layers, `xlnet` an XLNet with permutations,
-`deberta` a
-DeBERTa v2 with its convolution and mask decoder, `deberta_v3` v3 with its generator, `muon` the BERT with Muon, `spanbert` SpanBERT's objective. A row of `mlm` covers micro-batches of at most
-{_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the packings {_join(PACKINGS)}. The others, and those
-of ZeRO and Accelerate, cover micro-batches of at most {_join(FEWER[0])} examples and both packings. `hsdp` is FSDP2 in
-two replicas; `zero-1` to `zero-3` are the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.
+| objective | model |
+|---|---|
+| `mlm`, `mlm_lamb`, `muon` | BERT with AdamW, with LAMB, with Muon |
+| `mlm_nsp` | BERT with next-sentence prediction, AdamW |
+| `span_corruption`, `causal_lm` | T5 v1.1 of 2 + 2 layers; GPT-2; both with Adafactor and a SentencePiece tokenizer |
+| `spanbert` | BERT with SpanBERT's objective |
+| `albert` | ALBERT of 4 layers in 2 groups, with sentence order, n-grams and LAMB |
+| `electra`, `electra_all_tokens` | ELECTRA with its generator: replaced tokens; All-Tokens MLM |
+| `deberta` | DeBERTa v2 with its convolution and mask decoder |
+| `deberta_v3` | DeBERTa v3 with its generator |
+| `xlnet` | XLNet with its permutations |
+| `modernbert` | ModernBERT with local layers |
+
+A row of `mlm` covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the
+packings {_join(PACKINGS)}. The other rows cover micro-batches of at most {_join(FEWER[0])} examples: those of
+`{"`, `".join(TASKS)}` with both packings, the rest with one. `hsdp` is FSDP2 in two replicas; `zero-1` to `zero-3` are
+the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.
 
 | objective | processes | strategy | cases that agree | largest relative difference of a loss |
 |---|---|---|---|---|

@@ -94,8 +94,7 @@ Outputs: TypeAlias = frozenset[str]
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
     inputs.noise       no output: the model reads `Inputs.noise`
-    hidden             the head's input at all positions, [B, S, D]; [B, T, D] for an
-                       encoder-decoder
+    hidden             [B, S, D], the head's input; [B, T, D] for an encoder-decoder
     compared.N         like layer.N, projected to the teacher's width if the model does that
     attention.N        [B, H, S, S], attention scores of layer N, from 1, before the softmax; minus
                        infinity where attention is not allowed

@@ -97,8 +97,8 @@ class Config(Family):
             first (BERT).
         span_boundary: adds a head that predicts the tokens of a masked span from the states around
             it (SpanBERT).
-        teacher_width: adds a projection of hidden states to the teacher's width, this number, for
-            the term `hidden` of a distillation (TinyBERT).
+        teacher_width: the width of the teacher in a distillation with the term `hidden` (TinyBERT);
+            hidden states are projected to it. 0: no projection.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text or
             pair (`classification`), the right one of several texts (`multiple_choice`), a tag for
             each token (`tagging`), or the first and last token of an answer

@@ -55,7 +55,10 @@ def export(checkpoint: str, folder: str, part: str | None = None) -> None:
         padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
         ours, parameters = _merged(whole, checkpoint)
         if part is not None:
-            ours, parameters = weights.config, _of_part(weights.config, parameters, prefix)
+            ours, parameters = (
+                weights.config,
+                parameters_of_part(weights.config, parameters, prefix),
+            )
         # A padding token that `adapt` has added comes after the vocabulary, and needs a row.
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
@@ -104,6 +107,19 @@ def export_adapter(checkpoint: str, folder: str) -> None:
         )
 
 
+def parameters_of_part(
+    config: ModelConfig, parameters: dict[str, Tensor], prefix: str
+) -> dict[str, Tensor]:
+    """The parameters of a part: its own begin with `prefix`, others are shared with the model."""
+    # Shared embeddings are stored once, under the outer model's names.
+    with torch.device("meta"):
+        names = [name for name, _ in config.build().named_parameters()]
+    return {
+        name: parameters[f"{prefix}{name}" if f"{prefix}{name}" in parameters else name]
+        for name in names
+    }
+
+
 def _merged(
     weights: Weights,
     checkpoint: str,
@@ -126,17 +142,6 @@ def _merged(
     with torch.device("meta"):
         model = config.build()
     return config.without_peft(), peft.merge(model, weights.tensors)
-
-
-def _of_part(config: ModelConfig, parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The parameters of a part: its own begin with `prefix`, others are shared with the model."""
-    # Shared embeddings are stored once, under the outer model's names.
-    with torch.device("meta"):
-        names = [name for name, _ in config.build().named_parameters()]
-    return {
-        name: parameters[f"{prefix}{name}" if f"{prefix}{name}" in parameters else name]
-        for name in names
-    }
 
 
 def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:

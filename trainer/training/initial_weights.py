@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.checkpoint.layout import StoredTensors
+from trainer.config import Kinds
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
@@ -84,12 +86,11 @@ def stored_values(
 
 def _fix(stored: ModelConfig, own: ModelConfig) -> str:
     """The settings to change; those with fractions, as dropout, do not decide about shapes."""
-    kinds = [type(each).__module__.rpartition(".")[2] for each in (stored, own)]
-    if kinds[0] != kinds[1]:
-        differ = [f"model.kind={kinds[0]}"]
+    if type(stored) is not type(own):
+        differ = [f"model.kind={Kinds('trainer.models').kind_of(stored)}"]
     else:
         differ = [
-            f"model.{name}={str(value).lower()}"
+            f"model.{name}={value if isinstance(value, str) else json.dumps(value)}"
             for name, value in vars(stored).items()
             if isinstance(value, int | str) and value != vars(own)[name]
         ]
