@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,8 @@ class Manifest:
     splits: dict[str, tuple[ShardInfo, ...]]
     settings: Tree = field(default_factory=dict)
 
-    @property
+    # Cached: every shard of an open dataset asks for it, and it covers all shards.
+    @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of tokenizer, dtype and the checksums of all shards, in order."""
         shards = {
@@ -119,9 +121,9 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Writes `manifest.json` atomically; equal manifests have equal bytes."""
-        write_text(
-            folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
-        )
+        tree = dataclasses.asdict(self)
+        tree["checksum"] = _checksum(tree)
+        write_text(folder / MANIFEST, json.dumps(tree, indent=1, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -159,6 +161,12 @@ class Manifest:
                 f"{path} has format {version!r}, but this program reads format {FORMAT}. Build the "
                 "dataset again."
             )
+        # Manifests of older builds have none.
+        if tree.pop("checksum", None) not in (None, _checksum(tree)):
+            raise DataError(
+                f"{path} was changed after the build: its checksum is of another content. Restore "
+                "it, or build the dataset again."
+            )
         try:
             splits = {
                 name: tuple(ShardInfo(**shard) for shard in shards)
@@ -170,6 +178,11 @@ class Manifest:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}). Build the dataset again.") from error
         return manifest
+
+
+def _checksum(tree: Tree) -> str:
+    """Hex SHA-256 of the content of a manifest."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _check(manifest: Manifest) -> None:

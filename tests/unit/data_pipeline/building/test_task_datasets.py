@@ -9,6 +9,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import tarfile
 from contextlib import closing
 from functools import partial
@@ -275,7 +276,7 @@ def test_a_dataset_with_old_names_is_read_and_not_built_again(corpus, tmp_path, 
     config = config_of(corpus, kind, tmp_path / "data")
     expected = build(config)
     file = tmp_path / "data" / "manifest.json"
-    new = file.read_text()
+    new = re.sub(' "checksum": .*\n', "", file.read_text())
     old = new.replace(
         f'"target": "{kind if kind != "soft" else "classification"}"',
         f'"target": "{OLD_NAMES[kind]}"',

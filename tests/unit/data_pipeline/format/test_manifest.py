@@ -47,6 +47,11 @@ def test_the_digest_is_of_the_content(tmp_path):
     assert len(digests) == len(changes) + 1
 
 
+def test_the_digest_is_computed_once():
+    # Each of the shards asks for it, so with thousands of them opening would be quadratic.
+    assert MANIFEST.digest is MANIFEST.digest
+
+
 def test_a_folder_without_manifest_is_no_dataset(tmp_path):
     with pytest.raises(DataError, match=r"holds no finished dataset.*samestep data build"):
         Manifest.load(tmp_path)
@@ -107,6 +112,31 @@ def test_a_shard_that_no_build_writes_is_refused_by_name(change, words):
 def test_other_entries_that_no_build_writes_are_refused(change, words):
     with pytest.raises(DataError, match=words):
         Manifest.parse(json.dumps({**dataclasses.asdict(MANIFEST), **change}).encode(), "there")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"a.jsonl"', '"b.jsonl"'),
+        ('"documents": 2', '"documents": 3'),
+        ('"vocab_size": 100', '"vocab_size": 108'),
+        ('"checksum": "', '"checksum": "0'),
+        ('"checksum"', '"checksun"'),
+    ],
+)
+def test_a_flipped_letter_is_noticed(tmp_path, old, new):
+    MANIFEST.save(tmp_path)
+    file = tmp_path / "manifest.json"
+    content = file.read_text()
+    assert old in content
+    file.write_text(content.replace(old, new, 1))
+    with pytest.raises(DataError, match=r"manifest\.json (was changed after the build|is damaged)"):
+        Manifest.load(tmp_path)
+
+
+def test_a_manifest_of_an_older_build_has_no_checksum():
+    content = json.dumps(dataclasses.asdict(MANIFEST)).encode()
+    assert Manifest.parse(content, "there") == MANIFEST
 
 
 @pytest.mark.parametrize(
