@@ -9,6 +9,7 @@ there on all ranks, or raises on one.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.integration.commands import Process, Samestep, Start, losses
+from tests.waiting import until
 from trainer.checkpoint import lock
 
 TORCHRUN = (
@@ -173,14 +175,43 @@ def test_killed_with_frozen_weights_and_resumed(
 
 
 def test_interrupted(stalled: Process) -> None:
-    """Ctrl-C at a terminal reaches all processes; the user gets one line."""
+    """Ctrl-C at a terminal reaches all processes. The first waits for the step, which does not end
+    here; the second does not.
+    """
     workers = stalled.workers
+    os.killpg(stalled.popen.pid, signal.SIGINT)
+    until(lambda: "stopping     on SIGINT, after this step" in stalled.stderr.read_text())
+    time.sleep(1.1)  # what comes within a second is one request
     os.killpg(stalled.popen.pid, signal.SIGINT)
     result = stalled.wait(30)
     assert result.code == 130
-    assert result.err.count(" interrupted\n") == 1
+    assert result.err.count("stopping     on SIGINT") == 1
+    assert "at once: a second signal (SIGINT); no step is lost" in result.err
     assert "Traceback" not in result.err
     assert_gone(workers, 0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_saves(
+    start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path, processes: int
+) -> None:
+    """The same command continues after the step that is named, and no step comes twice."""
+    run = tmp_path / "run"
+    settings = [f"output={run}", "checkpoint.every=5", "training.micro_batch_size=10"]
+    endless = ["training.steps=100000", "--processes", processes]
+    interrupted = start("train", experiment_file, *settings, *endless)
+    interrupted.wait_for_step(run, 5)
+    os.killpg(interrupted.popen.pid, signal.SIGINT)
+    result = interrupted.wait(60)
+    assert result.code == 130
+    assert "Traceback" not in result.err
+    (saved,) = re.findall(r"stopped      saved step (\d+); the same command continues", result.err)
+    assert list(losses(run)) == list(range(1, int(saved) + 1))
+    steps = int(saved) + 2
+    continued = samestep("train", experiment_file, *settings, f"training.steps={steps}")
+    assert continued.code == 0, continued.err
+    assert f"continuing   at step {saved}" in continued.err
+    assert list(losses(run)) == list(range(1, steps + 1))
 
 
 def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> None:

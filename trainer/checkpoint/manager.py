@@ -189,6 +189,13 @@ class Checkpointer:
             self._at, self._failures = self._saving, 0
 
     @property
+    def saved(self) -> int | None:
+        """The step of the newest save that has ended on this rank, or of the restore."""
+        thread = self._thread
+        ended = thread is not None and not thread.is_alive() and self._error is None
+        return self._saving if ended else self._at
+
+    @property
     def failed(self) -> int | None:
         """The step of the last save if it failed on any rank, as of the last wait for it."""
         return None if self._error is None else self._saving

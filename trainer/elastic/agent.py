@@ -253,9 +253,10 @@ class _Agent:
                     # Workers that regroup have their signal: a second one would end them at once.
                     self._workers.signal(number)
             elif when > self._stop[1] + TOGETHER_SECONDS:
-                logger.warning("a second signal (%s): stopping at once", number.name)
                 self._second_signal = number
-                self._kill_within(0)
+                # It reaches the workers too, who say what is lost.
+                self._workers.signal(number)
+                self._kill_within(1)
 
     def _judge(self, joined: Round, exits: list[Exit]) -> int | None:
         """Returns the run's exit code after a round, or None if another round follows.
@@ -278,6 +279,8 @@ class _Agent:
                 return 128 + self._second_signal
             # The signal came before the workers handled it: none had started, or it killed them.
             if code == EXIT_REGROUP or -code in self._preemption:
+                if number == signal.SIGINT:
+                    raise KeyboardInterrupt
                 return EXIT_PREEMPTED
         elif self._regrouping:
             # Workers may have saved, or the signal came too early, or they took too long.

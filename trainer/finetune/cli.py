@@ -75,7 +75,16 @@ def _suite(args: argparse.Namespace) -> int:
     )
     # Two suites in one folder would remove each other's checkpoints.
     with only_writer(folder):
-        problems = suite.Suite(folder, listed, args.keep).make(slots, _tell)
+        whole = suite.Suite(folder, listed, args.keep)
+        try:
+            problems = whole.make(slots, _tell)
+        except KeyboardInterrupt:
+            left = len(whole.missing())
+            sys.stderr.write(
+                f"{len(listed) - left} of {len(listed)} runs are finished, and those that had "
+                "begun are saved; the same command continues\n"
+            )
+            raise
     rows = table.summarise(tasks, listed, suite.read_results(folder))
     # Without a terminal, rich would assume 80 columns and break the table.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)

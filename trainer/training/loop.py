@@ -201,7 +201,10 @@ class Trainer:
             if self.best.out_of_patience and not logged:
                 self._log_training()
             # Every rank calls `decide` after every step, so all of them stop after the same one.
-            stopping = self._stop.decide() or self.best.out_of_patience
+            stopping = (
+                self._stop.decide(self.state.step, self.checkpoints.durable)
+                or self.best.out_of_patience
+            )
             # The best step must have a checkpoint, whatever checkpoint.every says.
             ending = stopping or self.state.step in (self.config.steps, self.best.step)
             if due := self.checkpoints.due(self.state.step, ending):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
 from trainer.strategies.world import host_group
 
@@ -29,14 +30,14 @@ class Config:
     """What happens when the machine is about to be taken away.
 
     Attributes:
-        signals: request a checkpoint after the current step or the next one, and exit code 75. A
-            signal more than a second after the first ends the run at once. [] leaves all signals
-            their usual meaning.
+        signals: request a checkpoint after the current step or the next one, and exit code 75; 130
+            after SIGINT, which is Ctrl-C. A signal more than a second after the first ends the run
+            at once. [] leaves all signals their usual meaning.
         deadline: seconds from the signal to the exit, checkpoint included. A process that takes
             longer exits with 128 + signal, and the run continues from its newest checkpoint.
     """
 
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
     deadline: float = 120.0
 
     def __post_init__(self) -> None:
@@ -62,13 +63,15 @@ class StopRequest:
     a collective.
 
     Attributes:
-        asked: this process has received a signal.
+        asked: the signal that this process has received.
         agreed: all ranks know that one of them has.
     """
 
     def __init__(self, config: Config) -> None:
-        self.asked = False
+        self.asked: signal.Signals | None = None
         self.agreed = False
+        self._step = 0
+        self._checkpointer: Checkpointer | None = None
         self._config = config
         self._group: dist.ProcessGroup | None = None
         self._flag = torch.zeros(1, dtype=torch.int32)
@@ -80,7 +83,10 @@ class StopRequest:
         self._sender.setblocking(False)
         # Handlers that do nothing: without any, the default action would end the process.
         self._before = {
-            number: signal.signal(number, lambda *_: None) for number in self._config.numbers
+            number: signal.signal(number, lambda *_: None)
+            for number in self._config.numbers
+            # A shell's background jobs ignore Ctrl-C.
+            if not (number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN)
         }
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
@@ -97,22 +103,27 @@ class StopRequest:
         if world_size > 1:
             self._group = host_group()
 
-    def decide(self) -> bool:
+    def decide(self, step: int, checkpointer: Checkpointer | None = None) -> bool:
         """Whether to stop now. All ranks call this after each step and get the same answer.
+
+        Args:
+            step: number of steps taken.
+            checkpointer: of the run; it knows which of them are saved.
 
         Each rank may receive the signal during another step. So the flags are summed over ranks;
         the sum started after one step is read after the next, and no rank waits for it. If rank 1
         is signaled during step 5, all ranks stop after step 6.
         """
+        self._step, self._checkpointer = step, checkpointer
         if self._group is None:
-            self.agreed = self.asked
+            self.agreed = self.asked is not None
             return self.agreed
         # The flag is reused, so the previous sum must have ended before the next one begins.
         if self._pending is not None:
             self._pending.wait()
             self.agreed = bool(self._flag)
         if not self.agreed:
-            self._flag.fill_(int(self.asked))
+            self._flag.fill_(int(self.asked is not None))
             self._pending = dist.all_reduce(self._flag, group=self._group, async_op=True)
         return self.agreed
 
@@ -124,14 +135,17 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         """Exit code after a stop: an elastic run may continue on machines that got no signal."""
-        return EXIT_PREEMPTED if self.asked else EXIT_REGROUP
+        if self.asked is None:
+            return EXIT_REGROUP
+        return 128 + signal.SIGINT if self.asked == signal.SIGINT else EXIT_PREEMPTED
 
     def _listen(self) -> None:
         first = self._next_signal(math.inf)
         if first is None:
             return
-        self.asked, since = True, time.monotonic()
-        logger.info("stopping     on %s, after this step and a checkpoint", first.name)
+        self.asked, since = first, time.monotonic()
+        again = ". Ctrl-C again: at once" if first == signal.SIGINT else ""
+        logger.info("stopping     on %s, after this step and a checkpoint%s", first.name, again)
         while True:
             try:
                 number = self._next_signal(since + self._config.deadline)
@@ -144,11 +158,20 @@ class StopRequest:
             if number is None:
                 return
             if time.monotonic() > since + TOGETHER_SECONDS:
-                logger.warning("a second signal (%s): stopping at once", number.name)
+                logger.info(
+                    "stopping     at once: a second signal (%s); %s", number.name, self._lost()
+                )
                 break
         # Not sys.exit, which would only end this thread.
         logging.shutdown()
         os._exit(128 + number)
+
+    def _lost(self) -> str:
+        """What ending now costs."""
+        saved = 0 if self._checkpointer is None else self._checkpointer.saved or 0
+        if self._step == saved:
+            return "no step is lost"
+        return f"the same command repeats steps {saved + 1} to {self._step}"
 
     def _next_signal(self, deadline: float) -> signal.Signals | None:
         """Waits for one of the configured signals; None at the end of the `with` block."""

@@ -53,7 +53,7 @@ def train(experiment: Experiment) -> int:
     """Runs an experiment from its newest checkpoint, if any, to its end or a requested stop.
 
     Returns:
-        The exit code: 0 at the end, else 75 or 76; see `trainer.training.preemption`.
+        The exit code: 0 at the end, else 75, 76 or 130; see `trainer.training.preemption`.
     """
     trackers: list[Tracker] = []
     with (
@@ -93,7 +93,9 @@ def train(experiment: Experiment) -> int:
             _fit(experiment, dataset, trainer, trackers, stop)
             stop.finish()
             if not trainer.finished:
-                logger.info("stopped      at step %d, with a checkpoint", trainer.state.step)
+                logger.info(
+                    "stopped      saved step %d; the same command continues", trainer.state.step
+                )
                 return stop.exit_code
             if experiment.training.best is not None:
                 _report_best(experiment, trainer)

@@ -5,26 +5,64 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tests.processes import run_ranks
+from trainer import log
+from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
 from trainer.strategies.world import World
-from trainer.training.preemption import Config, StopRequest
+from trainer.training.preemption import TOGETHER_SECONDS, Config, StopRequest
 
 
 def test_a_single_process_stops_when_it_is_asked_and_not_before() -> None:
     handler = signal.getsignal(signal.SIGUSR1)
     with StopRequest(Config()) as stop:
         stop.join(world_size=1)
-        assert not stop.decide()
+        assert not stop.decide(1)
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until_asked(stop)
-        assert stop.decide()
+        assert stop.decide(2)
         assert stop.exit_code == EXIT_PREEMPTED
     assert signal.getsignal(signal.SIGUSR1) is handler
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_ctrl_c_is_a_request_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """With an exit code of its own. A second one ends the process, and says what is repeated."""
+    pid = os.fork()
+    if pid == 0:
+        log.set_up()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        saves = cast(Checkpointer, SimpleNamespace(saved=10))
+        with StopRequest(Config()) as stop:
+            assert not stop.decide(15, saves)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until_asked(stop)
+            assert stop.decide(15, saves)
+            assert stop.exit_code == 130
+            time.sleep(TOGETHER_SECONDS + 0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    lines = capfd.readouterr().err
+    assert "on SIGINT, after this step and a checkpoint. Ctrl-C again: at once" in lines
+    assert "the same command repeats steps 11 to 15" in lines
+
+
+def test_background_jobs_ignore_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest(Config()) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            assert stop.asked is None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_all_ranks_stop_after_the_same_step() -> None:
@@ -48,7 +86,7 @@ def stopping_rank() -> tuple[int, int]:
             if step == 5 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR2)
                 wait_until_asked(stop)
-            if stop.decide():
+            if stop.decide(step):
                 break
         stop.finish()
     world.close()
