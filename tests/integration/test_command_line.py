@@ -80,14 +80,25 @@ def test_a_reader_that_leaves_early_is_no_error(
     assert (result.code, result.err) == (128 + signal.SIGPIPE, "")
 
 
-def test_finished_run(samestep: Samestep, experiment_file: str, finished_run: Path) -> None:
+def test_finished_run(samestep: Samestep, finished_run: Path) -> None:
     """Started again it says that there is nothing to do, and changes nothing."""
     before = {file: file.read_bytes() for file in finished_run.rglob("*") if file.is_file()}
-    result = samestep("train", experiment_file, f"output={finished_run}")
+    result = samestep("train", finished_run / "config.yaml")
     assert result.code == 0
     assert "nothing to do" in result.err
     assert "raise training.steps" in result.err
     assert before == {file: file.read_bytes() for file in finished_run.rglob("*") if file.is_file()}
+
+
+def test_finished_run_with_other_settings(samestep: Samestep, finished_run: Path) -> None:
+    """It would be taken for a run with these settings."""
+    result = samestep("train", finished_run / "config.yaml", "optimizer.lr=0.5")
+    assert result.code == 2
+    assert "is finished, and was trained with other settings (optimizer.lr: " in result.message
+    assert " -> 0.5). Set output to a new folder" in result.message
+    elsewhere = samestep("train", finished_run / "config.yaml", "strategy=ddp")
+    assert elsewhere.code == 0
+    assert "nothing to do" in elsewhere.err
 
 
 def test_moved_run(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trainer.accelerators.detect import detect
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import dump, to_tree
+from trainer.config import differences, dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.metrics import check_installed
 from trainer.models import Model
@@ -48,6 +48,9 @@ from trainer.training.weights import base_of, load_weights, shared_identity
 
 logger = logging.getLogger(__name__)
 
+_FREE = ("output", "tracking", "checkpoint", "strategy", "accelerator")
+"""Sections that change no result."""
+
 
 def train(experiment: Experiment) -> int:
     """Runs an experiment from its newest checkpoint, if any, to its end or a requested stop.
@@ -70,6 +73,7 @@ def train(experiment: Experiment) -> int:
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
         if step is not None and (reason := _finished(experiment, source, step)):
+            _check_finished(experiment, source, step)
             logger.info("nothing to do: %s %s", experiment.output, reason)
             return EXIT_DONE
         # A checkpoint holds everything but frozen parameters.
@@ -152,6 +156,28 @@ def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | 
     if best.out_of_patience:
         return f"was stopped early at step {step}; raise training.best.patience to train on"
     return None
+
+
+def _check_finished(experiment: Experiment, source: Checkpointer, step: int) -> None:
+    """Rejects other settings than those that a finished run was trained with.
+
+    Where it would run and report does not matter: that changes no result.
+
+    Raises:
+        ConfigError: lists the differences.
+    """
+    trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
+    changes = differences(trained, to_tree(experiment))
+    listed = [
+        f"{key}: {old} -> {new}"
+        for key, (old, new) in changes.items()
+        if key.partition(".")[0] not in _FREE
+    ]
+    if listed:
+        raise ConfigError(
+            f"{experiment.output} is finished, and was trained with other settings "
+            f"({', '.join(listed)}). Set output to a new folder, or use its settings"
+        )
 
 
 def _report_best(experiment: Experiment, trainer: Trainer) -> None:
