@@ -32,10 +32,11 @@ def reference(experiment_file: str, task: str, tmp_path_factory: pytest.TempPath
     return record
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero-3", marks=pytest.mark.long)])
 def test_three_processes_have_its_batches_and_losses(
-    experiment_file: str, tmp_path: Path, task: str, reference: Record
+    experiment_file: str, tmp_path: Path, task: str, reference: Record, strategy: str
 ) -> None:
-    case = Case(3, "ddp", 4, 0, FAMILIES[task], task)
+    case = Case(3, strategy, 4, 0, FAMILIES[task], task)
     ranks = run_ranks(3, run_cases, experiment_file, [case], STEPS, BATCHES, str(tmp_path))
     assert compare([records[0] for records in ranks], reference) <= RELATIVE
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
@@ -136,7 +137,8 @@ class DisentangledEmbeddings(Embeddings):
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         hidden, matrix = super().look_up(tokens)
         with torch.no_grad():
-            below = self._below[0](tokens)
+            # Not by the module: after its forward pass ZeRO-3 would free the table too early.
+            below = F.embedding(tokens, self._below[0].weight)
         return hidden + below, matrix
 
 
