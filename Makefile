@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# DeepSpeed comes as source, looks for torch when it is built, and would compile for the hardware that it finds.
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	  --no-build-isolation deepspeed
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[accelerate,deepspeed,dev,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[accelerate,dedup,deepspeed,dev,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb]'
 	@touch $@
 
 demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)

@@ -7,7 +7,7 @@ ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa
 
 # What is installed, as lists: a layer below is made anew only when its own list has changed.
 FROM ${BASE} AS lists
-ARG EXTRAS=accelerate,deepspeed,energy,gcs,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb
+ARG EXTRAS=accelerate,dedup,deepspeed,energy,gcs,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb
 WORKDIR /lists
 COPY docker/lists.py docker/constraints-cuda.txt constraints.txt pyproject.toml ./
 RUN python3 lists.py "${EXTRAS}" constraints.txt constraints-cuda.txt

@@ -30,31 +30,34 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", t
 
 def render() -> str:
     """The whole page."""
-    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`", set())
-    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`", set())
+    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`", {})
+    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`", {})
     return "\n".join([HEADER, *experiment, *dataset, *_clusters()])
 
 
 def _clusters() -> Iterator[str]:
     yield "## A cluster: `samestep launch CLUSTER FILE`\n\n`cluster.key=value` sets one of these.\n"
     for kind in KINDS.available():
-        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`", set())
+        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`", {})
 
 
 def _section(
     schema: type[Any],
     path: str,
     title: str,
-    listed: set[tuple[str, type[Any]]],
+    listed: dict[object, str],
     above: tuple[Kinds, ...] = (),
 ) -> Iterator[str]:
-    """The table of a dataclass, then those of the sections inside it that are not `listed` yet.
+    """The table of a dataclass, then those of the sections inside it.
 
     Of kinds that it is itself one of, there are none.
+
+    Args:
+        listed: title of each dataclass, and path of each package of kinds, that the page has.
     """
-    if (title, schema) in listed:
+    if listed.get((title, schema)) is not None:
         return
-    listed.add((title, schema))
+    listed[title, schema] = title
     hints, texts, fields = (
         get_type_hints(schema, include_extras=True),
         _attributes(schema),
@@ -71,7 +74,13 @@ def _section(
     for field in fields:
         hint, inner = hints[field.name], f"{path}.{field.name}" if path else field.name
         if kinds := kinds_of(hint):
-            for kind in kinds.available() if kinds not in above else ():
+            if kinds in above:
+                continue
+            first = listed.setdefault(kinds, inner)
+            if first != inner:
+                yield f"### `{inner}`\n\nThe kinds and settings of `{first}`.\n"
+                continue
+            for kind in kinds.available():
                 title = f"`{inner}: {{kind: {kind}}}`"
                 yield from _section(
                     kinds.schema(kind, inner), inner, title, listed, (*above, kinds)

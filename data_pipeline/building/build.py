@@ -27,10 +27,22 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from data_pipeline.building import pool
+import numpy as np
+
+from data_pipeline import dedup
+from data_pipeline.building import decontamination, duplicates, pool
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.slices import Claim, Slice
-from data_pipeline.building.units import Outcome, Unit, UnitWriter, cut, limited, outcome_path
+from data_pipeline.building.units import (
+    LEFT_OUT,
+    Outcome,
+    Unit,
+    UnitWriter,
+    cut,
+    limited,
+    outcome_path,
+    texts_path,
+)
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
 from data_pipeline.sources import PairSource, Source, SourceConfig, TaskSource
@@ -64,6 +76,8 @@ class Config:
         sentences: how documents are split into sentences, which `packing: pairs` needs: "rules"
             (marks and blank lines) or "lines" (each line is a sentence); None omits boundaries.
         workers: number of processes; None means one per core.
+        dedup: how documents that repeat an earlier one are found and left out; None keeps them.
+        decontaminate: leaves out documents that contain text of a test.
         on_error: whether a record without a document stops the build ("stop"), or is counted,
             listed and left out ("skip").
     """
@@ -75,6 +89,8 @@ class Config:
     shard_bytes: int = 2**25
     limit: str | None = None
     sentences: Splitter | None = None
+    dedup: Annotated[dedup.Config, Kinds("data_pipeline.dedup")] | None = None
+    decontaminate: decontamination.Config | None = None
     workers: int | None = None
     on_error: Literal["stop", "skip"] = "stop"
 
@@ -158,6 +174,13 @@ class _Build:
                     "Leave it out."
                 )
             self.settings["sentences"] = splitter_version(config.sentences)
+        if config.dedup is not None:
+            self._check_dedup()
+            self.settings["dedup"] = config.dedup.settings()
+        self.test = None if config.decontaminate is None else config.decontaminate.build()
+        if config.decontaminate is not None and self.test is not None:
+            ngram = {"ngram": config.decontaminate.ngram, "shortest": config.decontaminate.shortest}
+            self.settings["decontaminate"] = ngram | self.test.settings()
         # Without the signatures in addresses: the next signature names the same text, and datasets
         # are given to others.
         self.files = tuple(map(shown, self.source.files))
@@ -169,6 +192,7 @@ class _Build:
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+        self.left_out: list[frozenset[int]] = []  # records that repeat others, by unit
         self.units: list[str] = []  # digest of each unit, also of other slices
         self.unknown = 0
         self.rejected: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first bad record
@@ -193,6 +217,8 @@ class _Build:
                     (self.folder / MANIFEST).unlink(missing_ok=True)
                     self.tokenizer.save(self.folder / "tokenizer")
                 claim.stay(self.digest, alone)
+            if self.config.dedup is not None:
+                self._find_duplicates(self.config.dedup)
             meter = self._build_units()
             with claim.door():
                 if self.part is not None and not self._is_last(self.part, claim.end()):
@@ -225,9 +251,40 @@ class _Build:
         )
         return found
 
+    def _check_dedup(self) -> None:
+        """Rejects what cannot be compared."""
+        if isinstance(self.source, TaskSource):
+            raise ConfigError(
+                "dedup is for documents and pairs, and the source has the rows of a task. Leave it "
+                "out."
+            )
+        if self.part is not None:
+            raise ConfigError(
+                f"--slice {self.part} builds a part of the documents, and dedup compares all of "
+                "them. Build without --slice, or leave dedup out."
+            )
+
+    def _find_duplicates(self, config: dedup.Config) -> None:
+        found = duplicates.find(
+            self._all_units(), self.folder, self.source, config, self.config.workers or _cores()
+        )
+        self.left_out = found.records
+        with atomic_write(self.folder / "duplicates.jsonl") as file:
+            for again, line, earlier, earlier_line in found.pairs.tolist():
+                entry = {
+                    "file": self.files[again],
+                    "line": line,
+                    "repeats": {"file": self.files[earlier], "line": earlier_line},
+                }
+                file.write(json.dumps(entry).encode() + b"\n")
+
+    def _all_units(self) -> Iterator[Unit]:
+        records = limited(self.source.records(), self.config.limit_bytes)
+        return cut(records, self.config.shard_bytes)
+
     def _build_units(self) -> Meter:
         """Builds every missing unit of this build; returns the counts."""
-        settings = (self.config.heldout_fraction, self.digest, self.config.sentences)
+        settings = (self.config.heldout_fraction, self.digest, self.config.sentences, self.test)
         start = partial(UnitWriter, self.folder, self.source, *settings)
         workers = self.config.workers or _cores()
         title = "building" if self.part is None else f"building slice {self.part}"
@@ -248,8 +305,9 @@ class _Build:
         return meter
 
     def _missing_units(self, meter: Meter) -> Iterator[Unit]:
-        records = limited(self.source.records(), self.config.limit_bytes)
-        for unit in cut(records, self.config.shard_bytes):
+        for unit in self._all_units():
+            if self.left_out:
+                unit = unit.without(self.left_out[unit.index])
             # Units before this one are still finished, so the first bad record of all is reported,
             # whichever worker found one first.
             if self.rejected:
@@ -275,8 +333,9 @@ class _Build:
         return outcome
 
     def _note_rejected(self, index: int, outcome: Outcome) -> None:
-        if outcome.rejected and self.config.on_error == "stop":
-            self.rejected.append((index, outcome.rejected[0]))
+        wrong = [each for each in outcome.rejected if each[2] not in LEFT_OUT]
+        if wrong and self.config.on_error == "stop":
+            self.rejected.append((index, wrong[0]))
 
     def _stop_if_rejected(self) -> None:
         if self.rejected:
@@ -348,7 +407,21 @@ class _Build:
             documents_rejected=dict(reasons),
             splits={split: tuple(shards) for split, shards in splits.items()},
             settings=self.settings,
+            duplicates=self._count_duplicates(),
         )
+
+    def _count_duplicates(self) -> int | None:
+        """Number of documents with the text of an earlier one; None if a unit has no hashes."""
+        try:
+            # An older version, whose build is resumed here, has stored none.
+            texts = [
+                np.load(texts_path(self.folder, index), allow_pickle=False)
+                for index in range(len(self.units))
+            ]
+        except (OSError, ValueError, EOFError):
+            return None
+        found = np.concatenate(texts)
+        return len(found) - len(np.unique(found))
 
     def _tidy(self, built: Manifest) -> None:
         """Removes the outcomes, and shards and temporary files left by stopped builds."""
@@ -362,7 +435,15 @@ class _Build:
 
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
         for reason, count in built.documents_rejected.items():
-            logger.warning("rejected %d: %s (see %s/rejected.jsonl)", count, reason, self.folder)
+            level, what = logging.WARNING, "rejected"
+            if reason in LEFT_OUT:
+                level, what = logging.INFO, "left out"
+            logger.log(level, "%s %d: %s (see %s/rejected.jsonl)", what, count, reason, self.folder)
+        if built.duplicates:
+            logger.info(
+                f"{built.duplicates:,} documents have the text of another one; dedup=exact leaves "
+                "these out, dedup=minhash also those with small changes"
+            )
         tokens = sum(shard.tokens for shard in built.shards)
         if self.unknown > _MANY_UNKNOWN * tokens:
             logger.warning(

@@ -12,12 +12,13 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from data_pipeline.building.decontamination import Matcher
 from data_pipeline.building.task_rows import Encoded, encode, join
 from data_pipeline.format.manifest import ShardInfo, token_dtype
 from data_pipeline.format.shards import write_shard
@@ -25,8 +26,10 @@ from data_pipeline.sources import BadRecord, PairSource, Record, Source, TaskSou
 from data_pipeline.tokenizers import sentences
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.examples import TaskRow
-from trainer.storage import write_text
+from trainer.storage import atomic_write, write_text
 
+LEFT_OUT = (DUPLICATE, CONTAMINATED) = ("repeats an earlier document", "contains text of the test")
+"""Reasons for leaving a document out on purpose."""
 _BATCH_CHARACTERS = 2**20  # tokenized at a time; bounds the memory of the result
 
 Item = TypeVar("Item")
@@ -42,6 +45,7 @@ class Unit:
         digest: hash of the records.
         size: bytes of the records.
         share: fraction of the source that the unit is; for progress reports only.
+        left_out: positions of the records that repeat an earlier document.
     """
 
     index: int
@@ -49,6 +53,14 @@ class Unit:
     digest: str
     size: int
     share: float
+    left_out: frozenset[int] = frozenset()
+
+    def without(self, records: frozenset[int]) -> Unit:
+        """The same unit with these records left out."""
+        if not records:
+            return self
+        digest = hashlib.blake2b(f"{self.digest} {sorted(records)}".encode(), digest_size=16)
+        return replace(self, left_out=records, digest=digest.hexdigest())
 
 
 def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
@@ -111,8 +123,13 @@ def _digest(records: list[Record]) -> str:
 
 def hashed_share(text: str, purpose: str) -> float:
     """Maps a text to a number in [0, 1), uniformly, and to the same number in every process."""
+    return hashed(text, purpose) / 2**64
+
+
+def hashed(text: str, purpose: str) -> int:
+    """A hash of a text, of 64 bits."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose.encode()).digest()
-    return int.from_bytes(digest, "little") / 2**64
+    return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,11 @@ def outcome_path(folder: Path, index: int) -> Path:
     return folder / ".build" / f"{index:06d}.json"
 
 
+def texts_path(folder: Path, index: int) -> Path:
+    """Path of the hashes of the documents of unit `index`: uint64 [documents]."""
+    return folder / ".build" / f"{index:06d}.texts"
+
+
 class _Parsed(NamedTuple):
     """A parsed record: texts, each tokenized separately, and for a task the row they belong to."""
 
@@ -165,6 +187,11 @@ class _Parsed(NamedTuple):
     split: str
     texts: list[str]
     row: TaskRow | None
+
+    @property
+    def text(self) -> str:
+        """All texts."""
+        return "\n".join(self.texts)
 
 
 class UnitWriter:
@@ -177,6 +204,7 @@ class UnitWriter:
         heldout_fraction: float,
         build: str,
         splitter: sentences.Splitter | None = None,
+        test: Matcher | None = None,
     ) -> None:
         """Loads the dataset's tokenizer; `build` is the digest of the settings."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
@@ -184,6 +212,7 @@ class UnitWriter:
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
         self._folder, self._source, self._build = folder, source, build
         self._heldout_fraction, self._splitter = heldout_fraction, splitter
+        self._test = test
         self._is_task = isinstance(source, TaskSource)
         self._is_pairs = isinstance(source, PairSource)
 
@@ -197,8 +226,10 @@ class UnitWriter:
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
         # Records are rejected twice: here if they hold no text, below if it has no tokens.
         parsed, rejected = list[_Parsed](), list[tuple[int, int, str]]()
-        for record in unit.records:
+        for number, record in enumerate(unit.records):
             try:
+                if number in unit.left_out:
+                    raise BadRecord(DUPLICATE)
                 parsed.append(self._parse(record))
             except BadRecord as error:
                 rejected.append((record.file, record.line, str(error)))
@@ -211,6 +242,9 @@ class UnitWriter:
             else:
                 splits[origin.split].append((origin, document))
         shards, unknown = {}, 0
+        texts = [origin.text for members in splits.values() for origin, _ in members]
+        with atomic_write(texts_path(self._folder, unit.index)) as file:
+            np.save(file, np.array([hashed(text, "document") for text in texts], np.uint64))
         special = self._tokenizer.vocabulary.special
         for split, members in splits.items():
             if members:
@@ -240,6 +274,8 @@ class UnitWriter:
             is_heldout = record.file >= source.first_heldout
         else:
             is_heldout = hashed_share(key, "heldout") < self._heldout_fraction
+        if self._test is not None and self._test.matches("\n".join(texts)):
+            raise BadRecord(CONTAMINATED)
         split = "heldout" if is_heldout else "train"
         return _Parsed(record.file, record.line, split, texts, row)
 

@@ -70,6 +70,7 @@ class Manifest:
         documents_rejected: reason -> number of records.
         splits: "train" and "heldout" -> shards, in order.
         settings: the other settings of the build that shape the shards.
+        duplicates: number of documents with the text of an earlier one; None: not counted.
     """
 
     format: int
@@ -82,6 +83,7 @@ class Manifest:
     documents_rejected: dict[str, int]
     splits: dict[str, tuple[ShardInfo, ...]]
     settings: Tree = field(default_factory=dict)
+    duplicates: int | None = None
 
     # Cached: every shard of an open dataset asks for it, and it covers all shards.
     @cached_property
@@ -209,6 +211,8 @@ def _check(manifest: Manifest) -> None:
     _check_numbers(
         {"vocab_size": manifest.vocab_size, "documents_in": manifest.documents_in, **rejected}
     )
+    if manifest.duplicates is not None:
+        _check_numbers({"duplicates": manifest.duplicates})
     for split, shards in manifest.splits.items():
         for index, shard in enumerate(shards):
             entry = f"splits.{split}.{index}"

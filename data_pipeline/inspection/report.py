@@ -170,6 +170,8 @@ def report(inspection: Inspection, console: Console) -> None:
         f"{manifest.documents_in:,} documents read, {total:,} rejected"
         + (f" ({reasons})" if reasons else "")
     )
+    if manifest.duplicates is not None:
+        console.print(f"{manifest.duplicates:,} have the text of another one")
     console.print(
         f"vocabulary {manifest.vocab_size:,}, tokenizer {manifest.tokenizer_fingerprint[:12]}\n"
     )
