@@ -244,6 +244,7 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
     ("arguments", "message"),
     [
         (["--tasks", "nope"], "no task 'nope'.*glue/mrpc.yaml"),
+        (["--tasks", "mrpcc"], "no task .mrpcc.*did you mean .mrpc.?"),
         (["--tasks", "mrpc", "--seeds", "0"], "--seeds must be at least 1"),
         (["--tasks", "mrpc", "mrpc"], "named twice"),
         (["--tasks", "mrpc", "--parallel", "0"], "--parallel must be at least 1"),

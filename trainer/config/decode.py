@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 from trainer.config import renamed
+from trainer.config.synonyms import SETTINGS
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ def decode(schema: TypeForm[T], value: object, path: str = "") -> T:
     Raises:
         ConfigError: names the key, the value and what was expected.
     """
-    return typing.cast(T, _decode(schema, value, path))
+    try:
+        return typing.cast(T, _decode(schema, value, path))
+    except _UnknownKey as error:
+        raise ConfigError(f"{error}; {_place(schema, error)}") from None
 
 
 def _decode(schema: object, value: object, path: str) -> object:
@@ -128,6 +132,41 @@ def _decode(schema: object, value: object, path: str) -> object:
             for key, item in _section(value, path).items()
         }
     return _decode_scalar(schema, value, path)
+
+
+class _UnknownKey(ConfigError):
+    """A key that its section does not have."""
+
+    def __init__(self, path: str, key: str, known: Iterable[str]) -> None:
+        super().__init__(f"{_join(path, key)} is not a known key")
+        self.path, self.key, self.known = path, key, known
+
+
+def _place(root: object, error: _UnknownKey) -> str:
+    """Where the setting is that a user has looked for in another place or by another name."""
+    setting = SETTINGS.get(error.key)
+    sections = _sections(root)
+    if setting is not None and setting.partition(".")[0] in sections.get("", ()):
+        known = ", ".join(sorted(error.known))
+        return f"set {setting} instead. Known{f' in {error.path}' * bool(error.path)}: {known}"
+    elsewhere = [_join(path, error.key) for path, names in sections.items() if error.key in names]
+    if elsewhere:
+        return f"set {' or '.join(elsewhere)} instead"
+    return _suggest(error.key, error.known)
+
+
+def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:
+    """Path -> keys of a dataclass and of the dataclasses in it, without those of kinds."""
+    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
+        return {}
+    found = {path: tuple(field.name for field in dataclasses.fields(schema))}
+    for name, hint in typing.get_type_hints(schema).items():
+        # Sections in a list have a number in their path.
+        inner = () if typing.get_origin(hint) is tuple else typing.get_args(hint)
+        for part in (hint, *inner):
+            if dataclasses.is_dataclass(part):
+                found |= _sections(part, _join(path, name))
+    return found
 
 
 def _section(value: object, path: str) -> dict[str, object]:
@@ -209,9 +248,7 @@ def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for key in section:
         if key not in fields:
-            raise ConfigError(
-                f"{_join(path, key)} is not a known key; {_suggest(str(key), fields)}"
-            )
+            raise _UnknownKey(path, str(key), fields)
     # Unknown keys are reported first: a misspelled key is also a missing one.
     arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in section.items()}
     for name, field in fields.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,9 +224,11 @@ def _files(name: str) -> list[Path]:
         if path.stem == name:
             return [path]
     known = sorted({str(path.relative_to(folder)) for folder, path in inner})
+    close = difflib.get_close_matches(name, [path.stem for _, path in inner], n=1)
+    meant = f"; did you mean {close[0]!r}?" if close else "."
     raise ConfigError(
-        f"no task {name!r} in the working folder or in {_FOLDER}. Use a file, a folder, or one of "
-        f"{', '.join(known) or 'none'}."
+        f"no task {name!r} in the working folder or in {_FOLDER}{meant} Use a file, a folder, or "
+        f"one of {', '.join(known) or 'none'}."
     )
 
 
