@@ -188,6 +188,9 @@ class _Build:
         for name in self.source_tree:
             if name.endswith("paths") or name == "heldout":
                 self.source_tree[name] = list(map(shown, self.source_tree[name]))
+        # Left out if it is not used, as in builds from before it existed.
+        if not self.source_tree.get("header", True):
+            del self.source_tree["header"]
         # With the original names of settings, so builds from before a renaming can resume.
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]

@@ -101,6 +101,7 @@ class Found(TypedDict):
 
     files: tuple[str, ...]
     first_heldout: int | None
+    header: tuple[str, ...]
     parts: tuple[huggingface.Config, ...]
 
 
@@ -109,16 +110,19 @@ class TableConfig:
     """Where the rows are.
 
     Attributes:
-        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both
-            with a header line; .tsv without quoting) or .parquet; `.gz` and `.zst` are
-            decompressed. None for a dataset that is only evaluated on.
+        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv
+            (without quoting) or .parquet; `.gz` and `.zst` are decompressed. None for a dataset
+            that is only evaluated on.
         heldout: the same, of the held-out rows; without it, `heldout_fraction` chooses among all
             rows.
+        header: names of the columns of .csv and .tsv files that have no line of names; [] reads
+            the names from the first line.
         dataset: a Hugging Face dataset instead of files.
     """
 
     paths: tuple[str, ...] = ()
     heldout: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()
     dataset: HubDataset | None = None
     formats: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -128,6 +132,12 @@ class TableConfig:
                 f"there are {len(self.paths + self.heldout)} paths and dataset is "
                 f"{self.dataset and self.dataset.path}. Name either files in paths, or a Hugging "
                 "Face dataset in dataset."
+            )
+        if twice := repeated(self.header):
+            raise ConfigError(f"header names two columns {twice!r}. Give each its own name.")
+        if self.header and self.dataset is not None:
+            raise ConfigError(
+                "header names the columns of files, and dataset has names. Leave header out."
             )
 
     def find(self) -> Found:
@@ -144,7 +154,7 @@ class TableConfig:
             # The held-out split is the last one, or the only one.
             first_heldout = None if self.dataset.heldout is None else len(parts) - 1
             titles = tuple(part.title for part in parts)
-            return {"files": titles, "first_heldout": first_heldout, "parts": parts}
+            return {"files": titles, "first_heldout": first_heldout, "header": (), "parts": parts}
         train = find(self.paths) if self.paths else ()
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
         # A row in both splits would be trained on and then scored.
@@ -163,7 +173,18 @@ class TableConfig:
         if ".parquet" in map(suffix, files):
             require("pyarrow", "parquet", "reading .parquet")
         first_heldout = len(train) if heldout else None
-        return {"files": files, "first_heldout": first_heldout, "parts": ()}
+        formats = {*map(suffix, files)}
+        if self.header and formats.isdisjoint((".csv", ".tsv")):
+            raise ConfigError(
+                f"header names the columns of .csv and .tsv files, and {shown(files[0])} has names "
+                "in it. Leave header out."
+            )
+        return {
+            "files": files,
+            "first_heldout": first_heldout,
+            "header": self.header,
+            "parts": (),
+        }
 
 
 def suffix(file: str) -> str:
@@ -186,9 +207,11 @@ class TableSource(Source):
     A record's line is the line where the row begins, or the row's number.
 
     Attributes:
+        header: names of the columns of .csv and .tsv files without a line of names; else empty.
         parts: the splits of a Hugging Face dataset that `files` names; empty for files.
     """
 
+    header: tuple[str, ...] = field(kw_only=True, default=())
     parts: tuple[huggingface.Config, ...] = field(kw_only=True)
 
     @property
@@ -211,8 +234,12 @@ class TableSource(Source):
         splitters: dict[str, Split] = {
             ".jsonl": lines,
             ".json": self._json,
-            ".csv": functools.partial(_csv_rows, delimiter=",", quoting=csv.QUOTE_MINIMAL),
-            ".tsv": functools.partial(_csv_rows, delimiter="\t", quoting=csv.QUOTE_NONE),
+            ".csv": functools.partial(
+                _csv_rows, delimiter=",", quoting=csv.QUOTE_MINIMAL, names=self.header
+            ),
+            ".tsv": functools.partial(
+                _csv_rows, delimiter="\t", quoting=csv.QUOTE_NONE, names=self.header
+            ),
             ".parquet": self._parquet,
         }
         return splitters[suffix]
@@ -275,15 +302,15 @@ def _json_or_none(data: bytes) -> object:
 
 
 def _csv_rows(
-    file: BinaryIO, delimiter: str, quoting: Literal[0, 3]
+    file: BinaryIO, delimiter: str, quoting: Literal[0, 3], names: Sequence[str]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields the rows below a header line, as JSON objects."""
+    """Yields the rows as JSON objects; without `names`, the first line has the names of columns."""
     csv.field_size_limit(_LONGEST_CELL)
     # Invalid UTF-8 passes here as lone surrogates, and is found when its row is encoded again, so
     # it spoils that row only.
     decoded = codecs.iterdecode(file, "utf-8-sig", "surrogateescape")
     reader = csv.reader(decoded, delimiter=delimiter, quoting=quoting, strict=True)
-    header: list[str] = []
+    header = list(names)
     while True:
         # Before the row is read: a quoted cell may have line breaks.
         line = reader.line_num + 1
@@ -304,7 +331,8 @@ def _csv_rows(
             if twice := repeated(header):
                 raise BadRecord(f"two columns are named {twice!r}")
         elif len(cells) != len(header):
-            problem = f"{len(cells)} cells and not {len(header)}, as the line of names has"
+            names_of = "header" if names else "the line of names"
+            problem = f"{len(cells)} cells and not {len(header)}, as {names_of} has"
             yield line, Problem.of(problem)
         else:
             yield line, encoded(dict(zip(header, cells, strict=True)), "invalid UTF-8")

@@ -136,6 +136,27 @@ def test_cells_of_csv_hold_line_breaks_and_lines_are_those_of_the_file(tmp_path)
     ]
 
 
+@pytest.mark.parametrize(("name", "mark"), [("a.tsv", "\t"), ("a.csv", ",")])
+def test_files_without_a_line_of_names(tmp_path, name, mark):
+    rows = [("no", "text"), ("yes", "the first"), ("no",), ("no", "x", "y")]
+    path = write(tmp_path / name, "\n".join(mark.join(cells) for cells in rows))
+    source = classification.Config((path,), labels=LABELS, header=("label", "text")).build()
+    assert parsed(source) == [
+        (1, TaskRow(("text",), 0.0)),
+        (2, TaskRow(("the first",), 1.0)),
+        (3, "1 cells and not 2, as header has"),
+        (4, "3 cells and not 2, as header has"),
+    ]
+
+
+def test_a_header_that_nothing_needs_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "x", "label": "no"}')
+    with pytest.raises(ConfigError, match=r"a\.jsonl has names in it. Leave header out"):
+        classification.Config((path,), labels=LABELS, header=("label", "text")).build()
+    with pytest.raises(ConfigError, match="header names two columns 'text'"):
+        classification.Config((path,), labels=LABELS, header=("text", "text"))
+
+
 def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path):
     source = classification.Config(
         (write(tmp_path / "a.csv", f'text,label\n{"x" * 300_000},no\n"a,no\nb,no\n'),),
