@@ -4,6 +4,7 @@ trace.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.format.manifest import Manifest
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
@@ -173,9 +175,9 @@ def test_another_tokenizer(
     assert result.code == 1
     assert "but the dataset was built with" in result.message
 
-    manifest = json.loads((dataset_copy / "manifest.json").read_text())
-    manifest["tokenizer_fingerprint"] = Tokenizer.load(dataset_copy / "tokenizer").fingerprint
-    (dataset_copy / "manifest.json").write_text(json.dumps(manifest))
+    fingerprint = Tokenizer.load(dataset_copy / "tokenizer").fingerprint
+    manifest = Manifest.load(dataset_copy)
+    dataclasses.replace(manifest, tokenizer_fingerprint=fingerprint).save(dataset_copy)
     for command in (
         ["evaluate", finished_run],
         ["train", experiment_file, f"output={tmp_path / 'run'}", f"init_from={finished_run}"],
@@ -189,10 +191,9 @@ def test_another_tokenizer(
 def test_empty_heldout_split_is_refused_before_training(
     samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path
 ) -> None:
-    file = dataset_copy / "manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest["splits"]["heldout"] = []
-    file.write_text(json.dumps(manifest))
+    manifest = Manifest.load(dataset_copy)
+    splits = {**manifest.splits, "heldout": ()}
+    dataclasses.replace(manifest, splits=splits).save(dataset_copy)
     overrides = [f"output={tmp_path / 'run'}", f"data.path={dataset_copy}"]
     result = samestep("train", experiment_file, *overrides, "training.evaluate_every=5")
     assert result.code == 1
