@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -15,8 +16,41 @@ from trainer.models import Inputs, Model
 from trainer.training.weights import Weights, load_weights
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A token for a mask.
+
+    Attributes:
+        token: its text.
+        probability: by the model.
+        text: the text with the token in place of the mask; empty if it has several masks.
+    """
+
+    token: str
+    probability: float
+    text: str
+
+
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     """Prints the `top` most likely tokens for each mask of each text.
+
+    Raises:
+        ConfigError: the model is no masked language model, or a text has no mask or is too long.
+    """
+    console = Console(highlight=False)
+    for text, masks in zip(texts, likely_tokens(checkpoint, texts, top), strict=True):
+        table = Table("probability", "token", "text", title=text, title_justify="left")
+        for candidates in masks:
+            for candidate in candidates:
+                table.add_row(f"{candidate.probability:.3f}", candidate.token, candidate.text)
+            table.add_section()
+        console.print(table)
+
+
+def likely_tokens(
+    checkpoint: str, texts: Sequence[str], top: int
+) -> Iterator[list[list[Candidate]]]:
+    """Yields the `top` most likely tokens of each mask, for each text.
 
     Raises:
         ConfigError: the model is no masked language model, or a text has no mask or is too long.
@@ -25,7 +59,6 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     tokenizer = weights.load_tokenizer()
     # On the CPU: one short text at a time is not worth moving a model to a device.
     model = weights.model(frozenset({"tokens"}))
-    console = Console(highlight=False)
     for text in texts:
         tokens, masked = encode_masked(tokenizer, text)
         if len(tokens) > model.max_sequence_length:
@@ -33,9 +66,10 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
                 f"the text has {len(tokens)} tokens and the model reads at most "
                 f"{model.max_sequence_length}; shorten it"
             )
-        table = Table("probability", "token", "text", title=text, title_justify="left")
+        masks = []
         for distribution in _predict(model, tokens, masked):
             likely = distribution.topk(top)
+            candidates = []
             for probability, token in zip(
                 likely.values.tolist(), likely.indices.tolist(), strict=True
             ):
@@ -44,9 +78,9 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
                 if len(masked) == 1:
                     tokens[masked[0]] = token
                     filled = tokenizer.decode(tokens[1:-1])
-                table.add_row(f"{probability:.3f}", tokenizer.decode([token]).strip(), filled)
-            table.add_section()
-        console.print(table)
+                candidates.append(Candidate(tokenizer.decode([token]).strip(), probability, filled))
+            masks.append(candidates)
+        yield masks
 
 
 def load_masked_lm(checkpoint: str) -> Weights:
