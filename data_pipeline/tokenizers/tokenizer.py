@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned
@@ -19,6 +23,9 @@ from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, hub
 
 Backend: TypeAlias = HuggingFace | SentencePiece
+
+CONVERTED_FROM = "converted_from"
+"""In tokenizer_config.json: the file that tokenizer.json was converted from, to read instead."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Config:
 class Tokenizer:
     """Text to ids and back.
 
-    No text can produce a special token: "[MASK]" in a document is a word in brackets.
+    No text of a document can produce a special token: "[MASK]" in it is a word in brackets.
 
     Attributes:
         vocabulary: its size and special tokens, for the objectives.
@@ -116,7 +123,8 @@ class Tokenizer:
 
         Args:
             path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
-                merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read; a
+                merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read,
+                but spiece.model before the tokenizer.json that an export has made of it; a
                 SentencePiece model; or hf://NAME.
 
         Raises:
@@ -162,6 +170,27 @@ class Tokenizer:
         """
         return self._backend.encode(texts)
 
+    def encode_prompts(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns the ids of each text, as `encode_batch`, with sentinels as tokens.
+
+        A user who writes "<extra_id_0>" in a prompt means T5's sentinel, as for `transformers`.
+        Text between sentinels is encoded by itself, so each part begins a word.
+        """
+        sentinels = {self.token(token): token for token in self.vocabulary.sentinels}
+        if not sentinels:
+            return self.encode_batch(texts)
+        # "a <extra_id_0> b" is split into "a ", "<extra_id_0>" and " b": names at odd indices.
+        pattern = re.compile(f"({'|'.join(map(re.escape, sentinels))})")
+        split = [pattern.split(text) for text in texts]
+        between = iter(self.encode_batch([part for parts in split for part in parts[::2]]))
+        prompts = []
+        for parts in split:
+            first, *others = (next(between) for _ in parts[::2])
+            named = [np.array([sentinels[name]], first.dtype) for name in parts[1::2]]
+            pairs = zip(named, others, strict=True)
+            prompts.append(np.concatenate([first, *itertools.chain.from_iterable(pairs)]))
+        return prompts
+
     def encode_aligned(self, texts: Sequence[str]) -> list[Aligned]:
         """Returns the ids of each text, as `encode_batch`, and the characters of each token.
 
@@ -188,6 +217,8 @@ def _read_backend(path: Path) -> Backend:
         **_read_json(path / "special_tokens_map.json"),
         **_read_json(path / "tokenizer_config.json"),
     }
+    if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
+        return SentencePiece((path / MODEL).read_bytes(), settings)
     try:
         return HuggingFace(read(path, settings), settings)
     except FileNotFoundError:
