@@ -158,6 +158,38 @@ class Tokenizer:
             with atomic_write(folder / name) as file:
                 file.write(content)
 
+    def with_tokens(self, tokens: Sequence[str], whole_words: bool = False) -> Tokenizer:
+        """Returns this tokenizer with further tokens, which get the ids after its own.
+
+        Its own tokens keep their ids. Wherever a text has a new token, it is that token, as with
+        `add_tokens` of `transformers`.
+
+        Args:
+            tokens: that are not in the vocabulary.
+            whole_words: a new token is found only where no letter or digit is next to it.
+
+        Raises:
+            ConfigError: it is a SentencePiece model, whose file cannot hold them.
+        """
+        if isinstance(self._backend, SentencePiece):
+            raise ConfigError(
+                f"a {MODEL} cannot be extended. Convert it with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of transformers, remove "
+                f"DIR/{MODEL}, and extend DIR."
+            )
+        return Tokenizer(self._backend.with_tokens(tokens, whole_words))
+
+    def extends(self, other: Tokenizer) -> bool:
+        """Whether this is `other` with further tokens after its own; see `with_tokens`."""
+        ours, theirs = self._backend, other._backend
+        if not (isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace)):
+            return False
+        return ours.extends(theirs)
+
+    def has(self, token: str) -> bool:
+        """Whether the vocabulary has a token of this spelling."""
+        return self._backend.id_of(token) is not None
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of everything that determines the ids of a text."""
