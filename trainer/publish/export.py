@@ -24,18 +24,30 @@ from trainer.training.weights import Weights, load_weights
 logger = logging.getLogger(__name__)
 
 
-def export(checkpoint: str, folder: str, part: str | None = None) -> None:
+def export(checkpoint: str, folder: str, part: str | None = None, name: str | None = None) -> None:
     """Exports a checkpoint to Hugging Face format: weights, tokenizer and a model card.
 
     LoRA is merged into the weights.
 
     Args:
         part: a model inside of the checkpoint's, as ELECTRA's `generator`; None: the model.
+        name: of the model in its card; None: the folder's.
 
     Raises:
         ConfigError: `transformers` has no such model, or there is no such part.
     """
-    weights = whole = load_weights(checkpoint)
+    export_weights(load_weights(checkpoint), checkpoint, folder, part, name)
+
+
+def export_weights(
+    weights: Weights,
+    checkpoint: str,
+    folder: str,
+    part: str | None = None,
+    name: str | None = None,
+) -> None:
+    """Exports weights that were loaded from `checkpoint`; see `export`."""
+    whole = weights
     prefix = ""
     if part is not None:
         parts = weights.config.export_parts()
@@ -67,7 +79,7 @@ def export(checkpoint: str, folder: str, part: str | None = None) -> None:
         if ours.head == "embedding":
             length = sys.maxsize if ours.max_positions is None else ours.max_positions
             more = sentence_transformers.files(ours, length)
-        name = Path(folder).absolute().name
+        name = name or Path(folder).absolute().name
         packages = model_card.packages(weights.config, Path(files))
         card = model_card.write(weights, checkpoint, name, packages, mask)
         huggingface.save_folder(Path(folder), config, tensors, Path(files), card, more=more)

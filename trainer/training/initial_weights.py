@@ -7,11 +7,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from data_pipeline.reading.concat_dataset import AnyDataset
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Kinds
 from trainer.errors import CheckpointError, ConfigError
@@ -23,8 +24,17 @@ from trainer.training.weights import Weights
 logger = logging.getLogger(__name__)
 
 
+class HasTokenizer(Protocol):
+    """A dataset, or a stand-in that has its name and tokenizer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
 def stored_values(
-    weights: Weights, model: Model, dataset: AnyDataset, seed: int | None = None
+    weights: Weights, model: Model, dataset: HasTokenizer, seed: int | None = None
 ) -> InitialValues:
     """Returns the parameter values of a trained model for `model`.
 
@@ -111,7 +121,7 @@ def _fix(stored: ModelConfig, own: ModelConfig) -> str:
 def _extended_rows(
     weights: Weights,
     model: Model,
-    dataset: AnyDataset,
+    dataset: HasTokenizer,
     tensors: StoredTensors,
     sources: Mapping[str, str],
 ) -> dict[str, ExtendedRows]:
@@ -140,7 +150,7 @@ def _extended_rows(
     return found
 
 
-def _check_tokenizer(weights: Weights, dataset: AnyDataset, may_extend: bool) -> None:
+def _check_tokenizer(weights: Weights, dataset: HasTokenizer, may_extend: bool) -> None:
     """Rejects a dataset of another tokenizer: its token ids would mean other words.
 
     Args:
