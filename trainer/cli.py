@@ -19,6 +19,7 @@ from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import add_doctor, add_fetch, add_report
+from trainer.publish.cli import register_publish
 
 if TYPE_CHECKING:
     from trainer.training.experiment import Experiment
@@ -224,6 +225,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         _add_config,
         _add_evaluate,
         _add_export,
+        register_publish,
         _add_average,
         register_fill,
         add_fetch,

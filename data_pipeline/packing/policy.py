@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import documents, segment_pairs, task_rows, text_pairs
+from data_pipeline.packing import documents, full_sentences, segment_pairs, task_rows, text_pairs
 from data_pipeline.packing.plan import PACKING_VERSION, PackPlan
 from trainer.config import renamed
 from trainer.errors import ConfigError, DataError
@@ -78,16 +78,16 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
             f"data.packing is {policy}, and the objective needs pairs of segments; use "
             "data.packing=pairs"
         )
-    if policy == "pairs" and not manifest.has_sentences:
+    if policy in ("pairs", "full_sentences") and not manifest.has_sentences:
         raise DataError(
-            f"data.packing pairs needs sentences, and {name} was built without; build it again "
+            f"data.packing {policy} needs sentences, and {name} was built without; build it again "
             "with sentences=rules"
         )
 
 
 def needs_parts(spec: PackSpec, policy: Policy) -> bool:
     """Whether packing reads where the parts of documents begin (`ShardIndex.sentences`)."""
-    return policy == "pairs" or spec.text_pairs or spec.parts is not None
+    return policy in ("pairs", "full_sentences") or spec.text_pairs or spec.parts is not None
 
 
 def plan_shard(
@@ -100,6 +100,8 @@ def plan_shard(
         return task_rows.plan(shard, spec)
     if policy == "pairs":
         return segment_pairs.plan(shard.length, shard.sentences, spec, key, epoch)
+    if policy == "full_sentences":
+        return full_sentences.plan(shard.length, shard.sentences, spec)
     return documents.plan(shard.length, spec, policy, key)
 
 
@@ -123,4 +125,6 @@ def count_shard(
         return task_rows.count_examples(shard, spec)
     if policy == "pairs":
         return segment_pairs.count_examples(shard.length, shard.sentences, spec, key)
+    if policy == "full_sentences":
+        return full_sentences.count_examples(shard.length, shard.sentences, spec)
     return documents.count_examples(shard.length, spec, policy)

@@ -341,7 +341,7 @@ class PackedSplit:
             length=length,
             key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
             weight=weight,
-            isolated=self._policy not in ("concat", "pairs") and self._spec.parts is None,
+            isolated=self._policy in ("best_fit", "padded") and self._spec.parts is None,
             random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)])
             if is_pairs
             else None,

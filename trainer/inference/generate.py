@@ -26,6 +26,7 @@ class TextGenerator:
 
     A model trained on sources and targets reads each text as a source, followed by the end token.
     A language model continues the text, which follows the token that starts training examples.
+    Sentinels in a text, such as <extra_id_0>, are tokens.
 
     Args:
         checkpoint: see `trainer.training.weights.load_weights`.
@@ -54,7 +55,7 @@ class TextGenerator:
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         """Returns the generated texts. Texts are numbered across calls, which keys sampling."""
-        encoded = self._tokenizer.encode_batch([self._prefix + text for text in texts])
+        encoded = self._tokenizer.encode_prompts([self._prefix + text for text in texts])
         sources = [[*self._before, *tokens.tolist(), *self._after] for tokens in encoded]
         # Sampling is keyed by the text's number, so batches do not change what is generated.
         first = self._done
