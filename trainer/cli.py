@@ -18,7 +18,7 @@ from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
-from trainer.inspect.cli import add_doctor, add_fetch, add_report
+from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report
 from trainer.publish.cli import register_publish
 
 if TYPE_CHECKING:
@@ -231,6 +231,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         add_fetch,
         add_report,
         add_doctor,
+        add_recipes,
     ):
         add(commands)
     if wanted not in commands.choices:
@@ -412,6 +413,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _nobody_reads() -> bool:
     """Whether stdout is a pipe to a command that has ended, such as `head`; drops the rest then."""
     try:
+        # A long write that has failed left nothing to flush, so write once more.
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout again at exit, which must not fail.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -47,6 +46,7 @@ MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need abou
 MAX_PLAN_BYTES = 2**31
 _OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
+_FEW_SHARDS = 128  # where the limit of open files is unknown
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
 
@@ -58,6 +58,10 @@ def max_open_shards() -> int:
     Each needs a file descriptor, and a process may start with as few as 256. The first call raises
     the limit to three times `MAX_OPEN_SHARDS`: for training, for evaluation, and for all else.
     """
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return _FEW_SHARDS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 3 * MAX_OPEN_SHARDS
     if hard != resource.RLIM_INFINITY:

@@ -11,7 +11,6 @@ network file system may be invisible to other machines, or missing, and object s
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import logging
@@ -29,6 +28,7 @@ from pathlib import Path
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
 from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
     with path.open("w") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
                 locked = True
                 break
             except BlockingIOError:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from trainer.config import recipes
 from trainer.errors import ConfigError
 
 Tree: TypeAlias = dict[str, Any]
@@ -79,8 +80,13 @@ def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     return list(merge(numbered, changed).values())
 
 
-def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
-    """Reads a file merged into its bases; `chain` are the files that have led to it."""
+def _read_file(path: Path, name: str | Path, chain: tuple[Path, ...]) -> Tree:
+    """Reads a file merged into its bases.
+
+    Args:
+        path: the file that `name` stands for.
+        chain: the files that have led to it.
+    """
     if path in chain:
         raise ConfigError(f"{path} is its own base: {' -> '.join(str(p) for p in (*chain, path))}")
     try:
@@ -88,7 +94,10 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         wanted_by = f" (named as base by {chain[-1]})" if chain else ""
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration {path}{wanted_by}: {reason}") from error
+        message = f"cannot read the configuration {path}{wanted_by}: {reason}"
+        if isinstance(error, FileNotFoundError) and (hint := recipes.suggestion(name)):
+            message = f"{message}.{hint}"
+        raise ConfigError(message) from error
     tree = _parse(text, str(path))
     if tree is None:
         tree = {}
@@ -104,7 +113,8 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     # Later bases override earlier ones, and this file overrides all of them.
     merged: Tree = {}
     for base in bases:
-        merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
+        file = recipes.locate(base, path.parent)
+        merged = merge(merged, _read_file(file, base, (*chain, path)))
     return merge(merged, tree)
 
 
@@ -136,8 +146,12 @@ def parse_override(text: str) -> Tree:
 
 
 def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads a configuration file with its bases, and merges the overrides into it, in order."""
-    tree = _read_file(Path(path).resolve(), ())
+    """Reads a configuration file with its bases, and merges the overrides into it, in order.
+
+    Args:
+        path: a file, or the name of a recipe.
+    """
+    tree = _read_file(recipes.locate(path), path, ())
     for override in overrides:
         tree = merge(tree, parse_override(override))
     return tree

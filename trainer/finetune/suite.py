@@ -203,7 +203,8 @@ class Suite:
         # Between training and evaluation no process runs that an interruption could stop.
         if self._stopped:
             raise SamestepError(f"{run.folder} was stopped; run the same command again")
-        command = [sys.executable, "-m", "trainer.cli", *arguments]
+        # -P: a folder trainer/ in the working folder is a user's own.
+        command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
         if setpriv := shutil.which("setpriv"):
             # A killed suite takes its processes with it, or they would hold devices and folders.
             command = [setpriv, "--pdeathsig", "TERM", *command]

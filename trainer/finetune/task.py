@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import trainer
 from data_pipeline.building.recipe import TaskData
 from data_pipeline.sources import SourceConfig
-from trainer.config import Kinds, Tree, decode, read_tree
+from trainer.config import Kinds, Tree, decode, read_tree, recipes
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics.texts import METRICS
 
 _FOLDER = Path("configs", "tasks")
-# Tasks and recipes are looked up here first, then where samestep is installed.
-_FOLDERS = (_FOLDER, Path(trainer.__file__).parents[1] / _FOLDER)
+# Tasks and recipes are looked up here first, then among the files that come with samestep.
+_FOLDERS = (_FOLDER, recipes.FOLDER / "tasks")
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 
@@ -195,7 +194,8 @@ def find_tasks(
 
     Args:
         names: files, or folders of files, relative to the working folder or to configs/tasks, with
-            or without .yaml; or just the name of a file in a folder of configs/tasks.
+            or without .yaml; names of recipes or of their folders, as recipes/tasks/glue; or just
+            the name of a file in a folder of configs/tasks.
         recipe: settings that replace the tasks' own: a file, or the name of one in configs/tasks.
 
     Raises:
@@ -213,7 +213,7 @@ def find_tasks(
 
 def _files(name: str) -> list[Path]:
     # A path comes before the bare name of a file in some folder of configs/tasks.
-    for place in (Path(name), *(folder / name for folder in _FOLDERS)):
+    for place in (Path(name), recipes.locate(name), *(folder / name for folder in _FOLDERS)):
         if files := sorted(place.glob("*.yaml")):
             return files
         for file in (place, place.with_name(f"{place.name}.yaml")):
@@ -237,7 +237,8 @@ def _read_recipe(name: str) -> Tree:
     known = {
         path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob("*.yaml"))
     }
-    path = Path(name) if Path(name).is_file() else known.get(name)
+    file = recipes.locate(name)
+    path = file if file.is_file() else known.get(name)
     if path is None:
         raise ConfigError(f"no recipe {name!r}. Use a file, or one of {', '.join(known)}.")
     tree = read_tree(path)
