@@ -137,6 +137,9 @@ def rate_of(rates: Sequence[float] | deque[float]) -> Range:
     # a hundred times as long as the others makes one block slow, which the quantiles leave out.
     blocks = [block.mean() for block in np.array_split(values, min(_BLOCKS, len(values)))]
     low, middle, high = np.quantile(blocks, (0.1, 0.5, 0.9)).tolist()
+    # Slow times are further from the middle than fast ones: other programs can make a step take
+    # three times as long, and nothing makes it take a third.
+    high += 0.5 * (high - middle)
     # Few steps say less: 10 % of margin more for 9 steps, 3 % for 100.
     margin = _MARGIN + 0.3 / math.sqrt(len(values))
     return Range(low * (1 - margin), middle, high * (1 + margin))
