@@ -180,10 +180,3 @@ def suite_left(
 
 def _of_others(rates: Sequence[float]) -> Range:
     return Range(0.5 * min(rates), statistics.median(rates), 2 * max(rates))
-
-
-def clock(seconds: float) -> str:
-    """Formats a duration: 0:45, 12:30 or 3:05:00."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trainer.monitoring.clock import Reading
-from trainer.monitoring.forecast import Range, Schedule, TimeLeft, clock, suite_left
+from trainer.monitoring.forecast import Range, Schedule, TimeLeft, suite_left
 
 RECORDED = json.loads(Path(__file__).with_name("step_times.json").read_text(encoding="utf-8"))
 """By name: the step times and pauses of real runs on two busy cores, in the order of their rows."""
@@ -110,9 +110,3 @@ def test_a_suite_is_forecast_by_task_and_by_the_runs_at_a_time():
     unknown = suite_left(finished, [("mnli", 1000)], 1)
     assert unknown is not None
     assert unknown.low <= 250 < 540 <= unknown.high
-
-
-def test_durations_are_read_like_a_clock():
-    assert [clock(seconds) for seconds in (0.4, 59.6, 750, 11100)] == [
-        *("0:00", "1:00", "12:30", "3:05:00")
-    ]
