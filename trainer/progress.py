@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,10 +71,9 @@ class Progress:
             transient=not stays,
             refresh_per_second=1 / _DRAW_EVERY,
         )
-        self._fields = {"count": self._count(), "left": "", "note": ""}
-        self._task = self._bar.add_task(
-            "", total=self._total, completed=done, title=title, **self._fields
-        )
+        self._fields: dict[str, Any] = {"count": self._count(), "left": "", "note": ""}
+        self._task = self._bar.add_task("", total=self._total, title=title, **self._fields)
+        self._bar.update(self._task, completed=done)
 
     def __enter__(self) -> Progress:
         self.start()

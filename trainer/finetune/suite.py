@@ -160,16 +160,15 @@ class Suite:
 
     def left(self, slots: int) -> Range | None:
         """Forecasts the seconds until the last run ends; None before the first has ended."""
-        found = {run.digest: self._results.get(run.digest) for run in self._runs}
-        return suite_left(
-            [(each.task, each.steps, each.seconds) for each in found.values() if each is not None],
-            [
-                (run.task, int(run.experiment["training"]["steps"]))
-                for run in self._runs
-                if run.digest in self._unfinished
-            ],
-            slots,
-        )
+        finished, missing = [], []
+        for run in self._runs:
+            # Planned steps: those of a result may be of its best evaluation, before its end.
+            steps = int(run.experiment["training"]["steps"])
+            if run.digest in self._unfinished:
+                missing.append((run.task, steps))
+            else:
+                finished.append((run.task, steps, self._results[run.digest].seconds))
+        return suite_left(finished, missing, slots)
 
     def __len__(self) -> int:
         return len(self._runs)

@@ -153,7 +153,7 @@ class JsonlTracker(Tracker):
 
     def alert(self, level: Level, title: str, text: str) -> None:
         """Appends to alerts.jsonl."""
-        row = {"step": self._step, "time": round(time.time(), 3)}
+        row: Row = {"step": self._step, "time": round(time.time(), 3)}
         row |= {"level": level, "title": title, "text": text}
         # The run may be failing because of the disk, and its own error must be the one shown.
         with suppress(OSError), self.path.with_name(ALERTS).open("a", encoding="utf-8") as file:

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from trainer.monitoring.jsonl import JsonlTracker
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -40,13 +40,6 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     driver = selenium.Chrome(options=options, service=Service(DRIVER))
     yield driver
     driver.quit()
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    """Returns the first true answer; the test's time limit ends a wait in vain."""
-    while not (found := what()):
-        time.sleep(0.1)
-    return found
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
@@ -85,7 +78,7 @@ def test_the_page_follows_runs_and_stays_as_a_file(browser: Any, tmp_path: Path,
             trackers.append(JsonlTracker(run / "metrics.jsonl"))
             for step in (1, 2, 3):
                 trackers[-1].log(step, {"train/loss": 7.0 - step, **row})
-        wait_for(lambda: "step 3 of 100" in text("#status") and "running" in text("#status"))
+        until(lambda: "step 3 of 100" in text("#status") and "running" in text("#status"), 60)
         assert re.search(r"ends in 2:1\d:\d\d to 2:4\d:\d\d", text("#status"))
         curve = "return document.querySelector('#charts svg').innerHTML"
         before = browser.execute_script(curve)
@@ -95,8 +88,8 @@ def test_the_page_follows_runs_and_stays_as_a_file(browser: Any, tmp_path: Path,
         browser.execute_script("window.same = true; window.scrollTo(0, 300)")
         trackers[0].log(50, {"train/loss": 1.25, **row})
         trackers[1].alert("WARN", "A step was skipped", f"the loss is <b>nan</b> {300 * 'y'}")
-        wait_for(lambda: "step 50 of 100" in text("#status"))
-        wait_for(lambda: "<b>nan</b>" in text("#faults"))
+        until(lambda: "step 50 of 100" in text("#status"), 60)
+        until(lambda: "<b>nan</b>" in text("#faults"), 60)
         assert browser.execute_script(curve) != before
         assert browser.execute_script("return [window.same, window.scrollY]") == [True, 300]
         wide = browser.execute_script(
@@ -109,7 +102,7 @@ def test_the_page_follows_runs_and_stays_as_a_file(browser: Any, tmp_path: Path,
         watching.send_signal(signal.SIGINT)
         assert watching.wait() == 0
         assert watching.stdout.read().strip().endswith(str(page))
-        wait_for(lambda: text("#lost").startswith("no answer from samestep watch"))
+        until(lambda: text("#lost").startswith("no answer from samestep watch"), 60)
         browser.get_log("browser")  # Chromium itself logs that nobody answers
         # The file shows the same, without a server.
         browser.get(page.as_uri())
