@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -139,10 +140,14 @@ def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool
         Whether the file was written; it is not if no run has metrics.
 
     Raises:
-        ConfigError: see `Report` and `Server`.
+        ConfigError: the file cannot be written; or see `Report` and `Server`.
         StorageError: the file cannot be written.
     """
     report = Report(runs)
+    # Found now, rather than at the end of days. The folder of a run may not exist yet.
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    if output.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"--output is {output}, which cannot be written. Name another file.")
     if not once:
         with Server(report, port) as server:
             for run in report.folders:

@@ -228,6 +228,9 @@ def test_what_cannot_be_watched_is_explained(tmp_path: Path, capsys: pytest.Capt
         watch([str(tmp_path), f"{tmp_path}/"], page)
     with pytest.raises(ConfigError, match="--port is 70000"):
         watch([str(tmp_path)], page, port=70000)
+    for output in (tmp_path, file / "page.html"):
+        with pytest.raises(ConfigError, match="which cannot be written"):
+            watch([str(tmp_path / "never")], output)
     with serving(tmp_path) as server:
         port = int(server.server_address[1])
         with pytest.raises(ConfigError, match=f"--port {port} cannot be used: Address already"):
