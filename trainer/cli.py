@@ -18,7 +18,7 @@ from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
-from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report
+from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
 from trainer.publish.cli import register_publish
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         register_fill,
         add_fetch,
         add_report,
+        add_watch,
         add_doctor,
         add_recipes,
     ):

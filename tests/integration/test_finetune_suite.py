@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +27,15 @@ MODULE = (sys.executable, "-m", "trainer.cli")
 def results(folder: Path) -> list[dict[str, object]]:
     file = folder / "results.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data of a page of `samestep watch`."""
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    data: dict[str, Any] = json.loads(text)
+    return data
 
 
 @pytest.mark.long
@@ -63,6 +73,14 @@ def test_killed_in_the_middle_and_run_again(
     scores = before[0]["scores"]
     assert isinstance(scores, dict)
     assert scores["again/accuracy"] == scores["accuracy"]
+    page = tmp_path / "watch.html"
+    assert samestep("watch", folder, "--once", "--output", page).out == f"{page}\n"
+    (shown,) = data_of(page)["suites"]
+    assert (shown["finished"], shown["total"]) == (1, 2)
+    assert [(task["task"], task["mean"]) for task in shown["tasks"]] == [
+        ("classification", scores["accuracy"]),
+        ("tagging", None),
+    ]
     again = samestep(*command)
     assert again.code == 0
     found = results(folder)

@@ -93,11 +93,6 @@ class Accelerator(ABC):
     def peak_flops(self, precision: Precision) -> float | None:
         """Dense FLOP/s of this process's devices by the data sheet; None if there is no figure."""
 
-    def expected_flops(self, precision: Precision) -> float | None:
-        """FLOP/s that a training step is likely to reach, for estimates of a run's time."""
-        peak = self.peak_flops(precision)
-        return 0.4 * peak if peak else None
-
     def memory(self) -> int | None:
         """Bytes of device memory available to this process; None if it is not measured."""
         return None

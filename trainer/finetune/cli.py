@@ -6,16 +6,18 @@ import argparse
 import itertools
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from trainer.progress import Progress, ends_in
 
 if TYPE_CHECKING:
     from trainer.finetune.runs import Run
-    from trainer.finetune.suite import Result
+    from trainer.finetune.suite import Result, Suite
 
 
 def register(commands: Commands) -> None:
@@ -76,8 +78,10 @@ def _suite(args: argparse.Namespace) -> int:
     # Two suites in one folder would remove each other's checkpoints.
     with only_writer(folder):
         whole = suite.Suite(folder, listed, args.keep)
+        progress = Progress("fine-tuning", len(listed), done=whole.finished, logs=False)
         try:
-            problems = whole.make(slots, _tell)
+            with progress:
+                problems = whole.make(slots, partial(_tell, whole, len(slots), progress))
         except KeyboardInterrupt:
             left = len(whole.missing())
             sys.stderr.write(
@@ -96,11 +100,16 @@ def _suite(args: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else EXIT_DONE
 
 
-def _tell(run: Run, result: Result | None) -> None:
+def _tell(whole: Suite, slots: int, progress: Progress, run: Run, result: Result | None) -> None:
     text = "started"
     if result is not None:
         score = 100 * result.scores[run.score]
         text = f"{run.score} {score:.1f}, {result.seconds:.0f} s"
+        left = whole.left(slots)
+        forecast = "" if left is None or not left.high else ends_in(left.low, left.high)
+        progress.update(whole.finished, left=forecast)
+        if not progress.on_terminal and forecast:
+            text += f"; {whole.finished} of {len(whole)} runs, {forecast}"
     sys.stderr.write(f"{run.task} {run.name}: {text}\n")
 
 

@@ -20,7 +20,9 @@ from trainer.checkpoint import integrity
 from trainer.errors import EXIT_DONE, SamestepError
 from trainer.finetune.runs import Run
 from trainer.metrics.texts import PERCENT
+from trainer.monitoring.forecast import Range, suite_left
 from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.monitoring.report.suite import PLAN, PlannedRun
 from trainer.storage import write_text
 
 
@@ -100,6 +102,7 @@ class Suite:
             An error message for each run that failed.
         """
         problems: list[str] = []
+        self._write_plan(len(slots))
         free = list(slots)
         waiting = [run for run in self._runs if run.digest in self._unfinished]
         running: dict[Future[Result], tuple[Run, Mapping[str, str]]] = {}
@@ -138,6 +141,42 @@ class Suite:
             f"{run.folder} was not started: a run that it may start from has failed"
             for run in waiting
         ]
+
+    def _write_plan(self, slots: int) -> None:
+        """Writes suite.json, from which `samestep watch` shows the progress of the whole."""
+        runs = [
+            PlannedRun(
+                run.task,
+                run.name,
+                run.digest,
+                os.path.relpath(run.folder, self._folder),
+                run.score,
+                int(run.experiment["training"]["steps"]),
+            )
+            for run in self._runs
+        ]
+        plan = {"slots": slots, "runs": [asdict(run) for run in runs]}
+        write_text(self._folder / PLAN, json.dumps(plan, indent=1) + "\n")
+
+    def left(self, slots: int) -> Range | None:
+        """Forecasts the seconds until the last run ends; None before the first has ended."""
+        finished, missing = [], []
+        for run in self._runs:
+            # Planned steps: those of a result may be of its best evaluation, before its end.
+            steps = int(run.experiment["training"]["steps"])
+            if run.digest in self._unfinished:
+                missing.append((run.task, steps))
+            else:
+                finished.append((run.task, steps, self._results[run.digest].seconds))
+        return suite_left(finished, missing, slots)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def finished(self) -> int:
+        """Number of finished runs."""
+        return len(self._runs) - len(self._unfinished)
 
     def _store(self, result: Result) -> None:
         self._results[result.digest] = result

@@ -10,10 +10,10 @@ from itertools import islice
 from typing import TextIO
 
 from trainer.accelerators.detect import for_any_shapes
-from trainer.command import progress_bar
 from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config
+from trainer.progress import Progress
 from trainer.training.weights import load_weights
 
 # The generator sorts the texts of a call by length. More batches per call mean less padding, and
@@ -81,7 +81,7 @@ def write(
     # A progress bar would be mixed with texts printed to the same terminal.
     prints_to_terminal = path is None and sys.stdout.isatty()
     total = None if given is None or prints_to_terminal else len(given)
-    with _output(path) as output, progress_bar(total) as bar:
+    with _output(path) as output, Progress("generating", total) as progress:
         while sources := list(islice(texts, group)):
             for source, text in zip(sources, generator(sources), strict=True):
                 line = " ".join(text.splitlines())
@@ -90,7 +90,7 @@ def write(
                 output.write(f"{line}\n")
             # A reader of a pipe, or of the file of a killed process, has all complete groups.
             output.flush()
-            bar.advance(bar.task_ids[0], len(sources))
+            progress.advance(len(sources))
 
 
 def checked(texts: Iterable[str], name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The commands `samestep fetch`, `report`, `doctor` and `recipes`."""
+"""The commands `samestep fetch`, `report`, `watch`, `doctor` and `recipes`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,30 @@ def add_report(commands: Commands) -> None:
     )
     help_ = "the file to write (default: report.html, in RUN if one)"
     report.add_argument("-o", "--output", metavar="HTML", help=help_)
+
+
+def add_watch(commands: Commands) -> None:
+    """Adds `watch` to the `samestep` command."""
+    watch = add_command(
+        commands,
+        "watch",
+        _watch,
+        "show one or several runs live in the browser, while they train",
+        "Ctrl-C ends it and writes the page as one HTML file. Of a run on another machine, start\n"
+        "it there and forward the port: ssh -L 8700:localhost:8700 HOST\n\n"
+        "example:\n  samestep watch runs/bert_mini runs/bert_mini_lr2",
+    )
+    watch.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="the output folder of a run or of a finetune-suite; it need not exist yet",
+    )
+    help_ = "port on this machine (default: 8700, or any if that is taken)"
+    watch.add_argument("--port", type=int, metavar="N", help=help_)
+    watch.add_argument("--once", action="store_true", help="only write the file, and end")
+    help_ = "the file to write at the end (default: report.html, in RUN if one)"
+    watch.add_argument("-o", "--output", metavar="HTML", help=help_)
 
 
 def add_doctor(commands: Commands) -> None:
@@ -116,6 +140,15 @@ def _report(args: argparse.Namespace) -> int:
     write_report(args.runs, output, memory_of_run)
     sys.stdout.write(f"{output}\n")
     return EXIT_DONE
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from trainer.inspect.watch import watch
+    from trainer.monitoring.report import default_output
+
+    output = Path(args.output) if args.output else default_output(args.runs)
+    written = watch(args.runs, output, args.port, args.once)
+    return EXIT_FAILED if args.once and not written else EXIT_DONE
 
 
 def _doctor(args: argparse.Namespace) -> int:

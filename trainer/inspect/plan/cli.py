@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
+from trainer.progress import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,10 +88,16 @@ def _plan(args: argparse.Namespace) -> int:
             names.remove("hsdp")
     console = Console(highlight=False, markup=False)
     found: list[tuple[Phase, list[Plan]]] = []
-    with Console(stderr=True).status("running a step without memory"):
+    phases = _distinct(experiment.resolved_phases())
+    # Each phase traces a few micro-batch sizes; how many is known with its planner. The first unit
+    # is the optimizer's update.
+    with Progress("running steps without memory", 1 + len(phases)) as progress:
         step = Step(experiment, on_cpu=isinstance(experiment.accelerator, cpu.Config))
-        for phase in _distinct(experiment.resolved_phases()):
-            planner = Planner(experiment, phase, args.devices, step)
+        progress.advance()
+        planners = [Planner(experiment, phase, args.devices, step, progress) for phase in phases]
+        traces = sum(planner.traces(names, memory is not None) for planner in planners)
+        progress.expect(1 + traces)
+        for phase, planner in zip(phases, planners, strict=True):
             found.append((phase, [planner.plan(name, memory) for name in names]))
     if args.json:
         listed = [
