@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
 from trainer.errors import ConfigError
+
+T = TypeVar("T")
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
@@ -118,6 +120,21 @@ def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[ob
         elif old != new:
             found[f"{path}{key}"] = (old, new)
     return found
+
+
+def of_kinds(changes: Mapping[str, T]) -> dict[str, T]:
+    """Leaves out the other settings of each section whose kind differs: all of them differ.
+
+    Example: of strategy.kind and strategy.replicas only strategy.kind is left.
+    """
+    sections = tuple(
+        f"{key.removesuffix('kind')}" for key in changes if key.rpartition(".")[2] == "kind"
+    )
+    return {
+        key: change
+        for key, change in changes.items()
+        if key.rpartition(".")[2] == "kind" or not key.startswith(sections)
+    }
 
 
 def parse_override(text: str) -> Tree:

@@ -74,7 +74,7 @@ def _suite(args: argparse.Namespace) -> int:
         args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch
     )
     # Two suites in one folder would remove each other's checkpoints.
-    with only_writer(folder):
+    with only_writer(folder, f"--output={folder}"):
         whole = suite.Suite(folder, listed, args.keep)
         try:
             problems = whole.make(slots, _tell)
