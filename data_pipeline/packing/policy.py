@@ -71,12 +71,11 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
         DataError: the dataset lacks what the objective or the policy needs.
     """
     check_rows(manifest, name, spec)
-    if spec.text_pairs:
-        if policy not in ("best_fit", "padded"):
-            raise ConfigError(
-                f"data.packing is {policy}, and the objective reads pairs of texts; use "
-                "data.packing=best_fit, or padded for one pair in each example"
-            )
+    if spec.text_pairs and policy not in ("best_fit", "padded"):
+        raise ConfigError(
+            f"data.packing is {policy}, and the objective reads pairs of texts; use "
+            "data.packing=best_fit, or padded for one pair in each example"
+        )
     if spec.parts is not None and policy != "padded":
         raise ConfigError(
             f"data.packing is {policy}, and the objective reads rows of a task; use "

@@ -81,8 +81,8 @@ def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     return list(merge(numbered, changed).values())
 
 
-def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
-    """Reads a file merged into its bases; `chain` are the files that have led to it."""
+def _open_file(path: Path, chain: tuple[Path, ...]) -> tuple[Tree, list[Path]]:
+    """Reads a file without its bases, and their paths; `chain` are the files that led to it."""
     if path in chain:
         raise ConfigError(f"{path} is its own base: {' -> '.join(str(p) for p in (*chain, path))}")
     try:
@@ -103,11 +103,27 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
         raise ConfigError(
             f"base in {path} must be the name of a file, or a list of names, not {bases!r}"
         )
+    return tree, [(path.parent / base).resolve() for base in bases]
+
+
+def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
+    """Reads a file merged into its bases; `chain` are the files that have led to it."""
+    tree, bases = _open_file(path, chain)
     # Later bases override earlier ones, and this file overrides all of them.
     merged: Tree = {}
     for base in bases:
-        merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
+        merged = merge(merged, _read_file(base, (*chain, path)))
     return merge(merged, tree)
+
+
+def files_of(path: str | Path) -> list[Tree]:
+    """Returns what each file says on its own: all bases of a file, then the file itself."""
+
+    def collect(path: Path, chain: tuple[Path, ...]) -> list[Tree]:
+        tree, bases = _open_file(path, chain)
+        return [each for base in bases for each in collect(base, (*chain, path))] + [tree]
+
+    return collect(Path(path).resolve(), ())
 
 
 def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[object, object]]:

@@ -4,9 +4,14 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#2f6fed", "#e8710a", "#12966a", "#c2378f", "#7a52d6", "#c99700", "#0f95b5", "#d4412f", "#6b8e23", "#8a6a52"];
 const PARTS = ["#3a7bd5", "#7a52d6", "#e8710a", "#12966a", "#c99700", "#94a0b0", "#c2477f", "#4f6d7a"];
 const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
+const NAMED = data.task ? `${data.task}: ` : "";  // curves of a task are named by it
+const named = word => (NAMED ? NAMED + word.toLowerCase() : word);
+const SCORES = !data.of_task ? [] : [...new Set(data.runs.flatMap(run => Object.keys(run.series)))]
+  .filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name)).sort();
 const CHARTS = [
-  ["Loss", "nats per prediction", ["train/loss", "heldout/loss"]],
-  ["Accuracy", "of masked predictions", ["train/accuracy", "heldout/accuracy"]],
+  [named("Loss"), data.of_task ? "of the task" : "nats per prediction", ["train/loss", "heldout/loss"]],
+  [named("Accuracy"), data.masked ? "of masked predictions" : data.of_task ? "of the rows" : "of predictions", ["train/accuracy", "heldout/accuracy"]],
+  ...SCORES.map(name => [named(name.slice("heldout/".length).replaceAll("_", " ")), "held-out rows", [name]]),
   ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
   ["Model FLOPs utilisation", "share of the devices' peak", ["perf/mfu"]],
   ["Learning rate", "", ["train/lr"]],
