@@ -97,7 +97,7 @@ def _plan(args: argparse.Namespace) -> int:
                 "has. --memory sets it."
             )
         else:
-            phases = [_without_probe(experiment, phase) for phase in phases]
+            phases = tuple(_without_probe(experiment, phase) for phase in phases)
             assumption = (
                 "micro_batch_size is auto, and this accelerator's memory is not measured: the "
                 "batch is the one that training takes there. --memory SIZE shows what fits."
