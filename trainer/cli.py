@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
+from trainer.config.pages import page_about
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
@@ -446,7 +447,12 @@ def main(arguments: list[str] | None = None) -> int:
         explained = isinstance(error, SamestepError) or (
             isinstance(error, OSError) and error.errno in _USERS_ERRNO
         )
-        logger.error("error: %s", error, exc_info=args.traceback or not explained)
+        text = str(error)
+        page = page_about(text) if isinstance(error, ConfigError) else None
+        # A launcher repeats what a worker has said, page included.
+        if page is not None and "docs/" not in text:
+            text += f" (see {page})"
+        logger.error("error: %s", text, exc_info=args.traceback or not explained)
         code = EXIT_FAILED if explained else EXIT_CRASHED
         if isinstance(error, SamestepError):
             code = error.exit_code

@@ -39,6 +39,30 @@ def _description(parts: Parts) -> str:
     return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"
 
 
+def check_rows(manifest: Manifest, name: str, spec: PackSpec) -> None:
+    """Checks that the dataset called `name` holds what the objective reads.
+
+    Raises:
+        DataError: it holds documents, or rows of another task.
+    """
+    if spec.text_pairs and manifest.target_file is None:
+        raise DataError(
+            f"the objective reads pairs of texts, and {name} holds documents; build a dataset "
+            "from a source of pairs (jsonl_pairs, tsv_pairs or parallel_text)"
+        )
+    found = None if manifest.task is None else manifest.task.kind
+    if spec.parts is None or found == spec.parts.kind:
+        return
+    kind = spec.parts.kind
+    holds, fix = "documents without labels", "use an objective of pre-training, as mlm"
+    if found is not None:
+        holds, fix = f"rows for {found}", f"use the objective {found}"
+    raise DataError(
+        f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or set data.path "
+        f"to a dataset that was built from a source of kind {kind}"
+    )
+
+
 def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) -> None:
     """Checks that a policy fits the objective and the dataset called `name`.
 
@@ -46,33 +70,17 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
         ConfigError: the objective needs another policy.
         DataError: the dataset lacks what the objective or the policy needs.
     """
-    if spec.text_pairs:
-        if policy not in ("best_fit", "padded"):
-            raise ConfigError(
-                f"data.packing is {policy}, and the objective reads pairs of texts; use "
-                "data.packing=best_fit, or padded for one pair in each example"
-            )
-        if manifest.target_file is None:
-            raise DataError(
-                f"the objective reads pairs of texts, and {name} holds documents; build a dataset "
-                "from a source of pairs (jsonl_pairs, tsv_pairs or parallel_text)"
-            )
-    if spec.parts is not None:
-        if policy != "padded":
-            raise ConfigError(
-                f"data.packing is {policy}, and the objective reads rows of a task; use "
-                "data.packing=padded"
-            )
-        found = None if manifest.task is None else manifest.task.kind
-        kind = spec.parts.kind
-        if found != kind:
-            holds, fix = "documents without labels", "use another objective"
-            if found is not None:
-                holds, fix = f"rows for {found}", f"use the objective {found}"
-            raise DataError(
-                f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or build a "
-                f"dataset from a source of kind {kind}"
-            )
+    check_rows(manifest, name, spec)
+    if spec.text_pairs and policy not in ("best_fit", "padded"):
+        raise ConfigError(
+            f"data.packing is {policy}, and the objective reads pairs of texts; use "
+            "data.packing=best_fit, or padded for one pair in each example"
+        )
+    if spec.parts is not None and policy != "padded":
+        raise ConfigError(
+            f"data.packing is {policy}, and the objective reads rows of a task; use "
+            "data.packing=padded"
+        )
     if spec.pairs is not None and policy != "pairs":
         raise ConfigError(
             f"data.packing is {policy}, and the objective needs pairs of segments; use "

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.format.manifest import Manifest, ShardInfo
+from data_pipeline.format.manifest import SPLIT_UP, Manifest, ShardInfo
 from data_pipeline.format.shards import Shard, ShardIndex, open_file, read_rows
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
@@ -156,6 +156,9 @@ class Dataset:
             if split == "train" and has_rows:
                 raise DataError(f"{self.name} has held-out rows only. Train on another dataset.")
             fix = "Raise heldout_fraction" if split == "heldout" else "Check the source"
+            if split == "heldout" and sum(s.documents for s in self.manifest.shards) == 1:
+                fix = "The dataset has one document. Set training.evaluate_every to null, or "
+                fix += SPLIT_UP
             raise DataError(
                 f"the {split} split of {self.name} is empty. {fix}, and build the dataset again."
             )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,7 +46,14 @@ def local_device(count: int, kind: str) -> int:
 
 
 class Config(ABC):
-    """The section `accelerator` of an experiment: base class of the `Config` of each module."""
+    """The section `accelerator` of an experiment: base class of the `Config` of each module.
+
+    Attributes:
+        measures_memory: whether its devices tell how much memory they have, so that
+            `micro_batch_size: auto` measures what fits.
+    """
+
+    measures_memory: ClassVar[bool] = False
 
     @abstractmethod
     def build(self) -> Accelerator:

@@ -213,14 +213,26 @@ class Lock:
 
 
 @contextmanager
-def only_writer(folder: Location) -> Iterator[None]:
+def only_writer(folder: Location, needed_by: str | None = None) -> Iterator[None]:
     """Owns a folder, which is created if missing, while the context lasts.
+
+    Args:
+        needed_by: the setting that names the folder and its value, as "output=runs/a", for the
+            error.
 
     Raises:
         CheckpointError: this process cannot write in the folder.
         ConfigError: another training owns it, and does not end within some seconds.
     """
-    files.make_folder(folder)
+    try:
+        files.make_folder(folder)
+    except CheckpointError as error:
+        if needed_by is None or not isinstance(error.__cause__, OSError):
+            raise
+        raise CheckpointError(
+            f"cannot write in {folder}, which {needed_by} needs: {error.__cause__.strerror}. "
+            f"Choose another {needed_by.partition('=')[0]}, or make its folder writable"
+        ) from error
     lock = Lock(folder)
     with ExitStack() as stack:
         # The flock is released by the system when the process ends, even by SIGKILL.

@@ -22,8 +22,12 @@ from trainer.finetune.runs import Run
 from trainer.metrics.texts import PERCENT
 from trainer.monitoring.forecast import Range, suite_left
 from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun
 from trainer.storage import write_text
+
+PREDICTIONS, REPORT = "predictions.jsonl", "report.html"
+"""Files of a finished run: a line for each held-out row, and the page of `samestep report`."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +230,17 @@ class Suite:
         write_text(file, yaml.safe_dump(experiment, sort_keys=False))
         commands = [["train", str(file), "--processes", "1"]]
         evaluate = ["evaluate", str(run.folder), "--processes", "1"]
+        predictions = run.folder / PREDICTIONS
+        if run.predicts:
+            predictions.unlink(missing_ok=True)  # of an attempt that was stopped
+            best_step = ["--step", "best"] if run.keeps_best else []
+            commands.append([*evaluate, "--predictions", str(predictions), *best_step])
         commands += [[*evaluate, *arguments] for arguments in run.evaluations.values()]
         began = time.monotonic()
         (run.folder / "log.txt").unlink(missing_ok=True)
         for arguments in commands:
             self._samestep(run, arguments, environment)
+        write_report([str(run.folder)], run.folder / REPORT)
         return _result(run, round(time.monotonic() - began, 1))
 
     def _samestep(

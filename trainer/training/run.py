@@ -22,6 +22,7 @@ from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import differences, dump, to_tree
+from trainer.config.tree import of_kinds
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.metrics import check_installed
 from trainer.models import Model
@@ -167,7 +168,7 @@ def _check_finished(experiment: Experiment, source: Checkpointer, step: int) -> 
         ConfigError: lists the differences.
     """
     trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
-    changes = differences(trained, to_tree(experiment))
+    changes = of_kinds(differences(trained, to_tree(experiment)))
     listed = [
         f"{key}: {old} -> {new}"
         for key, (old, new) in changes.items()
@@ -218,10 +219,13 @@ def _only_writer(experiment: Experiment, rank: int) -> Iterator[None]:
         # Rank 0 represents the run; the other ranks write into folders that it has locked.
         if rank == 0:
             checkpoints, output = checkpoint_folder(experiment), Path(experiment.output)
-            locks.enter_context(only_writer(checkpoints))
+            needed_by = chosen = f"output={experiment.output}"
+            if experiment.checkpoint.folder is not None:
+                needed_by = f"checkpoint.folder={experiment.checkpoint.folder}"
+            locks.enter_context(only_writer(checkpoints, needed_by))
             same = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
             if experiment.checkpoint.folder is not None and not same:
-                locks.enter_context(only_writer(output))
+                locks.enter_context(only_writer(output, chosen))
         yield
 
 

@@ -21,8 +21,17 @@ from trainer.errors import ConfigError, DataError
 from trainer.monitoring.report.run import RunFolder
 from trainer.monitoring.report.suite import PLAN, SuiteFolder
 from trainer.storage import write_text
+from trainer.tasks import TASKS
 
-_MOST_RUNS = 10  # colors that one can tell apart
+MOST_RUNS = 10  # colors that one can tell apart
+_MASKED = (
+    "mlm",
+    "mlm_nsp",
+    "mlm_sop",
+    "mlm_sbo",
+    "replaced_mlm",
+    "replaced_tokens",
+)  # whose accuracy is of masked positions
 
 
 class Report:
@@ -36,9 +45,9 @@ class Report:
     """
 
     def __init__(self, folders: Sequence[str]) -> None:
-        if len(folders) > _MOST_RUNS:
+        if len(folders) > MOST_RUNS:
             raise ConfigError(
-                f"a report shows at most {_MOST_RUNS} runs, not {len(folders)}; leave some out"
+                f"a report shows at most {MOST_RUNS} runs, not {len(folders)}; leave some out"
             )
         paths = [Path(folder) for folder in folders]
         for i, path in enumerate(paths):
@@ -56,7 +65,7 @@ class Report:
         Args:
             live: the page shall fetch this again and again.
         """
-        runs, suites, configs = [], [], []
+        runs, suites, configs, tasks = [], [], [], []
         for name, run, suite in zip(self.names, self.folders, self._suites, strict=True):
             # A folder becomes one or the other when its process starts.
             if (run.folder / PLAN).is_file():
@@ -65,11 +74,16 @@ class Report:
             run.read()
             runs.append(run.describe(name))
             configs.append(run.config)
+            tasks.append(_task(run.folder, run.config))
         now = time.time()
         return {
             "runs": runs,
             "suites": suites,
             "settings": _settings(configs),
+            # Curves of several tasks in one chart have no name in common.
+            "task": tasks[0] if len(set(tasks)) == 1 else None,
+            "of_task": all(tasks),
+            "masked": all(_objective(config) in _MASKED for config in configs),
             "live": live,
             "now": now,
         }
@@ -142,8 +156,46 @@ def _resource(name: str) -> str:
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
+def _suite_run(folder: Path) -> tuple[str, str] | None:
+    """The task and the settings of a run of `samestep finetune-suite`, by its place."""
+    # Example: suite/runs/rte/lr-2e-05-seed-0-1f2e3d4c gives "rte" and "lr 2e-05, seed 0".
+    place = folder.resolve()
+    found = re.fullmatch(r"(.+)-[0-9a-f]{8}", place.name)
+    if found is None or place.parents[1].name != "runs" or not (place / "experiment.yaml").exists():
+        return None
+    settings = re.findall(r"([a-z_]*[a-z])-(\d[\d.]*(?:e[-+]?\d+)?)", found[1])
+    words = [f"{name.rpartition('_')[2]} {value}" for name, value in settings]
+    words = ["random weights"] * ("scratch-seed" in found[1]) + [
+        word.replace("scratch-", "") for word in words
+    ]
+    return place.parent.name, ", ".join(words)
+
+
+def _objective(config: Tree) -> str:
+    """The kind of the objective that makes the batches, inside of those that wrap it."""
+    objective = config.get("objective") or {}
+    while isinstance(objective, dict) and isinstance(objective.get("of"), dict | str):
+        objective = objective["of"]
+    return str(objective.get("kind", "")) if isinstance(objective, dict) else str(objective)
+
+
+def _task(folder: Path, config: Tree) -> str | None:
+    """What the run's curves are named by: the task of its suite, or the kind of the task."""
+    if (found := _suite_run(folder)) is not None:
+        return found[0]
+    kind = _objective(config)
+    return kind.replace("_", " ") if kind in TASKS else None
+
+
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of runs: the last part of their paths, or as many parts as make them differ."""
+    """Names of runs: of a suite, the task and the settings; else the last part of their paths.
+
+    Where these are equal, as many parts of the paths as make them differ.
+    """
+    if all(found := [_suite_run(folder) for folder in folders]):
+        of_suite = [", ".join(each) for each in found if each is not None]
+        if len(set(of_suite)) == len(folders):
+            return of_suite
     # Example: a/run and b/run have the same last part, so their names have two parts.
     paths = [folder.resolve().parts for folder in folders]
     for parts in range(1, max(map(len, paths)) + 1):

@@ -5,15 +5,25 @@ let data = JSON.parse(document.getElementById("data").textContent);
 const COLORS = ["#2f6fed", "#e8710a", "#12966a", "#c2378f", "#7a52d6", "#c99700", "#0f95b5", "#d4412f", "#6b8e23", "#8a6a52"];
 const PARTS = ["#3a7bd5", "#7a52d6", "#e8710a", "#12966a", "#c99700", "#94a0b0", "#c2477f", "#4f6d7a"];
 const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
-const CHARTS = [
-  ["Loss", "nats per prediction", ["train/loss", "heldout/loss"]],
-  ["Accuracy", "of masked predictions", ["train/accuracy", "heldout/accuracy"]],
-  ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
-  ["Model FLOPs utilization", "share of the devices' peak", ["perf/mfu"]],
-  ["Learning rate", "", ["train/lr"]],
-  ["Gradient norm", "before clipping", ["train/grad_norm"]],
-  ["Device memory", "GiB, peak", ["perf/peak_memory_gib"]],
-];
+
+// The charts: title, unit, metrics. Curves of a task are named by it, and its scores have charts of their own.
+function chartsOf(data) {
+  const named = word => (data.task ? `${data.task}: ${word.toLowerCase()}` : word);
+  const scores = !data.of_task ? [] : [...new Set(data.runs.flatMap(run => Object.keys(run.series)))]
+    .filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name)).sort();
+  return [
+    [named("Loss"), data.of_task ? "of the task" : "nats per prediction", ["train/loss", "heldout/loss"]],
+    [named("Accuracy"), data.masked ? "of masked predictions" : data.of_task ? "of the rows" : "of predictions", ["train/accuracy", "heldout/accuracy"]],
+    ...scores.map(name => [named(name.slice("heldout/".length).replaceAll("_", " ")), "held-out rows", [name]]),
+    ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
+    ["Model FLOPs utilization", "share of the devices' peak", ["perf/mfu"]],
+    ["Learning rate", "", ["train/lr"]],
+    ["Gradient norm", "before clipping", ["train/grad_norm"]],
+    ["Device memory", "GiB, peak", ["perf/peak_memory_gib"]],
+  ];
+}
+
+const CHARTS = chartsOf(data);
 const EVERY = 2000;  // milliseconds between two fetches
 const state = { axis: "step", zoom: null, hidden: new Set(), log: new Set(), allSettings: false, dragging: false, lost: false };
 const charts = [];
@@ -472,7 +482,10 @@ async function refresh() {
     state.lost = false;
     if (response.status === 200) {
       etag = response.headers.get("ETag");
-      update(await response.json());
+      const next = await response.json();
+      // A run that has just started may need other charts.
+      if (String(chartsOf(next)) !== String(CHARTS)) location.reload();
+      else update(next);
     } else status();
   } catch {
     state.lost = true;
