@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
-from trainer.config.pages import page_about
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
@@ -412,6 +411,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def _with_page(error: ConfigError) -> str:
+    """The message, and the page of the documentation about the first setting in it."""
+    from trainer.config.pages import page_about
+
+    text = str(error)
+    page = page_about(text)
+    # A launcher repeats what a worker has said, page included.
+    return text if page is None or "docs/" in text else f"{text} (see {page})"
+
+
 def _nobody_reads() -> bool:
     """Whether stdout is a pipe to a command that has ended, such as `head`; drops the rest then."""
     try:
@@ -447,11 +456,7 @@ def main(arguments: list[str] | None = None) -> int:
         explained = isinstance(error, SamestepError) or (
             isinstance(error, OSError) and error.errno in _USERS_ERRNO
         )
-        text = str(error)
-        page = page_about(text) if isinstance(error, ConfigError) else None
-        # A launcher repeats what a worker has said, page included.
-        if page is not None and "docs/" not in text:
-            text += f" (see {page})"
+        text = _with_page(error) if isinstance(error, ConfigError) else str(error)
         logger.error("error: %s", text, exc_info=args.traceback or not explained)
         code = EXIT_FAILED if explained else EXIT_CRASHED
         if isinstance(error, SamestepError):
