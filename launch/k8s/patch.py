@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launch.environment import check_variables
-from launch.k8s.manifest import ACTION_LABEL, JOB_LABEL, Object
+from launch.k8s.manifest import ACTION_LABEL, CONTAINER, JOB_LABEL, Object
 from trainer.errors import ConfigError
 
 KINDS = ("ConfigMap", "Service", "Job", "JobSet", "Pod")
@@ -81,8 +81,8 @@ def _patched(document: Object, patches: Mapping[str, Object]) -> Object:
         changed = dict(merge(changed, patches[kind]))
     if _identity(changed) != _identity(document):
         raise ConfigError(
-            f"patch changes the kind, the name or the samestep.dev labels of a {kind}, by which "
-            "samestep finds the job. Leave them out of the patch."
+            f"patch changes the kind, a name, the container {CONTAINER} or a samestep.dev label of a "
+            f"{kind}, by which samestep finds the job. Leave them out of the patch."
         )
     return changed
 
@@ -142,6 +142,8 @@ def _identity(document: Object) -> list[object]:
     for job in jobs:
         pod = ((job or {}).get("spec") or {}).get("template") or {}
         labels += [(part.get("metadata") or {}).get("labels") for part in (job or {}, pod)]
+        containers = (pod.get("spec") or {}).get("containers") or ()
+        found.append([each["name"] for each in containers if each.get("name") == CONTAINER])
     for each in labels:
         found.append([(each or {}).get(label) for label in (JOB_LABEL, ACTION_LABEL)])
     return found

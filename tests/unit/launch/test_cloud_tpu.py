@@ -211,7 +211,7 @@ def test_folders_that_the_machines_get_are_taken(
 ) -> None:
     mounted = "cluster.mounts={/mnt/data: gs://bucket/data}"
     checked("data.path=/mnt/data/wikipedia", mounted)
-    with pytest.raises(ConfigError, match="data.path /mnt/data2"):
+    with pytest.raises(ConfigError, match=r"data.path /mnt/data2"):
         checked("data.path=/mnt/data2", mounted)
     checked("data.path=/disk/data", "cluster.setup=[mount /dev/sdb /disk]")
 
