@@ -81,8 +81,8 @@ def _patched(document: Object, patches: Mapping[str, Object]) -> Object:
         changed = dict(merge(changed, patches[kind]))
     if _identity(changed) != _identity(document):
         raise ConfigError(
-            f"patch changes the kind, a name, the container {CONTAINER} or a samestep.dev label of a "
-            f"{kind}, by which samestep finds the job. Leave them out of the patch."
+            f"patch changes a {kind}'s kind, name or samestep.dev label, or the container "
+            f"{CONTAINER}, by which samestep finds the job. Leave them out of the patch."
         )
     return changed
 
