@@ -240,15 +240,25 @@ def test_apptainer_on_each_node(slurm: Slurm, launched: Launched, project: Path)
 
 
 def test_a_dry_run_asks_slurm(
-    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str
+    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str, dataset_folder: Path
 ) -> None:
+    """For a job of a range of nodes, for segments that wait for each other, and for an array."""
     slurm.wait_until_idle()
-    for more in ([], ["cluster.segments=3"], ["cluster.nodes=2-3", "cluster.exclusive=true"]):
-        arguments = ("launch", "cluster.yaml", experiment_file, "output=run", *more, "--dry-run")
-        result = samestep(*arguments)
+    (project / "texts.jsonl").write_text(json.dumps({"text": "a"}))
+    (project / "data.yaml").write_text(
+        "source: {kind: jsonl, paths: [texts.jsonl]}\noutput: built\n"
+        f"tokenizer: {{path: {dataset_folder / 'tokenizer'}}}\n"
+    )
+    run = (experiment_file, "output=run", "cluster.exclusive=true")
+    for more in (
+        [*run, "cluster.nodes=2-3"],
+        [*run, "cluster.segments=3"],
+        ["data.yaml", "--tasks", "3"],
+    ):
+        result = samestep("launch", "cluster.yaml", *more, "--dry-run")
         assert result.code == 0, result.err
         assert re.search(r"ok +cluster: Job \d+ to start at .* on nodes 127", result.out)
-    refused = samestep(*arguments, "cluster.partition=nope")
+    refused = samestep("launch", "cluster.yaml", *run, "cluster.partition=nope", "--dry-run")
     assert refused.code == 1
     assert "invalid partition" in refused.message.lower()
     assert not slurm.run("squeue", "--noheader").strip()
@@ -259,7 +269,7 @@ def test_a_dry_run_asks_slurm(
     ("settings", "message"),
     [
         (["cluster.partition=nope"], "invalid partition.*sinfo.*cluster.partition"),
-        (["cluster.gpus_per_node=4"], "generic resource.*no such GPUs"),
+        (["cluster.gpus_per_node=4", "accelerator=cuda"], "generic resource.*no such GPUs"),
         (["cluster.memory=900G"], "lower cluster.gpus_per_node or cluster.nodes"),
         (["cluster.nodes=20-30"], "global_batch_size 10 is less than the 20"),
         (["cluster.partition=nope", "cluster.segments=3"], "invalid partition"),
