@@ -110,7 +110,7 @@ def register_cancel(commands: Commands) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from launch import checks, submit
+    from launch.submission import checks, submit
 
     launch = submit.prepare(args.cluster, args.file, args.overrides, args.tasks)
     files = launch.submission.files

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from launch import command_line, logs
-from launch.container import Container
-from launch.environment import Environment, exports
+from launch.environment import Container, Environment, exports
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Place, Record, State, Submission
 from launch.settings import NodeCluster, check_least, check_options, check_patterns
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE, ConfigError, LaunchError
@@ -260,7 +259,7 @@ class Config(NodeCluster):
         # the tasks, and take the least of a range.
         srun = ["srun", '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1", "--cpu-bind=none"]
         srun += [f"--cpus-per-task={self.cpus_per_node}"] * bool(self.cpus_per_node)
-        inside = self.container.words(job, gpus) if self.container else []
+        inside = self.container.words(*_folders(job), gpus) if self.container else []
         words = [*srun, "--kill-on-bad-exit=0", *map(shlex.quote, inside)]
         return [" ".join(words) + " \\", f"  {command}"]
 
@@ -322,7 +321,8 @@ class Config(NodeCluster):
         """The shared file system, or in a container its mounts."""
         if self.container is None:
             return Place("files that the nodes share with this machine")
-        return Place("a mount of the container") if self.container.sees(path, job) else None
+        sees = self.container.sees(path, *_folders(job))
+        return Place("a mount of the container") if sees else None
 
     def ask(self, submission: Submission) -> str:
         """What `sbatch --test-only` says, as "Job 7 to start at 2026-11-22T10:00:00 ..."."""
@@ -377,6 +377,11 @@ class Config(NodeCluster):
             if not again:
                 mark.unlink()
             raise
+
+
+def _folders(job: JobSpec) -> tuple[Path, Path]:
+    """The folders that a container always mounts: the one submitted from, and the run's."""
+    return job.directory, job.folder.parents[1]
 
 
 def _run(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import checks, job, logs, records, submit
+from launch import job, logs, records
 from launch.job import Record
 from launch.slurm import Config
+from launch.submission import checks, submit
 from tests.integration.commands import Samestep
 from tests.waiting import until
 from trainer.errors import ConfigError, LaunchError
@@ -183,7 +184,7 @@ def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
         f"#!/bin/sh\ntouch '{project}/asked'\nsleep 1\necho 4711\n"
     )
     code = (
-        "import sys; from launch import checks; checks.require = lambda launch: None; "
+        "import sys; from launch.submission import checks; checks.require = lambda launch: None; "
         "from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     with subprocess.Popen(

@@ -12,8 +12,9 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from launch import checks, experiment, submit
+from launch import experiment
 from launch.kubernetes import Config as Kubernetes
+from launch.submission import checks, submit
 from tests.integration.commands import Samestep
 from trainer.config import to_tree
 from trainer.errors import ConfigError, LaunchError

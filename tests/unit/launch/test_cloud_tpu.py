@@ -20,9 +20,10 @@ import pytest
 import yaml
 from google.cloud import tpu_v2, tpu_v2alpha1
 
-from launch import checks, records, submit
+from launch import records
 from launch.cloud_tpu import Config
 from launch.job import EXIT, JobSpec, Record
+from launch.submission import checks, submit
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu.slice import FILE, HINTS, STARTUP, Slice

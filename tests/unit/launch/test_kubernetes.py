@@ -22,12 +22,13 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from launch import checks, records, submit
+from launch import records
 from launch.job import JobSpec, Record
 from launch.k8s import kubectl as client
 from launch.k8s import manifest
 from launch.k8s.parts import Tpu, Volume
 from launch.kubernetes import MANIFEST, Config
+from launch.submission import checks, submit
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from launch import submit
 from launch.job import JobSpec
 from launch.k8s import manifest
 from launch.k8s.parts import Volume, amount
 from launch.k8s.patch import merge
 from launch.kubernetes import MANIFEST, Config
+from launch.submission import submit
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

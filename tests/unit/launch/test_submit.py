@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import records, submit
+from launch import records
 from launch.environment import Environment
 from launch.slurm import Config as Slurm
+from launch.submission import submit
 from tests.integration.commands import Samestep
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError
@@ -423,7 +424,7 @@ class TestSnapshots:
         assert "PYTHONPATH" not in launch.submission.files["job.sh"]
 
     def test_of_too_much(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("launch.snapshot.MOST_BYTES", 3)
+        monkeypatch.setattr("launch.submission.snapshot.MOST_BYTES", 3)
         with pytest.raises(LaunchError, match=r"Name in .gitignore what is no code"):
             submit.prepare("local.yaml", "run.yaml", [])
 

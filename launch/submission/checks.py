@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from launch import experiment, records
-from launch.submit import Launch, output_of
+from launch.submission.submit import Launch, output_of
 from trainer.config import Tree
 from trainer.errors import ConfigError, LaunchError, SamestepError
 

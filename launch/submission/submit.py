@@ -16,9 +16,10 @@ from typing import Annotated
 
 import yaml
 
-from launch import records, snapshot
+from launch import records
 from launch.environment import SECRET_ADDRESS
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
+from launch.submission import snapshot
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
 
