@@ -24,7 +24,7 @@ def place_of(path: str, text: str) -> Place | None:
     around = [
         mount
         for mount in container.get("volumeMounts", ())
-        if f"{place}/".startswith(f"{mount['mountPath'].rstrip('/')}/")
+        if f"{place}/".startswith(f"{str(mount.get('mountPath')).rstrip('/')}/")
     ]
     if not around:
         return None

@@ -40,6 +40,8 @@ def check(patches: Mapping[str, Object], controller: str) -> None:
         _check_directives(patch, f"patch.{kind}", is_item=False)
         for node in _mappings(patch):
             for variable in node["env"] if isinstance(node.get("env"), list) else ():
+                if not isinstance(variable, dict):
+                    continue
                 name, value = (variable.get(key) for key in ("name", "value"))
                 if _VARIABLE.fullmatch(str(name)) and isinstance(value, str):
                     check_variables({str(name): value})
@@ -99,11 +101,18 @@ def merge(base: Any, patch: Any) -> Any:
 
     Mappings are merged key by key, and null deletes a key. Lists of mappings are merged by the
     `mountPath`, or else the `name`, of their items if all items have one: items with a new name
-    are appended, and one with `$patch: delete` is deleted. Anything else is replaced.
+    are appended, and one with `$patch: delete` is deleted. Anything else is replaced. A mapping or
+    list stays one.
 
     Example: {a: 1, env: [{name: X, value: y}]} and {a: null, env: [{name: Z, value: z}]} give
     {env: [{name: X, value: y}, {name: Z, value: z}]}.
+
+    Raises:
+        ConfigError: the patch has something else where the object has a mapping or a list.
     """
+    for kind, words in ((dict, "a mapping"), (list, "a list")):
+        if isinstance(base, kind) and not isinstance(patch, kind):
+            raise ConfigError(f"patch has {patch!r} where the object has {words}. Write {words}.")
     if isinstance(patch, dict):
         old = base if isinstance(base, dict) else {}
         new = {key: merge(old.get(key), value) for key, value in patch.items() if value is not None}
@@ -143,7 +152,8 @@ def _identity(document: Object) -> list[object]:
         pod = ((job or {}).get("spec") or {}).get("template") or {}
         labels += [(part.get("metadata") or {}).get("labels") for part in (job or {}, pod)]
         containers = (pod.get("spec") or {}).get("containers") or ()
-        found.append([each["name"] for each in containers if each.get("name") == CONTAINER])
+        names = [each.get("name") for each in containers if isinstance(each, dict)]
+        found.append(names.count(CONTAINER))
     for each in labels:
         found.append([(each or {}).get(label) for label in (JOB_LABEL, ACTION_LABEL)])
     return found

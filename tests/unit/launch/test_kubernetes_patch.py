@@ -89,7 +89,7 @@ def test_annotations_are_those_of_pods() -> None:
         ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 4, "d": None}}, {"a": 1, "b": {"c": 4}}),
         ({"a": 1}, {"b": {"c": None, "d": {"e": None}}}, {"a": 1, "b": {"d": {}}}),
         ({"a": 1}, {"a": {"b": 2}}, {"a": {"b": 2}}),
-        ({"a": {"b": 2}}, {"a": []}, {"a": []}),
+        ({"a": [{"name": "b"}]}, {"a": []}, {"a": []}),
         ({"a": ["x", "y"]}, {"a": ["z"]}, {"a": ["z"]}),
         (
             [{"name": "a", "value": 1}, {"name": "b"}],
@@ -195,6 +195,22 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
 def test_the_job_must_stay_one_that_can_be_found(patch: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="by which samestep finds the job"):
         replace(GPU, patch=patch).render(JOB)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nope", "patch has 'nope' where the object has a mapping"),
+        ({"containers": {"name": "samestep"}}, "where the object has a list"),
+        ({"containers": [{"name": "samestep", "env": "A=b"}]}, "patch has 'A=b' where"),
+        ({"containers": [3]}, "by which samestep finds the job"),
+    ],
+)
+def test_patches_of_another_shape_are_refused(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(GPU, patch={"Pod": {"spec": spec}}).render(JOB)
+    env = {"containers": [{"name": "samestep", "env": [3]}]}  # the server's to refuse
+    replace(GPU, patch={"Pod": {"spec": env}}).render(JOB)
 
 
 def test_quantities() -> None:
