@@ -111,6 +111,11 @@ def _add_build(commands: Commands) -> None:
         action="store_true",
         help="only check that the build could begin: source, tokenizer, settings",
     )
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="with --check: source and tokenizer are not on this machine, so check settings only",
+    )
 
 
 def _add_verify(commands: Commands) -> None:
@@ -216,9 +221,12 @@ def _build(args: argparse.Namespace) -> int:
             f"--force does not go with --slice {part}. Replace the finished dataset with one "
             "samestep data build --force, or choose another output=DIR."
         )
+    if args.elsewhere and not args.check:
+        raise ConfigError("--elsewhere only changes what --check looks at. Add --check.")
     config = load_recipe(args.config, args.overrides)
     if args.check:
-        build.check(config)
+        if not args.elsewhere:
+            build.check(config)
     else:
         build.build(config, args.force, part)
     return EXIT_DONE
