@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,26 +28,59 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     model = weights.model(frozenset({"tokens"}))
     console = Console(highlight=False)
     for text in texts:
-        tokens, masked = encode_masked(tokenizer, text)
-        if len(tokens) > model.max_sequence_length:
-            raise ConfigError(
-                f"the text has {len(tokens)} tokens and the model reads at most "
-                f"{model.max_sequence_length}; shorten it"
-            )
         table = Table("probability", "token", "text", title=text, title_justify="left")
-        for distribution in _predict(model, tokens, masked):
-            likely = distribution.topk(top)
-            for probability, token in zip(
-                likely.values.tolist(), likely.indices.tolist(), strict=True
-            ):
-                # With several masks, one filled in alone would still leave the others open.
-                filled = ""
-                if len(masked) == 1:
-                    tokens[masked[0]] = token
-                    filled = tokenizer.decode(tokens[1:-1])
-                table.add_row(f"{probability:.3f}", tokenizer.decode([token]).strip(), filled)
+        for candidates in fill_masks(model, tokenizer, text, top):
+            for each in candidates:
+                table.add_row(f"{each.probability:.3f}", each.token, each.text)
             table.add_section()
         console.print(table)
+
+
+class Candidate(NamedTuple):
+    """A token for a mask.
+
+    Attributes:
+        token: its text.
+        probability: by the model.
+        text: the whole text with the token in the place of its mask; empty with several masks, of
+            which one filled in alone would still leave the others open.
+    """
+
+    token: str
+    probability: float
+    text: str
+
+
+def fill_masks(model: Model, tokenizer: Tokenizer, text: str, top: int) -> list[list[Candidate]]:
+    """Returns the `top` most likely tokens for each mask of a text, the most likely first.
+
+    Args:
+        model: a masked language model in eval mode; see `check_masked_lm`.
+
+    Raises:
+        ConfigError: the text has no mask or is too long, or `top` is no number of tokens.
+    """
+    size = tokenizer.vocabulary.size
+    if not 1 <= top <= size:
+        raise ConfigError(f"top is {top}, and the tokenizer has {size} tokens; use 1 to {size}")
+    tokens, masked = encode_masked(tokenizer, text)
+    if len(tokens) > model.max_sequence_length:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens and the model reads at most "
+            f"{model.max_sequence_length}; shorten it"
+        )
+    found = []
+    for distribution in _predict(model, tokens, masked):
+        likely = distribution.topk(top)
+        candidates = []
+        for probability, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
+            filled = ""
+            if len(masked) == 1:
+                tokens[masked[0]] = token
+                filled = tokenizer.decode(tokens[1:-1])
+            candidates.append(Candidate(tokenizer.decode([token]).strip(), probability, filled))
+        found.append(candidates)
+    return found
 
 
 def load_masked_lm(checkpoint: str) -> Weights:
@@ -57,6 +91,16 @@ def load_masked_lm(checkpoint: str) -> Weights:
         ConfigError: the model is another one.
     """
     weights = load_weights(checkpoint)
+    check_masked_lm(weights, checkpoint)
+    return weights
+
+
+def check_masked_lm(weights: Weights, checkpoint: str) -> None:
+    """Rejects the weights of a model that fills no masks.
+
+    Raises:
+        ConfigError: the reason, and the command for such a model.
+    """
     head = weights.config.head
     if head != "language_model":
         raise ConfigError(
@@ -68,22 +112,22 @@ def load_masked_lm(checkpoint: str) -> Weights:
             f"{checkpoint} generates text from left to right and fills no masks; "
             "use samestep generate"
         )
-    return weights
 
 
 @torch.no_grad()
 def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
     """Probabilities [masks, V] at the masked positions."""
     # One sequence without padding, so its segment is 1 everywhere.
-    batch = torch.tensor([tokens])
+    device = model.token_embeddings.device
+    batch = torch.tensor([tokens], device=device)
     inputs = Inputs(
         tokens=batch,
         segments=torch.ones_like(batch),
-        positions=torch.arange(batch.shape[1])[None],
-        predicted=torch.tensor([masked]),
+        positions=torch.arange(batch.shape[1], device=device)[None],
+        predicted=torch.tensor([masked], device=device),
     )
     logits: Tensor = model(inputs, frozenset({"tokens"}))["tokens"]
-    return logits[0].float().softmax(-1)
+    return logits[0].float().softmax(-1).cpu()
 
 
 def encode_masked(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
