@@ -30,9 +30,7 @@ def train_tokenizer(
     return tokenizer_training.train_tokenizer(load_recipe(str(file), overrides), force)
 
 
-def build_dataset(
-    file: str | Path, overrides: Sequence[str] = (), force: bool = False
-) -> Dataset:
+def build_dataset(file: str | Path, overrides: Sequence[str] = (), force: bool = False) -> Dataset:
     """Builds a dataset from its recipe, or resumes a build that was stopped, and opens it.
 
     Args:

@@ -61,6 +61,10 @@ class Kinds:
             raise ConfigError(
                 f"{path}.kind must name one of: {', '.join(self.available())}; it is {kind!r}"
             )
+        if not all(kind.split(".")):
+            raise ConfigError(
+                f"{path}.kind must name a module, as my_package.my_module; it is {kind!r}"
+            )
         # A dotted kind is a user's own module.
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
         try:

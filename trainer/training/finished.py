@@ -1,4 +1,4 @@
-"""A run that is found finished: why nothing is left to do, and with which settings it was trained."""
+"""A run that is found finished: the reason, and the settings that it was trained with."""
 
 from __future__ import annotations
 

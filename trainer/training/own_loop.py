@@ -96,7 +96,9 @@ class Batches:
         """
         last = self._loaders.phases[-1].end
         if not 0 <= step <= last:
-            raise ConfigError(f"start_step is {step}, and training.steps is {last}; use 0 to {last}")
+            raise ConfigError(
+                f"start_step is {step}, and training.steps is {last}; use 0 to {last}"
+            )
         self._loaders.start_at(step)
         self.step = step
 
@@ -146,9 +148,7 @@ def open_batches(
         DataError: the dataset cannot be read.
     """
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank is {rank} and world_size is {world_size}; use 0 to world_size - 1"
-        )
+        raise ConfigError(f"rank is {rank} and world_size is {world_size}; use 0 to world_size - 1")
     if experiment.data.on_corrupt == "skip" and world_size > 1:
         raise ConfigError(
             "data.on_corrupt is skip, and ranks must agree on what they skip; set it to stop, or "
@@ -198,11 +198,12 @@ class LoopCheckpoints:
             notes: what else the loop needs to resume, as JSON; the same on all ranks.
         """
         position = self._batches.state_dict()
+        step = position.pop("step")  # which every checkpoint has
         meta = {**self._description, **position, "notes": dict(notes or {})}
         if self._strategy.loss_scale is not None:
             meta["loss_scale"] = self._strategy.loss_scale.state_dict()
         tensors = self._strategy.to_host(self._tensors())
-        self._checkpointer.save(self._batches.step, tensors, meta)
+        self._checkpointer.save(step, tensors, meta)
 
     def restore(self, step: int | None = None) -> None:
         """Goes back to a checkpoint, the newest by default, of any world size. Collective.

@@ -50,6 +50,7 @@ from trainer.training.weights import base_of, load_weights, shared_identity
 
 logger = logging.getLogger(__name__)
 
+
 def train(experiment: Experiment) -> int:
     """Runs an experiment from its newest checkpoint, if any, to its end or a requested stop.
 
