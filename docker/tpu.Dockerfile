@@ -22,6 +22,7 @@ RUN --mount=type=bind,from=lists,source=/lists,target=/lists \
 COPY LICENSE README.md pyproject.toml ./
 COPY data_pipeline data_pipeline
 COPY launch launch
+COPY samestep samestep
 COPY trainer trainer
 RUN /build/bin/pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheel .
 

@@ -26,10 +26,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+import samestep
 from data_pipeline.reading.dataset import Dataset
 from examples import wrong_words
 from trainer.finetune.suite import read_results
-from trainer.inference.fill import Candidate, likely_tokens
+from trainer.inference.fill import Candidate
 from trainer.monitoring.jsonl import read_rows
 
 FOLDER = Path("demo")
@@ -75,8 +76,9 @@ def main() -> int:
     run("report", str(RUN), "--output", str(FOLDER / "report.html"))
 
     pretrained, scratch = (result.scores for result in read_results(FOLDER / "suite").values())
+    model = samestep.load_model(FOLDER / "exported")
     result = Result(
-        filled=[masks[0] for masks in likely_tokens(str(FOLDER / "exported"), list(CLOZE), 3)],
+        filled=[model.fill(sentence, top=3)[0] for sentence in CLOZE],
         scores=list(read_rows(RUN / "scores.jsonl"))[-1],
         unigram_loss=unigram_loss(),
         pretrained_f1=pretrained["entity_f1"],

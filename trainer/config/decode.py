@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -60,6 +61,10 @@ class Kinds:
             raise ConfigError(
                 f"{path}.kind must name one of: {', '.join(self.available())}; it is {kind!r}"
             )
+        if not all(kind.split(".")):
+            raise ConfigError(
+                f"{path}.kind must name a module, as my_package.my_module; it is {kind!r}"
+            )
         # A dotted kind is a user's own module.
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
         try:
@@ -67,7 +72,14 @@ class Kinds:
         except ModuleNotFoundError as error:
             # Is the module itself missing (or a parent), or one that it imports?
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
+                if "." not in kind:
+                    raise
+                raise ConfigError(
+                    f"{path}.kind: {kind} imports {error.name}, which is not installed. "
+                    "Install it, or correct the import."
+                ) from error
+            if "." in kind:
+                raise ConfigError(f"{path}.kind: {_absent(kind, self.available())}") from error
             raise ConfigError(
                 f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}"
             ) from error
@@ -75,6 +87,39 @@ class Kinds:
         if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
             raise ConfigError(f"{path}.kind: the module {name} has no dataclass named Config")
         return schema
+
+
+def _absent(name: str, kinds: Iterable[str]) -> str:
+    """Says why a user's own module cannot be imported, and how it can be.
+
+    Args:
+        name: dotted name of the module.
+        kinds: the kinds that samestep has, one of which may have been meant.
+    """
+    parts = name.split(".")
+    # The innermost parent that can be imported tells a missing package from a misspelled module.
+    folders, found = list(sys.path), ""
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        try:
+            folders = list(importlib.import_module(parent).__path__)
+        except (ImportError, AttributeError):  # a module that is no package has no path
+            break
+        found = parent
+    if found:
+        modules = [f"{found}.{module.name}" for module in pkgutil.iter_modules(folders)]
+        close = difflib.get_close_matches(name, modules, n=1)
+        where = f"the package {found} in {', '.join(folders)}"
+        reason = f"no module {name!r}: {where} has {', '.join(modules) or 'no modules'}. "
+        fix = f"Did you mean {close[0]}?" if close else "Name one of these, or add the module."
+    else:
+        reason = f"no module {name!r}: the package {parts[0]} is not installed. "
+        fix = (
+            "Install it (pip install -e FOLDER, where FOLDER has its pyproject.toml), or start "
+            f"from the folder that contains {parts[0]}."
+        )
+    built_in = difflib.get_close_matches(parts[-1], list(kinds), n=1)
+    return reason + fix + (f" samestep itself has {built_in[0]!r}." if built_in else "")
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -16,41 +16,8 @@ from trainer.models import Inputs, Model
 from trainer.training.weights import Weights, load_weights
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A token for a mask.
-
-    Attributes:
-        token: its text.
-        probability: by the model.
-        text: the text with the token in place of the mask; empty if it has several masks.
-    """
-
-    token: str
-    probability: float
-    text: str
-
-
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     """Prints the `top` most likely tokens for each mask of each text.
-
-    Raises:
-        ConfigError: the model is no masked language model, or a text has no mask or is too long.
-    """
-    console = Console(highlight=False)
-    for text, masks in zip(texts, likely_tokens(checkpoint, texts, top), strict=True):
-        table = Table("probability", "token", "text", title=text, title_justify="left")
-        for candidates in masks:
-            for candidate in candidates:
-                table.add_row(f"{candidate.probability:.3f}", candidate.token, candidate.text)
-            table.add_section()
-        console.print(table)
-
-
-def likely_tokens(
-    checkpoint: str, texts: Sequence[str], top: int
-) -> Iterator[list[list[Candidate]]]:
-    """Yields the `top` most likely tokens of each mask, for each text.
 
     Raises:
         ConfigError: the model is no masked language model, or a text has no mask or is too long.
@@ -59,28 +26,61 @@ def likely_tokens(
     tokenizer = weights.load_tokenizer()
     # On the CPU: one short text at a time is not worth moving a model to a device.
     model = weights.model(frozenset({"tokens"}))
+    console = Console(highlight=False)
     for text in texts:
-        tokens, masked = encode_masked(tokenizer, text)
-        if len(tokens) > model.max_sequence_length:
-            raise ConfigError(
-                f"the text has {len(tokens)} tokens and the model reads at most "
-                f"{model.max_sequence_length}; shorten it"
-            )
-        masks = []
-        for distribution in _predict(model, tokens, masked):
-            likely = distribution.topk(top)
-            candidates = []
-            for probability, token in zip(
-                likely.values.tolist(), likely.indices.tolist(), strict=True
-            ):
-                # With several masks, one filled in alone would still leave the others open.
-                filled = ""
-                if len(masked) == 1:
-                    tokens[masked[0]] = token
-                    filled = tokenizer.decode(tokens[1:-1])
-                candidates.append(Candidate(tokenizer.decode([token]).strip(), probability, filled))
-            masks.append(candidates)
-        yield masks
+        table = Table("probability", "token", "text", title=text, title_justify="left")
+        for candidates in fill_masks(model, tokenizer, text, top):
+            for each in candidates:
+                table.add_row(f"{each.probability:.3f}", each.token, each.text)
+            table.add_section()
+        console.print(table)
+
+
+class Candidate(NamedTuple):
+    """A token for a mask.
+
+    Attributes:
+        token: its text.
+        probability: by the model.
+        text: the whole text with the token in the place of its mask; empty with several masks, of
+            which one filled in alone would still leave the others open.
+    """
+
+    token: str
+    probability: float
+    text: str
+
+
+def fill_masks(model: Model, tokenizer: Tokenizer, text: str, top: int) -> list[list[Candidate]]:
+    """Returns the `top` most likely tokens for each mask of a text, the most likely first.
+
+    Args:
+        model: a masked language model in eval mode; see `check_masked_lm`.
+
+    Raises:
+        ConfigError: the text has no mask or is too long, or `top` is no number of tokens.
+    """
+    size = tokenizer.vocabulary.size
+    if not 1 <= top <= size:
+        raise ConfigError(f"top is {top}, and the tokenizer has {size} tokens; use 1 to {size}")
+    tokens, masked = encode_masked(tokenizer, text)
+    if len(tokens) > model.max_sequence_length:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens and the model reads at most "
+            f"{model.max_sequence_length}; shorten it"
+        )
+    found = []
+    for distribution in _predict(model, tokens, masked):
+        likely = distribution.topk(top)
+        candidates = []
+        for probability, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
+            filled = ""
+            if len(masked) == 1:
+                tokens[masked[0]] = token
+                filled = tokenizer.decode(tokens[1:-1])
+            candidates.append(Candidate(tokenizer.decode([token]).strip(), probability, filled))
+        found.append(candidates)
+    return found
 
 
 def load_masked_lm(checkpoint: str) -> Weights:
@@ -91,6 +91,16 @@ def load_masked_lm(checkpoint: str) -> Weights:
         ConfigError: the model is another one.
     """
     weights = load_weights(checkpoint)
+    check_masked_lm(weights, checkpoint)
+    return weights
+
+
+def check_masked_lm(weights: Weights, checkpoint: str) -> None:
+    """Rejects the weights of a model that fills no masks.
+
+    Raises:
+        ConfigError: the reason, and the command for such a model.
+    """
     head = weights.config.head
     if head != "language_model":
         raise ConfigError(
@@ -102,22 +112,22 @@ def load_masked_lm(checkpoint: str) -> Weights:
             f"{checkpoint} generates text from left to right and fills no masks; "
             "use samestep generate"
         )
-    return weights
 
 
 @torch.no_grad()
 def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
     """Probabilities [masks, V] at the masked positions."""
     # One sequence without padding, so its segment is 1 everywhere.
-    batch = torch.tensor([tokens])
+    device = model.token_embeddings.device
+    batch = torch.tensor([tokens], device=device)
     inputs = Inputs(
         tokens=batch,
         segments=torch.ones_like(batch),
-        positions=torch.arange(batch.shape[1])[None],
-        predicted=torch.tensor([masked]),
+        positions=torch.arange(batch.shape[1], device=device)[None],
+        predicted=torch.tensor([masked], device=device),
     )
     logits: Tensor = model(inputs, frozenset({"tokens"}))["tokens"]
-    return logits[0].float().softmax(-1)
+    return logits[0].float().softmax(-1).cpu()
 
 
 def encode_masked(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:

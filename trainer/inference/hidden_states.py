@@ -23,7 +23,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
 from trainer.models import Inputs, ModelConfig, Outputs
 from trainer.storage import shown
-from trainer.training.weights import load_weights
+from trainer.training.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ class TextEncoder:
     An encoder-decoder model reads them with its encoder.
 
     Attributes:
+        model: in eval mode, on the device.
         layers: L, the number of layers.
         heads: H, of each layer's attention.
         width: D, of the hidden states.
@@ -126,21 +127,21 @@ class TextEncoder:
         longest: maximum number of tokens of a text.
 
     Args:
-        checkpoint: see `trainer.training.weights.load_weights`.
+        checkpoint: what `trainer.training.weights.load_weights` opens, or has opened.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
     """
 
-    def __init__(self, checkpoint: str) -> None:
-        # The head is not built: only hidden states are needed, and a fine-tuned model will do.
-        weights = load_weights(checkpoint)
+    def __init__(self, checkpoint: str | Weights) -> None:
+        # Only hidden states are needed, so a fine-tuned model will do.
+        weights = load_weights(checkpoint) if isinstance(checkpoint, str) else checkpoint
         config = weights.config
         self.tokenizer = weights.load_tokenizer()
         accelerator = for_any_shapes()
         self._device, self.device = accelerator.device, accelerator.description
         model = weights.model(frozenset(f"layer.{number}" for number in range(config.layers + 1)))
-        self._model = model.to(self._device)
+        self.model = model.to(self._device)
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.heads, self.width = config.layers, config.heads, config.width
@@ -151,7 +152,7 @@ class TextEncoder:
     @property
     def table(self) -> Tensor:
         """The token embeddings, fp32 [V, D] on the CPU, without the padding of the vocabulary."""
-        embeddings = self._model.token_embeddings[: self.tokenizer.vocabulary.size]
+        embeddings = self.model.token_embeddings[: self.tokenizer.vocabulary.size]
         return embeddings.detach().float().cpu()
 
     def layer(self, number: int, option: str) -> int:
@@ -212,7 +213,7 @@ class TextEncoder:
             ConfigError: the model does not offer its attention.
         """
         names = [f"attention.{number}" for number in layers]
-        if missing := sorted(set(names) - self._model.offers):
+        if missing := sorted(set(names) - self.model.offers):
             raise ConfigError(
                 f"the model does not offer {missing[0]}; use an encoder or a decoder, as BERT or "
                 "GPT-2"
@@ -235,5 +236,5 @@ class TextEncoder:
             positions=torch.arange(tokens.shape[1], device=self._device).expand_as(tokens),
             prefix=real if self._is_prefix else None,
         )
-        found: dict[str, Tensor] = self._model(inputs, outputs)
+        found: dict[str, Tensor] = self.model(inputs, outputs)
         return real, found

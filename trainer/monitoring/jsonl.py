@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trainer.errors import SamestepError
+from trainer.errors import DataError, SamestepError
 from trainer.monitoring import Level, Tracker
 from trainer.storage import write_text
 
@@ -85,6 +85,21 @@ class RowReader:
             self._end += sum(map(len, lines))
             self._last = lines[-1]
         return [row for row in map(_parse, lines) if row is not None], replaced
+
+
+def read_metrics(run: str | Path) -> list[Row]:
+    """Returns the rows of a run's metrics.jsonl, which also grows while the run goes on.
+
+    Args:
+        run: the run's output folder.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{run} has no metrics.jsonl; name the output folder of a run")
+    return list(read_rows(path))
 
 
 def scores_of(

@@ -65,18 +65,20 @@ def prime(optimizer: Optimizer) -> None:
 
     A checkpoint can then be copied into it; without one, it is the state of a new optimizer.
     """
-    settings = [
-        {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+    settings: list[Group] = [
+        {name: group[name] for name in ("lr", "weight_decay") if name in group}
         for group in optimizer.param_groups
     ]
-    for group in optimizer.param_groups:
-        group.update(lr=0.0, weight_decay=0.0)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(dict.fromkeys(setting, 0.0))
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
+        for parameter in group["params"]:
+            _ = optimizer.state[parameter]  # an empty one if there is none, as in plain SGD
     set_step(optimizer, 0)
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import CheckpointError, SamestepError
+from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
 from trainer.monitoring.profiler import Config as ProfilerConfig
 from trainer.monitoring.profiler import Profiler
@@ -62,7 +62,7 @@ from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import Recorder
 from trainer.training.settings import Config
-from trainer.training.state import Meta, TrainState, changes_since
+from trainer.training.state import Meta, TrainState, changes_since, state_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -413,40 +413,12 @@ class Trainer:
         if "faults" in meta:
             self.faults.load_state_dict(meta["faults"])
         self.best.load_state_dict(meta, self.checkpoints.durable.holds)
-        self._restore_order(meta)
+        self.loaders.resume(self.state.step, meta.get("order", 0), meta["data"])
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
 
-    def _restore_order(self, meta: Meta) -> None:
-        """Continues the data order of a checkpoint, or begins the order of the next phase.
-
-        Raises:
-            CheckpointError: the phases have changed, and the step belongs to another order now.
-        """
-        phase, before = self.phase, meta.get("order", 0)
-        if before == phase.order:
-            self.loader.load_state_dict(meta["data"])
-        elif before > phase.order or self.state.step != phase.first_step:
-            raise CheckpointError(
-                f"the checkpoint of step {self.state.step} was saved in data order {before}, and "
-                f"by this run's phases the step belongs to order {phase.order} (each change of "
-                "the sequence length begins one). Keep the phases that have begun, or start a new "
-                "run from the checkpoint's weights with init_from"
-            )
-
     def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
-        """The state that steps change, by name; with `frozen`, the frozen parameters as well.
-
-        Checkpoints leave frozen parameters out: they name the weights that have them instead.
-        """
-        parameters = self.strategy.parameters
-        tensors: dict[str, Tensor] = {
-            f"model/{name}": parameter.detach()
-            for name, parameter in parameters.items()
-            if frozen or parameter.requires_grad
-        }
-        moments = groups.state_tensors(self.optimizer, parameters.items())
-        return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+        return state_tensors(self.strategy.parameters, self.optimizer, frozen)
 
     def _require_finite(self, values: Mapping[str, float], grad_norm: float) -> None:
         """Stops the run before valid checkpoints are replaced by useless ones.

@@ -163,6 +163,18 @@ def score_each(
     return found
 
 
+def means(metrics: Sequence[Metrics], strategy: Strategy) -> dict[str, float]:
+    """Returns the means of a step's metrics over all replicas. Collective; waits for the device.
+
+    Args:
+        metrics: from `accumulate_gradients`.
+    """
+    meter = Meter(strategy.accelerator.to_device)
+    for each in metrics:
+        meter.add(each)
+    return meter.compute(strategy.all_reduce)
+
+
 def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
     """Returns a step's loss over all replicas and its gradient norm. Waits for the device.
 

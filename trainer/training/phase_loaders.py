@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from trainer.errors import CheckpointError
+from trainer.examples import LoaderState
 from trainer.training.passes import Loader
-from trainer.training.phases import Phase
+from trainer.training.phases import Phase, examples_after, phase_of
 
 
 class OpenLoader(Protocol):
@@ -38,6 +40,36 @@ class PhaseLoaders:
         ended.close()
         if phase.index < following.index and phase.order == following.order:
             self.train(following).load_state_dict(ended.state_dict())
+
+    def resume(self, step: int, order: int, state: LoaderState) -> None:
+        """Continues the data order of a checkpoint, or begins the order of the next phase.
+
+        Args:
+            step: of the checkpoint.
+            order: number of the data order that it was saved in.
+            state: of the loader then.
+
+        Raises:
+            CheckpointError: the phases have changed, and the step belongs to another order now.
+            DataError: the state belongs to another order of the data.
+        """
+        phase = phase_of(self.phases, step)
+        if order == phase.order:
+            self.train(phase).load_state_dict(state)
+        elif order > phase.order or step != phase.first_step:
+            raise CheckpointError(
+                f"the checkpoint of step {step} was saved in data order {order}, and "
+                f"by this run's phases the step belongs to order {phase.order} (each change of "
+                "the sequence length begins one). Keep the phases that have begun, or start a new "
+                "run from the checkpoint's weights with init_from"
+            )
+
+    def start_at(self, step: int) -> None:
+        """Moves new loaders to the batch of the update of `step`, from 0."""
+        phase = phase_of(self.phases, step)
+        loader = self.train(phase)
+        taken = examples_after(self.phases, phase.order, step)
+        loader.load_state_dict({**loader.state_dict(), "example": taken})
 
     def reopen(self, phases: Sequence[Phase]) -> None:
         """Reopens the loaders of ended phases that a rewind trains again."""

@@ -10,32 +10,33 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
 from trainer.accelerators.detect import detect
-from trainer.checkpoint import files, integrity
+from trainer.checkpoint import files
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import differences, dump, to_tree
-from trainer.config.tree import of_kinds
+from trainer.config import dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.metrics import check_installed
 from trainer.models import Model
 from trainer.monitoring import Tracker
 from trainer.objectives import Objective
 from trainer.optim import Structure, groups
-from trainer.strategies import InitialValues, Replica, Strategy
+from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
-from trainer.training.best import Best
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
+from trainer.training.finished import check_settings, reason_to_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import probe, without_probe
@@ -49,9 +50,6 @@ from trainer.training.weights import base_of, load_weights, shared_identity
 
 logger = logging.getLogger(__name__)
 
-_FREE = ("output", "tracking", "checkpoint", "strategy", "accelerator")
-"""Sections that change no result."""
-
 
 def train(experiment: Experiment) -> int:
     """Runs an experiment from its newest checkpoint, if any, to its end or a requested stop.
@@ -64,7 +62,7 @@ def train(experiment: Experiment) -> int:
         StopRequest(experiment.training.preemption) as stop,
         open_strategy(experiment) as strategy,
         run_folder.alert_on_failure(trackers),
-        _only_writer(experiment, strategy.world.rank),
+        only_writer_of(experiment, strategy.world.rank),
     ):
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             experiment.tracking.wandb.claim(Path(experiment.output))
@@ -73,8 +71,8 @@ def train(experiment: Experiment) -> int:
         checkpointer = open_checkpointer(experiment, strategy.world)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
-        if step is not None and (reason := _finished(experiment, source, step)):
-            _check_finished(experiment, source, step)
+        if step is not None and (reason := reason_to_end(experiment, source, step)):
+            check_settings(experiment, source, step)
             logger.info("nothing to do: %s %s", experiment.output, reason)
             return EXIT_DONE
         # A checkpoint holds everything but frozen parameters.
@@ -145,42 +143,6 @@ def _fit(
         rewind(trainer, fault)
 
 
-def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
-    """Says why nothing is left to do after a step, and what to change; None if there is."""
-    if step >= experiment.training.steps:
-        return f"is at step {step}; raise training.steps to train on"
-    if experiment.training.best is None:
-        return None
-    best = Best(experiment.training.best)
-    meta = integrity.read_meta(integrity.step_folder(source.folder, step))
-    best.load_state_dict(meta, holds=lambda step: True)
-    if best.out_of_patience:
-        return f"was stopped early at step {step}; raise training.best.patience to train on"
-    return None
-
-
-def _check_finished(experiment: Experiment, source: Checkpointer, step: int) -> None:
-    """Rejects other settings than those that a finished run was trained with.
-
-    Where it would run and report does not matter: that changes no result.
-
-    Raises:
-        ConfigError: lists the differences.
-    """
-    trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
-    changes = of_kinds(differences(trained, to_tree(experiment)))
-    listed = [
-        f"{key}: {old} -> {new}"
-        for key, (old, new) in changes.items()
-        if key.partition(".")[0] not in _FREE
-    ]
-    if listed:
-        raise ConfigError(
-            f"{experiment.output} is finished, and was trained with other settings "
-            f"({', '.join(listed)}). Set output to a new folder, or use its settings"
-        )
-
-
 def _report_best(experiment: Experiment, trainer: Trainer) -> None:
     early = ""
     if trainer.best.out_of_patience:
@@ -208,8 +170,8 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
 
 
 @contextmanager
-def _only_writer(experiment: Experiment, rank: int) -> Iterator[None]:
-    """Locks the folders that the run writes: its checkpoints, and its output if that is elsewhere.
+def only_writer_of(experiment: Experiment, rank: int) -> Iterator[None]:
+    """Locks the folders that a run writes: its checkpoints, and its output if that is elsewhere.
 
     Raises:
         CheckpointError: a folder is not writable.
@@ -251,24 +213,15 @@ def build_trainer(
         ConfigError: the parts are not compatible.
         CheckpointError: the weights are of another model.
     """
-    accelerator, world = strategy.accelerator, strategy.world
+    accelerator = strategy.accelerator
     if experiment.data.group_by_length is not None and accelerator.compiles:
         raise ConfigError(
             f"{accelerator.description} compiles for each width of a batch, and "
             "data.group_by_length gives many; set it to null"
         )
-    objectives = build_objectives(experiment, dataset)
-    model = build_model(experiment, dataset, objectives)
-    # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
-    # but their names.
-    initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
-    if weights is None and to_restore:
-        initial = _zeros
-    build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
-    with accelerator.graph("start"):
-        wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
-        groups.prime(optimizer)
-    teacher = attach_teacher(experiment, dataset, objectives, strategy)
+    objectives, model, optimizer, description = prepare(
+        experiment, dataset, strategy, weights, to_restore
+    )
 
     def opening(experiment: Experiment) -> Callable[..., Loader]:
         return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
@@ -281,21 +234,14 @@ def build_trainer(
             strategy,
             objective,
             widest,
-            partial(probe, wrapped, optimizer, objective, strategy),
+            partial(probe, model, optimizer, objective, strategy),
         )
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
-    # How the run is configured, as the meta.json of every checkpoint stores it.
-    description: dict[str, object] = {"config": to_tree(experiment)}
-    if base is not None:
-        description["base"] = base
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
-    description["teacher"] = None
-    if teacher is not None:
-        description["teacher"] = shared_identity(teacher, world.rank, world.size)
     return Trainer(
         experiment.training,
-        model=wrapped,
+        model=model,
         optimizer=optimizer,
         objectives=objectives,
         strategy=strategy,
@@ -303,6 +249,61 @@ def build_trainer(
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )
+
+
+class Prepared(NamedTuple):
+    """What a run trains.
+
+    Attributes:
+        objectives: of each phase.
+        model: as `Strategy.prepare` returns it, with its initial values.
+        optimizer: with its state.
+        description: how the run is configured, as the meta.json of every checkpoint stores it.
+    """
+
+    objectives: list[Objective]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    description: dict[str, object]
+
+
+def prepare(
+    experiment: Experiment,
+    dataset: AnyDataset,
+    strategy: Strategy,
+    weights: str | Path | None = None,
+    to_restore: bool = False,
+    build_optimizer: BuildOptimizer | None = None,
+) -> Prepared:
+    """Builds the objectives, the model and the optimizer. Collective.
+
+    Args:
+        weights, to_restore: see `build_trainer`.
+        build_optimizer: None builds the experiment's optimizer.
+
+    Raises:
+        ConfigError, CheckpointError: see `build_trainer`.
+    """
+    objectives = build_objectives(experiment, dataset)
+    model = build_model(experiment, dataset, objectives)
+    # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
+    # but their names.
+    initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
+    if weights is None and to_restore:
+        initial = _zeros
+    if build_optimizer is None:
+        build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
+    with strategy.accelerator.graph("start"):
+        wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
+        groups.prime(optimizer)
+    teacher = attach_teacher(experiment, dataset, objectives, strategy)
+    description: dict[str, object] = {"config": to_tree(experiment), "teacher": None}
+    if base is not None:
+        description["base"] = base
+    if teacher is not None:
+        world = strategy.world
+        description["teacher"] = shared_identity(teacher, world.rank, world.size)
+    return Prepared(objectives, wrapped, optimizer, description)
 
 
 def _initial_values(

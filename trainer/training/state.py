@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor, nn
+
 from trainer.config import differences
 from trainer.config.tree import of_kinds
 from trainer.errors import CheckpointError
+from trainer.optim import groups
 
 Meta: TypeAlias = Mapping[str, Any]
 """The content of a checkpoint's meta.json. Older versions have written fewer keys."""
@@ -33,6 +37,22 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step, self.examples, self.tokens = state["step"], state["examples"], state["tokens"]
+
+
+def state_tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, frozen: bool = False
+) -> dict[str, Tensor]:
+    """The state that steps change, by name; with `frozen`, the frozen parameters as well.
+
+    Checkpoints leave frozen parameters out: they name the weights that have them instead.
+    """
+    tensors: dict[str, Tensor] = {
+        f"model/{name}": parameter.detach()
+        for name, parameter in parameters.items()
+        if frozen or parameter.requires_grad
+    }
+    moments = groups.state_tensors(optimizer, parameters.items())
+    return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 
 
 def changes_since(meta: Meta, description: Meta) -> str:

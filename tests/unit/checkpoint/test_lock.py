@@ -142,6 +142,6 @@ def test_checkpoints_may_lie_among_what_else_the_run_writes(
 ) -> None:
     """A run is not in its own way."""
     settings = [f"output={tmp_path}", f"checkpoint.folder={tmp_path}/"]
-    with run._only_writer(load(Experiment, experiment_file, settings), rank=0):
+    with run.only_writer_of(load(Experiment, experiment_file, settings), rank=0):
         assert (tmp_path / ".owner").exists()
     assert not (tmp_path / ".owner").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -143,6 +144,47 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
     root = decode(Root, {"steps": 1, "optimizer": {"kind": "theirs.sgd", "lr": 2}})
     assert root.optimizer.lr == 2.0
     assert to_tree(root)["optimizer"] == {"kind": "theirs.sgd", "lr": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "absent.mine",
+            r"optimizer.kind: no module 'absent.mine': the package absent is not installed. "
+            r"Install it \(pip install -e FOLDER, .*\), or start from the folder that contains "
+            r"absent.$",
+        ),
+        ("absent.adamv", r"contains absent. samestep itself has 'adamw'.$"),
+        (
+            "theirs.sgdd",
+            r"no module 'theirs.sgdd': the package theirs in \S*theirs has theirs.broken, "
+            r"theirs.sgd. Did you mean theirs.sgd\?$",
+        ),
+        ("theirs.other_things", r"Name one of these, or add the module.$"),
+        ("theirs.sgd.inner", r"the package theirs in \S*theirs has theirs.broken, theirs.sgd"),
+        (
+            "theirs.broken",
+            r"theirs.broken imports absent_library, which is not installed. Install it, or correct",
+        ),
+        ("theirs.sgd", "the module theirs.sgd has no dataclass named Config"),
+        (".adamw", "must name a module"),
+        ("adamw.", "must name a module"),
+    ],
+)
+def test_a_users_module_that_cannot_be_imported_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sgd.py").write_text("")
+    (package / "broken.py").write_text("import absent_library\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "theirs"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=message):
+        decode(Root, {"steps": 1, "optimizer": {"kind": kind}})
 
 
 def test_a_kind_may_be_declared_as_a_protocol() -> None:

@@ -66,6 +66,12 @@ def test_every_folder_and_module_has_an_entry(package: str):
     assert names | folders == there
 
 
+def test_the_modules_of_the_library_have_an_entry():
+    (block,) = re.findall(r"^```\n(.*?)^```", section("samestep"), re.MULTILINE | re.DOTALL)
+    entries = [line.split()[0] for line in block.splitlines()]
+    assert entries == sorted(path.stem for path in (ROOT / "samestep").rglob("*.py"))
+
+
 def test_the_functions_of_a_step_exist():
     steps = re.findall(
         r"^\d+\. `([\w/]+\.py)`: (.*?)(?=^\d|\Z)", section("One step"), re.MULTILINE | re.DOTALL

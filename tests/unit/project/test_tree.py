@@ -17,7 +17,7 @@ from trainer.config import Kinds
 from trainer.inspect.plan.plan import STRATEGIES
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("trainer", "data_pipeline", "launch")
+PACKAGES = ("samestep", "trainer", "data_pipeline", "launch")
 UNIT = ROOT / "tests" / "unit"
 NOT_MIRRORED = {"project"}  # it is about what is in no package: docs, images, benchmarks, this tree
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][

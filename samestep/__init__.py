@@ -1,0 +1,109 @@
+"""samestep as a library: names that stay. All other modules are private by convention.
+
+    import samestep
+
+    experiment = samestep.load_experiment("configs/debug/demo.yaml", ["training.steps=100"])
+    samestep.train(experiment)
+
+A name is imported when it is first used, so `import samestep` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samestep.data import build_dataset, open_dataset, train_tokenizer
+    from trainer import __version__
+    from trainer.errors import CheckpointError, ConfigError, DataError, SamestepError
+    from trainer.examples import Batch, Examples, PackSpec, Vocabulary
+    from trainer.inference.evaluate import evaluate
+    from trainer.inference.trained_model import TrainedModel, load_model
+    from trainer.models import Inputs, Model, ModelConfig
+    from trainer.models.family import Family
+    from trainer.models.transformer import Transformer
+    from trainer.monitoring.jsonl import JsonlTracker, read_metrics
+    from trainer.objectives import Loss, Objective, ObjectiveConfig
+    from trainer.objectives.rows import Rows, TokenObjective
+    from trainer.publish.export import export
+    from trainer.training.experiment import Experiment
+    from trainer.training.own_loop import Batches, Parts, open_batches, open_parts
+    from trainer.training.passes import accumulate_gradients, means, score
+    from trainer.training.run import train
+    from trainer.training.starting import load_experiment
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Examples",
+    "Experiment",
+    "Family",
+    "Inputs",
+    "JsonlTracker",
+    "Loss",
+    "Model",
+    "ModelConfig",
+    "Objective",
+    "ObjectiveConfig",
+    "PackSpec",
+    "Parts",
+    "Rows",
+    "SamestepError",
+    "TokenObjective",
+    "TrainedModel",
+    "Transformer",
+    "Vocabulary",
+    "__version__",
+    "accumulate_gradients",
+    "build_dataset",
+    "evaluate",
+    "export",
+    "load_experiment",
+    "load_model",
+    "means",
+    "open_batches",
+    "open_dataset",
+    "open_parts",
+    "read_metrics",
+    "score",
+    "train",
+    "train_tokenizer",
+]
+
+_MODULES = {
+    "samestep.data": ("build_dataset", "open_dataset", "train_tokenizer"),
+    "trainer": ("__version__",),
+    "trainer.errors": ("CheckpointError", "ConfigError", "DataError", "SamestepError"),
+    "trainer.examples": ("Batch", "Examples", "PackSpec", "Vocabulary"),
+    "trainer.inference.evaluate": ("evaluate",),
+    "trainer.inference.trained_model": ("TrainedModel", "load_model"),
+    "trainer.models": ("Inputs", "Model", "ModelConfig"),
+    "trainer.models.family": ("Family",),
+    "trainer.models.transformer": ("Transformer",),
+    "trainer.monitoring.jsonl": ("JsonlTracker", "read_metrics"),
+    "trainer.objectives": ("Loss", "Objective", "ObjectiveConfig"),
+    "trainer.objectives.rows": ("Rows", "TokenObjective"),
+    "trainer.publish.export": ("export",),
+    "trainer.training.experiment": ("Experiment",),
+    "trainer.training.own_loop": ("Batches", "Parts", "open_batches", "open_parts"),
+    "trainer.training.passes": ("accumulate_gradients", "means", "score"),
+    "trainer.training.run": ("train",),
+    "trainer.training.starting": ("load_experiment",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,92 @@
+"""Batches for a loop of one's own: any start, across phases, and from a saved position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.errors import CheckpointError, ConfigError
+from trainer.training.experiment import Experiment
+from trainer.training.own_loop import Batches, open_batches
+from trainer.training.starting import load_experiment
+
+PHASES = (
+    "phases=[{steps: 2}, {steps: 2, global_batch_size: 6}, {steps: 3, sequence_length: 16, "
+    "objective: {kind: mlm, mask_fraction: 0.3}}]"
+)
+
+
+def opened(file: str, *overrides: str) -> Experiment:
+    return load_experiment(file, ["data.threads=0", "schedule.warmup_steps=1", *overrides])
+
+
+def taken(batches: Batches) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Step, example numbers and tokens of what is left."""
+    with batches:
+        return [
+            (
+                batches.step,
+                torch.cat([part["number"] for part in step]),
+                torch.cat([part["tokens"] for part in step]),
+            )
+            for step in batches
+        ]
+
+
+def equal(
+    one: list[tuple[int, torch.Tensor, torch.Tensor]],
+    other: list[tuple[int, torch.Tensor, torch.Tensor]],
+) -> bool:
+    return len(one) == len(other) and all(
+        a[0] == b[0] and a[1].equal(b[1]) and a[2].equal(b[2])
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_any_start_and_any_saved_position_continue_the_same_batches(
+    experiment_file: str, parts: dict[str, Path], mixed: bool
+):
+    sources = f"[{{path: {parts['a']}, weight: 2}}, {{path: {parts['b']}, weight: 1}}]"
+    data = ("data.path=null", f"data.sources={sources}", "data.lanes=4") if mixed else ()
+    experiment = opened(experiment_file, "training.steps=7", PHASES, *data)
+    whole = taken(open_batches(experiment))
+    assert [step for step, _, _ in whole] == list(range(1, 8))
+    assert [tokens.shape[1] for _, _, tokens in whole] == [32] * 4 + [16] * 3
+    for start in range(8):
+        assert equal(taken(open_batches(experiment, start_step=start)), whole[start:])
+        batches = open_batches(experiment)
+        for _ in range(start):
+            next(batches)
+        saved = batches.state_dict()
+        batches.close()
+        resumed = open_batches(experiment)
+        resumed.load_state_dict(saved)
+        assert equal(taken(resumed), whole[start:])
+
+
+def test_the_objective_is_that_of_the_step_taken_last(experiment_file: str):
+    experiment = opened(experiment_file, "training.steps=7", PHASES)
+    with open_batches(experiment, start_step=4) as batches:
+        before = batches.objective.predictions(32)
+        next(batches)
+        assert batches.objective.predictions(32) > before
+        assert batches.phase.index == 2
+
+
+def test_wrong_positions_are_rejected(experiment_file: str):
+    experiment = opened(experiment_file, "training.steps=7", PHASES)
+    with open_batches(experiment, start_step=5) as batches:
+        saved = batches.state_dict()
+    with (
+        open_batches(opened(experiment_file, "training.steps=7")) as other,
+        pytest.raises(CheckpointError, match="was saved in data order 1"),
+    ):
+        other.load_state_dict(saved)
+    with pytest.raises(ConfigError, match="start_step is -1"):
+        open_batches(experiment, start_step=-1)
+    skipping = opened(experiment_file, "data.on_corrupt=skip")
+    with pytest.raises(ConfigError, match=r"data\.on_corrupt is skip"):
+        open_batches(skipping, 0, 2)

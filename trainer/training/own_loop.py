@@ -1,0 +1,302 @@
+"""The parts of a run for a training loop of one's own.
+
+    with open_parts(experiment) as parts:
+        for micro_batches in parts.batches:
+            metrics = accumulate_gradients(
+                parts.model, parts.batches.objective, parts.strategy, micro_batches
+            )
+            norm = parts.strategy.clip_grad_norm(1.0)
+            parts.strategy.step(parts.optimizer, norm)
+            parts.optimizer.zero_grad()
+            parts.checkpoints.save()
+
+The parts are those that `trainer.training.run` gives to the `Trainer`, so such a loop takes the
+same steps at any world size, and resumes from its checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_pipeline.reading.concat_dataset import AnyDataset
+from trainer.checkpoint.manager import Checkpointer
+from trainer.errors import ConfigError
+from trainer.examples import LoaderState
+from trainer.objectives import Objective
+from trainer.optim import groups
+from trainer.strategies import BuildOptimizer, Replica, Strategy
+from trainer.training.experiment import Experiment
+from trainer.training.passes import Loader, MicroBatches
+from trainer.training.phase_loaders import PhaseLoaders
+from trainer.training.phases import Phase, phase_of
+from trainer.training.run import (
+    build_objectives,
+    only_writer_of,
+    open_checkpointer,
+    open_loader,
+    open_strategy,
+    prepare,
+    write_description,
+)
+from trainer.training.state import Meta, changes_since, state_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """The training batches of an experiment for one rank: an iterator over optimizer steps.
+
+    Each step is a list of micro-batches, dictionaries of CPU tensors [B, ...] whose columns
+    `StreamingLoader` and the objective's `collate` describe. It ends after `training.steps`.
+
+    Attributes:
+        step: number of steps taken, those before the start included.
+    """
+
+    def __init__(self, loaders: PhaseLoaders, objectives: Sequence[Objective]) -> None:
+        self.step = 0
+        self._loaders, self._objectives = loaders, objectives
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of the step taken last; before the first, of the first."""
+        return self._objectives[phase_of(self._loaders.phases, max(self.step - 1, 0)).index]
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step; after the end, the last one."""
+        return phase_of(self._loaders.phases, self.step)
+
+    def __iter__(self) -> Iterator[MicroBatches]:
+        return self
+
+    def __next__(self) -> MicroBatches:
+        phase = self.phase
+        if self.step == phase.end:
+            raise StopIteration
+        micro_batches = next(iter(self._loaders.train(phase)))
+        self.step += 1
+        if self.step == phase.end:
+            self._loaders.end(phase, self.phase)
+        return micro_batches
+
+    def start_at(self, step: int) -> None:
+        """Moves to the batch that follows `step` steps; for new batches only.
+
+        Raises:
+            ConfigError: the experiment has fewer steps.
+        """
+        last = self._loaders.phases[-1].end
+        if not 0 <= step <= last:
+            raise ConfigError(
+                f"start_step is {step}, and training.steps is {last}; use 0 to {last}"
+            )
+        self._loaders.start_at(step)
+        self.step = step
+
+    def heldout(self) -> Loader:
+        """Opens the held-out documents: a single pass, which `score` closes."""
+        return self._loaders.heldout(self.phase)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data order, for a checkpoint."""
+        state = self._loaders.train(self.phase).state_dict()
+        return {"step": self.step, "order": self.phase.order, "data": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where other batches were saved; ranks and micro-batches may differ.
+
+        Raises:
+            CheckpointError, DataError: the data or its order has changed.
+        """
+        data: LoaderState = state["data"]
+        self._loaders.resume(state["step"], state["order"], data)
+        self.step = state["step"]
+
+    def close(self) -> None:
+        """Stops the background threads."""
+        self._loaders.close()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_batches(
+    experiment: Experiment, rank: int = 0, world_size: int = 1, start_step: int = 0
+) -> Batches:
+    """Opens the training batches of an experiment as one rank of a run gets them.
+
+    No process group is needed: each rank reads its own examples of each global batch.
+
+    Args:
+        rank, world_size: this process gets part `rank` of `world_size` of each global batch.
+        start_step: number of steps to skip, which takes no time.
+
+    Raises:
+        ConfigError: there is no such rank or step, or the dataset does not fit the objective.
+        DataError: the dataset cannot be read.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank is {rank} and world_size is {world_size}; use 0 to world_size - 1")
+    if experiment.data.on_corrupt == "skip" and world_size > 1:
+        raise ConfigError(
+            "data.on_corrupt is skip, and ranks must agree on what they skip; set it to stop, or "
+            "use the batches of open_parts, whose ranks are connected"
+        )
+    dataset = experiment.data.open()
+    batches = Batches(
+        _loaders(experiment, dataset, Replica(rank, world_size)),
+        build_objectives(experiment, dataset),
+    )
+    batches.start_at(start_step)
+    return batches
+
+
+def _loaders(
+    experiment: Experiment, dataset: AnyDataset, replica: Replica, **options: Any
+) -> PhaseLoaders:
+    opening = partial(open_loader, experiment, dataset, replica, **options)
+    return PhaseLoaders(experiment.resolved_phases(), opening)
+
+
+class LoopCheckpoints:
+    """Checkpoints of a loop: parameters, optimizer state and the position in the data.
+
+    They are those of a run: `samestep export`, `samestep fill` and others read them.
+
+    Attributes:
+        notes: what the loop saved with the checkpoint that it resumed from; empty at the start.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        description: Meta,
+    ) -> None:
+        self._checkpointer, self._strategy, self._optimizer = checkpointer, strategy, optimizer
+        self._batches, self._description = batches, description
+        self.notes: Mapping[str, Any] = {}
+
+    def save(self, notes: Mapping[str, Any] | None = None) -> None:
+        """Starts a checkpoint of the state after this step. Collective.
+
+        Args:
+            notes: what else the loop needs to resume, as JSON; the same on all ranks.
+        """
+        position = self._batches.state_dict()
+        step = position.pop("step")  # which every checkpoint has
+        meta = {**self._description, **position, "notes": dict(notes or {})}
+        if self._strategy.loss_scale is not None:
+            meta["loss_scale"] = self._strategy.loss_scale.state_dict()
+        tensors = self._strategy.to_host(self._tensors())
+        self._checkpointer.save(step, tensors, meta)
+
+    def restore(self, step: int | None = None) -> None:
+        """Goes back to a checkpoint, the newest by default, of any world size. Collective.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another model or data order.
+        """
+        tensors = self._tensors()
+        host = self._strategy.to_host(tensors, copy=False)
+        meta = self._checkpointer.restore(host, step)
+        self._strategy.from_host(tensors)
+        self._strategy.refresh()
+        if changes := changes_since(meta, self._description):
+            logger.info("continuing with %s", changes)
+        groups.set_step(self._optimizer, meta["step"])
+        if self._strategy.loss_scale is not None and "loss_scale" in meta:
+            self._strategy.loss_scale.load_state_dict(meta["loss_scale"])
+        self._batches.load_state_dict(meta)
+        self.notes = meta.get("notes", {})
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: saving it failed.
+        """
+        self._checkpointer.wait()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return state_tensors(self._strategy.parameters, self._optimizer)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run.
+
+    Attributes:
+        strategy: partitions parameters and gradients; its `world` has the rank and the world size.
+        model: in train mode.
+        optimizer: of the parameters in `strategy.parameters`.
+        batches: this rank's, from where the newest checkpoint left off.
+        checkpoints: saves and restores the parts above.
+    """
+
+    strategy: Strategy
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    checkpoints: LoopCheckpoints
+
+
+@contextmanager
+def open_parts(
+    experiment: Experiment, build_optimizer: BuildOptimizer | None = None
+) -> Iterator[Parts]:
+    """Opens the parts of a run, from its newest checkpoint if there is one. Collective.
+
+    In one process, or in each process that torchrun starts. The output folder is locked, and the
+    last checkpoint is complete when the context ends.
+
+    Args:
+        build_optimizer: takes (name, parameter) pairs and returns a `torch.optim.Optimizer` that is
+            stepped once for each batch; None builds the experiment's. The learning rate is left to
+            the loop.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: as `samestep train` raises them.
+    """
+    with (
+        open_strategy(experiment) as strategy,
+        only_writer_of(experiment, strategy.world.rank),
+    ):
+        if strategy.accelerator.compiles:
+            raise ConfigError(
+                f"{strategy.accelerator.description} compiles whole steps, which a loop of one's "
+                "own does not mark; use samestep.train, or accelerator=cpu"
+            )
+        dataset = experiment.data.open()
+        checkpointer = open_checkpointer(experiment, strategy.world)
+        newest = checkpointer.latest()
+        weights = experiment.init_from if newest is None or experiment.freezes else None
+        prepared = prepare(
+            experiment, dataset, strategy, weights, newest is not None, build_optimizer
+        )
+        loaders = _loaders(experiment, dataset, strategy.replica, largest=strategy.largest)
+        with Batches(loaders, prepared.objectives) as batches:
+            checkpoints = LoopCheckpoints(
+                checkpointer, strategy, prepared.optimizer, batches, prepared.description
+            )
+            if strategy.world.rank == 0:
+                write_description(experiment, dataset)
+            if newest is not None:
+                checkpoints.restore(newest)
+            prepared.model.train()
+            yield Parts(strategy, prepared.model, prepared.optimizer, batches, checkpoints)
+            checkpoints.wait()
