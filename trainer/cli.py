@@ -438,8 +438,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; returns the exit code. Users' mistakes get one paragraph on stderr."""
     # Huge pages save a tenth of a small model's step on a CPU. torch reads this on import.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # A dotted kind may be a module of the user's own. Last, so it shadows no installed package.
-    sys.path.append(os.getcwd())
     args = _parse(arguments)
     under_launcher = "RANK" in os.environ
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)

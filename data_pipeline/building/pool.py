@@ -19,6 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
+from trainer.config import own_modules
 from trainer.errors import DataError
 
 Item = TypeVar("Item")
@@ -50,7 +51,9 @@ def process(
     busy: dict[_Worker[Item, Result], Item] = {}
     try:
         for _ in first:
-            started.append(_Worker(start))
+            started.append(_Worker())
+        for worker in started:
+            worker.send(start)
         free = list(started)
         while True:
             while free:
@@ -75,10 +78,10 @@ def process(
 class _Worker(Generic[Item, Result]):
     """One process and the pipe to it."""
 
-    def __init__(self, start: Callable[[], Callable[[Item], Result]]) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, start), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         # Ctrl-C reaches the whole process group, but only the parent reacts. A signal mask is
         # inherited, so it holds during the imports of the new process, too.
         resource_tracker.ensure_running()  # starting it later would unblock the signal
@@ -88,9 +91,9 @@ class _Worker(Generic[Item, Result]):
         # Only the worker holds its end now, so the pipe breaks when the worker dies.
         theirs.close()
 
-    def send(self, item: Item) -> None:
+    def send(self, message: Item | Callable[[], Callable[[Item], Result]]) -> None:
         try:
-            self.connection.send(item)
+            self.connection.send(message)
         except ConnectionError:
             raise self._killed() from None
 
@@ -118,10 +121,13 @@ class _Worker(Generic[Item, Result]):
         )
 
 
-def _serve(connection: Connection, start: Callable[[], Callable[[Item], Result]]) -> None:
+def _serve(connection: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # `start` may be of a user's own module. So it is received only now, not as an argument.
+    own_modules.make_importable(os.getcwd())
     function = None
     with suppress(EOFError, ConnectionError):  # the parent has ended
+        start = connection.recv()
         while True:
             item = connection.recv()
             try:

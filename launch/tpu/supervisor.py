@@ -384,7 +384,7 @@ def main(arguments: list[str]) -> int:
         try:
             Supervisor(folder).run()  # reads the memory, which another one may have just written
         except BaseException as error:
-            again = shlex.join([sys.executable, "-m", "launch.tpu.supervisor", str(folder)])
+            again = shlex.join([sys.executable, "-P", "-m", "launch.tpu.supervisor", str(folder)])
             logger.error(
                 "no supervisor of %s runs any more (%s), and it may cost money: %s starts one "
                 "again, %s deletes it",

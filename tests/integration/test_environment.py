@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
 WITHOUT_POSIX = """
 import sys
 for module in ("fcntl", "grp", "pwd", "resource", "termios"):
@@ -21,7 +20,7 @@ sys.exit(main(sys.argv[1:]))
 
 def run(folder: Path, *command: object) -> str:
     """Runs a command in a folder, and returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "USER": "someone"}
+    environment = {**os.environ, "USER": "someone"}
     ended = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True
     )

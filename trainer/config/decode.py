@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
 import types
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
-from trainer.config import renamed
+from trainer.config import own_modules, renamed
 from trainer.config.synonyms import SETTINGS
 from trainer.errors import ConfigError
 
@@ -65,7 +66,9 @@ class Kinds:
             raise ConfigError(
                 f"{path}.kind must name a module, as my_package.my_module; it is {kind!r}"
             )
-        # A dotted kind is a user's own module.
+        # A dotted kind is a user's own module, installed or in the working folder.
+        if "." in kind:
+            own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
         try:
             module = importlib.import_module(name)
