@@ -17,6 +17,7 @@ def register(commands: Commands) -> None:
     """Adds `data` and its sub-commands to the `samestep` command."""
     subcommands = add_group(commands, "data", "build a dataset from raw text, and inspect it")
     _add_tokenizer(subcommands)
+    _add_extend(subcommands)
     _add_build(subcommands)
     _add_verify(subcommands)
     _add_inspect(subcommands)
@@ -56,6 +57,32 @@ def _add_tokenizer(commands: Commands) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
 
 
+def _add_extend(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "extend",
+        _extend,
+        "add tokens to a tokenizer, to train its model further with them",
+        "The tokenizer's own tokens keep their ids; the new ones come after them. Build a dataset\n"
+        "with the result, and train with init_from and a larger model.vocab_size: the rows of\n"
+        "the new tokens start as the mean of the others.\n\n"
+        "example:\n"
+        "  samestep data extend hf://bert-base-uncased words.txt datasets/tokenizers/medical",
+    )
+    parser.add_argument(
+        "tokenizer", metavar="TOKENIZER", help="its folder, or hf://NAME on the Hugging Face Hub"
+    )
+    parser.add_argument("tokens", metavar="FILE", help="text file with one token per line")
+    parser.add_argument("folder", metavar="DIR", help="folder for the larger tokenizer")
+    parser.add_argument(
+        "--whole-words",
+        action="store_true",
+        help="find the new tokens only where no letter or digit is next to them; by default also "
+        "inside of words, as with add_tokens of transformers",
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is in DIR")
+
+
 def _add_build(commands: Commands) -> None:
     parser = add_command(
         commands,
@@ -83,6 +110,11 @@ def _add_build(commands: Commands) -> None:
         "--check",
         action="store_true",
         help="only check that the build could begin: source, tokenizer, settings",
+    )
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="with --check: source and tokenizer are not on this machine, so check settings only",
     )
 
 
@@ -169,6 +201,13 @@ def _tokenizer(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _extend(args: argparse.Namespace) -> int:
+    from data_pipeline.building.tokenizer_extension import extend
+
+    extend(args.tokenizer, args.tokens, args.folder, args.whole_words, args.force)
+    return EXIT_DONE
+
+
 def _build(args: argparse.Namespace) -> int:
     from data_pipeline.building import build
     from data_pipeline.building.recipe import load_recipe
@@ -182,9 +221,12 @@ def _build(args: argparse.Namespace) -> int:
             f"--force does not go with --slice {part}. Replace the finished dataset with one "
             "samestep data build --force, or choose another output=DIR."
         )
+    if args.elsewhere and not args.check:
+        raise ConfigError("--elsewhere only changes what --check looks at. Add --check.")
     config = load_recipe(args.config, args.overrides)
     if args.check:
-        build.check(config)
+        if not args.elsewhere:
+            build.check(config)
     else:
         build.build(config, args.force, part)
     return EXIT_DONE

@@ -26,6 +26,7 @@ def register_launch(commands: Commands) -> None:
         "Before it submits, it checks that the run could start: that its settings fit the\n"
         "devices, and that its data can be read and its output written. OUTPUT/launch keeps what\n"
         "was submitted: the script, the settings, a snapshot of the code, the log.\n\n"
+        "--dry-run makes the same checks, asks the cluster and submits nothing.\n\n"
         "examples:\n"
         "  samestep launch configs/launch/local.yaml configs/debug/bert_mini.yaml --follow\n"
         "  samestep launch configs/launch/slurm.yaml configs/pretrain/bert_large.yaml"
@@ -49,10 +50,19 @@ def register_launch(commands: Commands) -> None:
     parser.add_argument(
         "--tasks", type=int, metavar="N", help="number of jobs that build a dataset (default: 1)"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be submitted, and do nothing"
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would be submitted, check whether it would start there, and submit "
+        "nothing; exits with an error if it would not",
     )
-    parser.add_argument(
+    instead.add_argument(
+        "--render",
+        action="store_true",
+        help="print the script or manifest alone, without any check, for other commands to read",
+    )
+    instead.add_argument(
         "--follow",
         action="store_true",
         help="print the job's log until it ends, and exit as it does",
@@ -100,15 +110,23 @@ def register_cancel(commands: Commands) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from launch import submit
+    from launch.submission import checks, submit
 
     launch = submit.prepare(args.cluster, args.file, args.overrides, args.tasks)
-    if args.dry_run:
-        for name, text in launch.submission.files.items():
-            sys.stdout.write(f"--- {launch.job.folder / name}\n{text}\n")
-        sys.stdout.write(f"--- submitted with\n{shlex.join(launch.submission.command)}\n")
+    files = launch.submission.files
+    if args.render:
+        sys.stdout.write(next(iter(files.values())))
         return EXIT_DONE
-    submit.check(launch)
+    if args.dry_run:
+        for name, text in files.items():
+            sys.stdout.write(f"--- {launch.job.folder / name}\n{text}\n")
+        sys.stdout.write(f"--- submitted with\n{shlex.join(launch.submission.command)}\n\n")
+        sys.stdout.write("--- checks\n")
+        for line in checks.report(launch):
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        return EXIT_DONE
+    checks.require(launch)
     record = submit.submit(launch)
     sys.stdout.write(
         f"submitted {record.name} as {record.kind} job {record.id}; kept in {record.folder}\n"

@@ -6,19 +6,30 @@ import hashlib
 import logging
 import os
 import platform
+import posixpath
 import re
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import yaml
-
-from launch import command_line, logs
+from launch import command_line, experiment, logs
 from launch.environment import check_secrets, check_setup, check_variables
-from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, Cluster, JobSpec, Record, State, Submission
+from launch.job import (
+    CANCEL,
+    CODE,
+    CONFIG,
+    EXIT,
+    LOG,
+    Cluster,
+    JobSpec,
+    Place,
+    Record,
+    State,
+    Submission,
+)
 from launch.settings import check_options, check_patterns
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
@@ -26,7 +37,6 @@ from launch.tpu import types as tpu_types
 from launch.tpu.slice import FILE, HINTS, STARTUP, Slice
 from launch.tpu.startup import Startup
 from launch.tpu.supervisor import Memory
-from trainer.config import Tree
 from trainer.errors import ConfigError, LaunchError
 
 logger = logging.getLogger(__name__)
@@ -122,6 +132,11 @@ class Config(Cluster):
     options: tuple[str, ...] = ()
 
     shares_files: ClassVar[bool] = False
+    reach: ClassVar[str] = (
+        "Put it into a bucket (`samestep data push` does that with datasets) and name it as "
+        "gs://..., or mount one with cluster.mounts."
+    )
+    keeping: ClassVar[str] = "Set checkpoint.folder=gs://BUCKET/FOLDER."
 
     def __post_init__(self) -> None:
         check_patterns(self, _PATTERNS, "Google Cloud")
@@ -173,6 +188,14 @@ class Config(Cluster):
         """The XLA devices of the slice."""
         return (tpu_types.devices(self.accelerator_type, self.topology),)
 
+    @property
+    def hardware(self) -> Literal["gpu", "tpu", "cpu", "here"]:
+        return "tpu"
+
+    @property
+    def size(self) -> str:
+        return f"1 slice {self.accelerator_type} x {self.devices[0]} TPU devices"
+
     def render(self, job: JobSpec) -> Submission:
         """The machines' script, and a file with what this machine needs to find them again."""
         if job.action == "build":
@@ -181,7 +204,7 @@ class Config(Cluster):
                 "another kind of cluster (slurm, kubernetes, local) or `samestep data build`, then "
                 "`samestep data push` it to a bucket in the region of the zone."
             )
-        tree: Tree = yaml.safe_load(job.config)
+        tree = job.tree
         output = str(tree["output"])
         # Launches with the same output and checkpoints continue the same run.
         run = f"{output}\n{(tree.get('checkpoint') or {}).get('folder')}"
@@ -224,6 +247,36 @@ class Config(Cluster):
             silence_seconds=60 * self.silence_minutes,
         ).dump()
         return Submission({STARTUP: script, FILE: slice_file}, command)
+
+    def place_of(self, path: str, job: JobSpec, submission: Submission) -> Place | None:
+        """A mounted bucket; with `setup`, any other absolute path may be there, too."""
+        place = posixpath.normpath(path)
+        for folder, address in self.mounts.items():
+            if f"{place}/".startswith(f"{posixpath.normpath(folder)}/"):
+                return Place(address)
+        return Place("what cluster.setup provides") if self.setup and path[:1] == "/" else None
+
+    def check_code(self, job: JobSpec, files: Sequence[Path]) -> str:
+        """The snapshot, or the package, has to have both samestep and the experiment's code."""
+        names = {str(path) for path in files}
+        if self.package is None and "pyproject.toml" not in names:
+            raise LaunchError(
+                "the machines would have nothing to install: the folder that you submit from is no "
+                "clone of samestep (git knows of no pyproject.toml in it). Submit from a clone, or "
+                "set cluster.package."
+            )
+        for setting, module in experiment.own_modules(job.tree).items():
+            path = module.replace(".", "/")
+            local = [name for name in (f"{path}.py", f"{path}/__init__.py") if Path(name).exists()]
+            if local and names.isdisjoint(local):
+                fix = "Have git know it (a snapshot is without ignored files)"
+                fix = fix if self.code == "snapshot" else "Set cluster.code=snapshot"
+                raise ConfigError(
+                    f"{setting} {module} is code of this folder that nothing brings to the "
+                    f"machines. {fix}, or put it into cluster.package."
+                )
+        snapshot = f"a snapshot of {len(files)} files" if files else ""
+        return " over ".join(filter(None, (snapshot, self.package)))
 
     def _create(self, name: str, job: str, mark: str) -> tuple[str, ...]:
         """The command that requests the slice."""
@@ -275,14 +328,6 @@ class Config(Cluster):
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Uploads what the machines need, requests them, and starts the supervisor."""
-        tree: Tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        _check_experiment(tree, has_folders=bool(self.mounts or self.setup))
-        if self.package is None and not (folder / CODE / "pyproject.toml").is_file():
-            raise LaunchError(
-                "the machines would have nothing to install: the folder that you submit from is no "
-                "clone of samestep (git knows of no pyproject.toml in it). Submit from a clone, or "
-                "set cluster.package."
-            )
         place, files = Slice.of(folder), [folder / CONFIG]
         archive = folder / _ARCHIVE
         if (folder / CODE).is_dir():
@@ -380,44 +425,3 @@ def _ended(folder: Path) -> State:
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
-
-
-def _check_experiment(experiment: Tree, has_folders: bool) -> None:
-    """Rejects an experiment whose inputs the machines lack, or whose checkpoints they would lose.
-
-    Args:
-        has_folders: absolute paths may exist on the machines, through mounts or the setup.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    strategy = experiment.get("strategy")
-    kind = strategy.get("kind") if isinstance(strategy, dict) else strategy
-    if kind != "xla_spmd":
-        raise ConfigError(
-            f"strategy {kind or 'fsdp'} is not for XLA. Add accelerator=xla strategy=xla_spmd."
-        )
-
-    def is_reachable(path: object) -> bool:
-        if not isinstance(path, str) or "://" in path:
-            return True
-        return path.startswith("/") and has_folders
-
-    # Inputs must be reachable from the machines, and checkpoints must outlive them.
-    data, checkpoint = experiment.get("data") or {}, experiment.get("checkpoint") or {}
-    inputs = {"init_from": experiment.get("init_from"), "data.path": data.get("path")}
-    for index, source in enumerate(data.get("sources") or ()):
-        inputs[f"data.sources.{index}.path"] = source.get("path")
-    for name, path in inputs.items():
-        if not is_reachable(path):
-            raise ConfigError(
-                f"{name} {path} is a folder that the machines do not have. Put it into a bucket "
-                "(`samestep data push` does that with datasets) and name it as gs://..., or mount "
-                "one with cluster.mounts."
-            )
-    folder = checkpoint.get("folder") or "OUTPUT/checkpoints"
-    if not is_reachable(folder):
-        raise ConfigError(
-            f"checkpoint.folder {folder} is on the machines' disks, which are deleted with them. "
-            "Set it to gs://BUCKET/FOLDER."
-        )

@@ -29,6 +29,7 @@ def run(
     folder: Path | None = None,
     text: str = "",
     environment: Mapping[str, str] | None = None,
+    with_stderr: bool = False,
 ) -> str:
     """Runs a client and returns what it prints.
 
@@ -37,6 +38,7 @@ def run(
         folder: working directory.
         text: standard input. Empty by default: nobody is there to be asked for a password.
         environment: None takes this process's environment.
+        with_stderr: returns what it prints to stderr, too.
 
     Raises:
         LaunchError: with the client's own words, and the hint for them.
@@ -62,7 +64,7 @@ def run(
             "and that this machine reaches it."
         ) from error
     if done.returncode == 0:
-        return done.stdout
+        return done.stdout + done.stderr * with_stderr
     said = done.stderr.strip() or done.stdout.strip() or f"it exited with {done.returncode}"
     lines = [
         re.sub(r"^(\w+: )?(error|fatal): ", "", line.strip(), flags=re.IGNORECASE)

@@ -1,13 +1,15 @@
-"""The environment of a job: shell lines that make `samestep` available, quoted for any name."""
+"""The environment of a job: an image, and shell lines that make `samestep` available."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from trainer.errors import ConfigError
 
@@ -101,6 +103,60 @@ class Environment:
         if self.modules or self.conda or self.venv or self.setup:
             lines = [*(_FIND_MODULE if self.modules else ()), _ON_FAILURE, *lines, "trap - ERR"]
         return [*lines, *exports(self.variables)]
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image that the command runs in.
+
+    Attributes:
+        kind: pyxis (srun's --container-image, with enroot) or apptainer.
+        image: a file, or a name that the kind can find.
+        mounts: further folders to mount at the same path inside, or FROM:TO. The folders of the run
+            and of the launch are mounted already; Apptainer mounts your home, too.
+    """
+
+    image: str
+    kind: Literal["pyxis", "apptainer"] = "pyxis"
+    mounts: tuple[str, ...] = ()
+
+    def words(self, directory: Path, output: Path, gpus: bool) -> list[str]:
+        """The words between srun's options and the command.
+
+        Args:
+            directory: where relative paths start.
+            output: folder of the run.
+            gpus: whether the command sees them.
+        """
+        mounts = self._all_mounts(directory, output)
+        if self.kind == "apptainer":
+            place = ["--pwd", str(directory), "--bind", ",".join(mounts)]
+            return ["apptainer", "exec", *["--nv"] * gpus, *place, self.image]
+        # Enroot takes anything but a path for an image of a registry.
+        image = str(directory / self.image) if self.image.endswith(".sqsh") else self.image
+        options = [f"--container-image={image}", f"--container-workdir={directory}"]
+        # pyxis sets ranks in images with PyTorch, which the agent would take for a launcher's.
+        without_ranks = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "-u", "LOCAL_RANK"]
+        return [*options, f"--container-mounts={','.join(mounts)}", *without_ranks]
+
+    def sees(self, path: str, directory: Path, output: Path) -> bool:
+        """Whether a path, absolute or relative to `directory`, is in one of the mounts."""
+        place = posixpath.normpath(posixpath.join(str(directory), path))
+        inside = [mount.rpartition(":")[2] for mount in self._all_mounts(directory, output)]
+        if self.kind == "apptainer":
+            inside.append(str(Path.home()))
+        return any(f"{place}/".startswith(f"{folder.rstrip('/')}/") for folder in inside)
+
+    def _all_mounts(self, directory: Path, output: Path) -> list[str]:
+        folders = dict.fromkeys((str(directory), str(output)))
+        mounts = [*(f"{folder}:{folder}" for folder in folders), *self.mounts]
+        for mount in mounts:
+            if "," in mount or mount.count(":") > 1:
+                raise ConfigError(
+                    f"container.mounts: {mount!r} holds a comma or colon, which separate mounts. "
+                    "Use another folder."
+                )
+        return mounts
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:

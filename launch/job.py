@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import yaml
+
 from launch.environment import Environment
+from trainer.config import Tree
 
 CONFIG = "config.yaml"
 CODE = "code"
@@ -50,6 +53,12 @@ class JobSpec:
     stop_seconds: float = 120.0
 
     @property
+    def tree(self) -> Tree:
+        """The experiment or dataset, as yet unchecked."""
+        tree: Tree = yaml.safe_load(self.config)
+        return tree
+
+    @property
     def command(self) -> tuple[str, ...]:
         """The command, without the configuration's file."""
         return ("samestep", "train") if self.action == "train" else ("samestep", "data", "build")
@@ -76,12 +85,26 @@ class Submission:
     """A job as one kind of cluster takes it.
 
     Attributes:
-        files: texts by name, which are written into the job's folder.
+        files: texts by name, which are written into the job's folder. The first is what the cluster
+            runs or creates.
         command: submits them; run in the job's folder without a shell.
     """
 
     files: Mapping[str, str]
     command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the machines of a job find a file or folder.
+
+    Attributes:
+        name: what holds it, as "claim samestep-work".
+        keeps: whether files that are written there outlive the job's machines.
+    """
+
+    name: str
+    keeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,10 @@ class Cluster(ABC):
 
     shares_files: ClassVar[bool]
     """Whether its machines see the folders of the machine that submits."""
+    reach: ClassVar[str] = ""
+    """How files get to its machines: the end of an error message."""
+    keeping: ClassVar[str] = ""
+    """Where checkpoints outlive the job: the end of an error message."""
 
     # Defaults for kinds that have no such setting; others declare a field of the same name.
     code: Literal["snapshot", "installed"] = "installed"
@@ -140,6 +167,16 @@ class Cluster(ABC):
     @abstractmethod
     def devices(self) -> tuple[int | Literal["here"], ...]:
         """Every number of devices that a run may get; "here" is what this machine has."""
+
+    @property
+    @abstractmethod
+    def hardware(self) -> Literal["gpu", "tpu", "cpu", "here"]:
+        """What a run computes on; "here" is whatever this machine has."""
+
+    @property
+    @abstractmethod
+    def size(self) -> str:
+        """The nodes and devices of a run in words, as "2 to 8 nodes x 8 GPUs"."""
 
     @property
     def waits_for_jobs(self) -> bool:
@@ -153,6 +190,29 @@ class Cluster(ABC):
         Raises:
             ConfigError: the cluster's settings do not allow this job.
         """
+
+    def place_of(self, path: str, job: JobSpec, submission: Submission) -> Place | None:
+        """Where the job's machines find a path that this machine names; None if nowhere."""
+        return Place("files of this machine")
+
+    def check_code(self, job: JobSpec, files: Sequence[Path]) -> str:
+        """Checks that the machines get the code of the job; returns where from.
+
+        Args:
+            files: of the snapshot, relative to the folder that the job is submitted from.
+
+        Raises:
+            ConfigError: nothing brings it to them.
+        """
+        return f"a snapshot of {len(files)} files" if files else "the installed package"
+
+    def ask(self, submission: Submission) -> str:
+        """Asks the cluster whether it would take the job, and submits nothing; its answer.
+
+        Raises:
+            LaunchError: it would not.
+        """
+        return ""
 
     @abstractmethod
     def check(self) -> None:

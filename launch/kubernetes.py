@@ -3,119 +3,34 @@
 from __future__ import annotations
 
 import math
-import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import yaml
-
-from launch import command_line
+from launch import command_line, experiment
 from launch.environment import check_secrets, check_variables
-from launch.job import CONFIG, JobSpec, Record, State, Submission
-from launch.k8s import kubectl, manifest
+from launch.job import CONFIG, JobSpec, Place, Record, State, Submission
+from launch.k8s import folders, kubectl, manifest, patch
 from launch.k8s.manifest import ACTION_LABEL, GROUP, JOB_LABEL, Object, fill
-from launch.settings import NodeCluster, check_least, check_patterns, chips_of
-from trainer.config import Tree
+from launch.k8s.parts import KEY, MOUNT, NAME, QUANTITY, VALUE, Tpu, Volume, amount
+from launch.settings import NodeCluster, check_least, check_patterns
 from trainer.errors import ConfigError, LaunchError
 
 MANIFEST = "manifest.yaml"
 
 _PORT = 29400  # of the rendezvous
-_MOUNT = "/etc/samestep"  # folder of the configuration in pods
 _USER = 10001  # user id in the images of docker/
 
 _SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._A-Za-z0-9]+")
-_KEY = re.compile(
-    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?"
-)
-_VALUE = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
-_NAME = re.compile(r"[a-z0-9]([-_.a-z0-9]*[a-z0-9])?")
+_OWN_RESOURCES = ("cpu", "memory", "google.com/tpu")
 _PATTERNS = {
     **dict.fromkeys(("image", "context", "interface"), re.compile(r"[^\s-]\S*")),
-    **dict.fromkeys(("namespace", "service_account", "queue", "priority_class"), _NAME),
-    **dict.fromkeys(("memory", "shm"), re.compile(r"\d+(\.\d+)?([kMGTP]|[KMGTP]i)?")),
-    "gpu_resource": _KEY,
+    **dict.fromkeys(("namespace", "service_account", "queue", "priority_class"), NAME),
+    **dict.fromkeys(("memory", "memory_limit", "shm", "cpu_limit"), QUANTITY),
+    "gpu_resource": KEY,
 }
-
-
-@dataclass(frozen=True)
-class Tpu:
-    """A TPU slice of Google Kubernetes Engine, used as a whole; a pod drives one of its machines.
-
-    Attributes:
-        accelerator: GKE's name of the chips, as tpu-v5-lite-podslice, tpu-v5p-slice or
-            tpu-v6e-slice.
-        topology: arrangement of the slice's chips, as 4x4 or 2x2x4.
-        chips_per_node: number of chips in one machine.
-    """
-
-    accelerator: str
-    topology: str
-    chips_per_node: int = 4
-
-    def __post_init__(self) -> None:
-        check_patterns(self, {"accelerator": _VALUE}, "GKE")
-        if not self.chips:
-            raise ConfigError(f"topology must be written as 4x4 or 2x2x4, not {self.topology}")
-        if self.chips_per_node < 1 or self.chips % self.chips_per_node:
-            raise ConfigError(
-                f"topology {self.topology} has {self.chips} chips, which cannot be divided into "
-                f"machines with {self.chips_per_node} each. Set chips_per_node to the number of "
-                "chips in one machine of the slice."
-            )
-
-    @property
-    def chips(self) -> int:
-        """Number of chips in the slice."""
-        return chips_of(self.topology)
-
-
-@dataclass(frozen=True)
-class Volume:
-    """Files that outlive pods; one of `claim` and `bucket`.
-
-    Attributes:
-        mount: folder of the pods where they appear.
-        claim: a PersistentVolumeClaim of the namespace; with several pods, one that many nodes may
-            write to.
-        bucket: a bucket of Google Cloud Storage, through GKE's Cloud Storage FUSE. For reading
-            only: the run's output needs files that can be appended to and renamed.
-    """
-
-    mount: str
-    claim: str | None = None
-    bucket: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.claim is None) == (self.bucket is None):
-            raise ConfigError(f"the volume at {self.mount} needs either claim or bucket")
-        mount = self.mount
-        if not mount.startswith("/") or ":" in mount or posixpath.normpath(mount) != mount:
-            raise ConfigError(
-                f"mount must be a folder such as /data, without a colon, not {mount!r}"
-            )
-        if mount in ("/", _MOUNT, "/dev/shm"):
-            raise ConfigError(
-                f"mount {mount} would hide what a pod needs there. Choose another folder."
-            )
-        name = self.claim or self.bucket or ""
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} is no name of a claim or bucket. Leave out gs:// and folders."
-            )
-
-    def source(self, user: int) -> Object:
-        """The volume in a manifest; files of a bucket have no owner, so they get this user."""
-        if self.claim is not None:
-            return {"persistentVolumeClaim": {"claimName": self.claim}}
-        attributes = {
-            "bucketName": self.bucket,
-            "mountOptions": f"implicit-dirs,uid={user},gid={user}",
-        }
-        return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
 
 
 @dataclass(frozen=True)
@@ -139,7 +54,11 @@ class Config(NodeCluster):
         tpu: a slice of TPUs, instead of GPUs.
         processes_per_node: number of processes in a pod without GPUs and TPUs.
         cpus_per_node: cores that a pod requests; None requests none.
+        cpu_limit: cores that a pod may use, as 64 or 500m; None sets no limit.
         memory: memory that a pod requests, as 200Gi; None requests none.
+        memory_limit: memory above which a pod is killed; None sets no limit.
+        resources: further resources of each pod of a run, by the cluster's names, which are
+            requested and limited alike: {vpc.amazonaws.com/efa: 32, hugepages-2Mi: 5120Mi}.
         shm: shared memory (/dev/shm) that a pod may use, for NCCL; part of its memory.
         directory: folder of the pods where the configuration's relative paths start; None takes the
             image's.
@@ -156,6 +75,10 @@ class Config(NodeCluster):
         tolerations: taints that nodes may have, as Kubernetes writes them:
             {key: spot, operator: Exists}.
         labels: further labels of all objects.
+        annotations: of the pods, as for networks and schedulers.
+        patch: changes of the rendered objects, by kind: ConfigMap, Service, Job, JobSet, or Pod.
+            Mappings are merged, null deletes a key, lists are merged by the mountPath or name of
+            their items, and other lists are replaced. docs/kubernetes.md has examples.
         user: user id of the processes, and group id of volumes. None is 10001, as in the images of
             docker/, and for TPUs 0: their devices belong to root, who alone may lock enough memory
             for them.
@@ -175,7 +98,10 @@ class Config(NodeCluster):
     tpu: Tpu | None = None
     processes_per_node: int = 1
     cpus_per_node: int | None = None
+    cpu_limit: str | int | None = None
     memory: str | None = None
+    memory_limit: str | None = None
+    resources: dict[str, str | int] = field(default_factory=dict)
     shm: str = "8Gi"
     directory: str | None = None
     volumes: tuple[Volume, ...] = ()
@@ -188,18 +114,36 @@ class Config(NodeCluster):
     node_selector: dict[str, str] = field(default_factory=dict)
     tolerations: tuple[dict[str, str | int], ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+    patch: dict[str, dict[str, Any]] = field(default_factory=dict)
     user: int | None = None
     restarts: int = 4
 
     shares_files: ClassVar[bool] = False
+    reach: ClassVar[str] = (
+        "Put it into an object store (`samestep data push` does that with datasets) and name its "
+        "URL, or mount a claim or bucket that holds it with cluster.volumes (cluster.directory "
+        "says where relative paths start)."
+    )
+    keeping: ClassVar[str] = (
+        "Mount a claim with cluster.volumes and choose a folder in it (cluster.directory says "
+        "where relative paths start), or set checkpoint.folder=gs://..."
+    )
 
     def __post_init__(self) -> None:
         check_patterns(self, _PATTERNS, "Kubernetes")
         for key, value in (*self.labels.items(), *self.node_selector.items()):
-            if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
+            if not KEY.fullmatch(key) or not VALUE.fullmatch(value):
                 raise ConfigError(
                     f"{key}={value!r} is no label. Use at most 63 letters, digits, dashes and dots."
                 )
+        for key in self.annotations:
+            if not KEY.fullmatch(key):
+                raise ConfigError(
+                    f"annotations: {key!r} is no key. Write it as NAME or DOMAIN/NAME."
+                )
+        self._check_resources()
+        patch.check(self.patch, self.controller)
         check_variables(self.variables)
         check_secrets(
             self.secrets, _SECRET, "a secret of the namespace and a key in it, as wandb/key"
@@ -220,6 +164,23 @@ class Config(NodeCluster):
             if mounts.count(mount) > 1:
                 raise ConfigError(f"volumes: two of them are mounted at {mount}")
 
+    def _check_resources(self) -> None:
+        for name, quantity in self.resources.items():
+            if name in (*_OWN_RESOURCES, self.gpu_resource):
+                raise ConfigError(
+                    f"resources.{name} has a setting of its own. Use cpus_per_node, cpu_limit, "
+                    "memory, memory_limit, gpus_per_node or tpu."
+                )
+            if not KEY.fullmatch(name) or not QUANTITY.fullmatch(str(quantity)):
+                raise ConfigError(
+                    f"resources.{name} is {quantity!r}. Write a name and a quantity of Kubernetes, "
+                    "as vpc.amazonaws.com/efa: 4 or hugepages-2Mi: 5120Mi."
+                )
+        for limit, request in (("cpu_limit", "cpus_per_node"), ("memory_limit", "memory")):
+            most, least = getattr(self, limit), getattr(self, request)
+            if most is not None and least is not None and amount(most) < amount(least):
+                raise ConfigError(f"{limit} {most} is below {request} {least}. Raise {limit}.")
+
     @property
     def node_range(self) -> tuple[int, int]:
         """The least and the greatest number of pods."""
@@ -233,13 +194,22 @@ class Config(NodeCluster):
         """One number of devices for each number of pods."""
         return super().devices if self.tpu is None else (self.tpu.chips,)
 
+    @property
+    def hardware(self) -> Literal["gpu", "tpu", "cpu", "here"]:
+        return "tpu" if self.tpu is not None else super().hardware
+
+    @property
+    def size(self) -> str:
+        if self.tpu is None:
+            return super().size
+        return f"{self.nodes_in_words} x {self.tpu.chips_per_node} TPU chips"
+
     def render(self, job: JobSpec) -> Submission:
         """One manifest: the configuration, the job, and a service where pods need names."""
         if job.action == "train" and job.stop_signals and "SIGTERM" not in job.stop_signals:
             raise ConfigError(
                 "Kubernetes ends pods by SIGTERM, which training.preemption.signals lacks. Add it."
             )
-        self._check_output(yaml.safe_load(job.config))
         name = manifest.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
         objects = [fill(manifest.CONFIG_MAP, name=name, labels=labels, config=job.config)]
@@ -276,33 +246,30 @@ class Config(NodeCluster):
                 )
             )
         command = (*kubectl.arguments(self.context, self.namespace), "create", "-f", MANIFEST)
-        return Submission({MANIFEST: manifest.dump(objects)}, command)
+        return Submission({MANIFEST: manifest.dump(patch.patched(objects, self.patch))}, command)
 
-    def _check_output(self, tree: Tree) -> None:
-        """Rejects a run or dataset whose checkpoints or shards would be lost with the pod."""
-        checkpoint = tree.get("checkpoint")
-        folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
-        if "://" in str(folder):
-            return
-        name = "output" if folder is None else "checkpoint.folder"
-        relative = str(tree["output"] if folder is None else folder)
-        place = posixpath.normpath(posixpath.join(self.directory or "", relative))
-        # Of nested volumes, the innermost one holds the folder.
-        around = [volume for volume in self.volumes if f"{place}/".startswith(f"{volume.mount}/")]
-        innermost = max(around, key=lambda volume: len(volume.mount), default=None)
-        if innermost is None or innermost.claim is None:
-            raise ConfigError(
-                f"{name} {place} lies in no claim of cluster.volumes, and would be lost with the "
-                "pod. Mount a claim and choose a folder in it (cluster.directory says where "
-                "relative paths start), or set checkpoint.folder=gs://..."
-            )
+    def place_of(self, path: str, job: JobSpec, submission: Submission) -> Place | None:
+        """The volume of the pods, whether it is among `volumes` or from a patch."""
+        return folders.place_of(path, submission.files[MANIFEST])
+
+    def check_code(self, job: JobSpec, files: Sequence[Path]) -> str:
+        """The image has the code, and cannot be looked into from here."""
+        own = sorted(set(experiment.own_modules(job.tree).values()))
+        needed = f", which must have {', '.join(own)}" if own else ""
+        return f"in the image {self.image}{needed}"
+
+    def ask(self, submission: Submission) -> str:
+        """Validates all objects on the server."""
+        command = (*submission.command[:-3], "create", "--dry-run=server", "-f", "-")
+        kubectl.run(command, text=submission.files[MANIFEST])
+        return "the server accepts all objects"
 
     def _build(self, job: JobSpec, labels: dict[str, str]) -> Object:
         """Each pod builds one slice; the last one to finish merges and verifies."""
         # The shell's text is fixed: it reads numbers from the environment. Kubernetes turns $$
         # into $.
         slice_ = '"$$((JOB_COMPLETION_INDEX + 1))/$$SAMESTEP_TASKS"'
-        command = ["sh", "-c", f"exec {' '.join(job.command)} {_MOUNT}/{CONFIG} --slice {slice_}"]
+        command = ["sh", "-c", f"exec {' '.join(job.command)} {MOUNT}/{CONFIG} --slice {slice_}"]
         pod = self._pod(job, labels, command, {"SAMESTEP_TASKS": str(job.tasks)}, {})
         return self._indexed(pod, job.tasks)
 
@@ -316,7 +283,7 @@ class Config(NodeCluster):
         # Pods get no ranks from Kubernetes: the rendezvous assigns them.
         rendezvous = f"{first_pod}:{_PORT}"
         arguments = self.train_arguments(f"{least}:{most}", rendezvous, bool(devices))
-        command = [*job.command, f"{_MOUNT}/{CONFIG}", *arguments]
+        command = [*job.command, f"{MOUNT}/{CONFIG}", *arguments]
         if tpu is not None:
             command = [*manifest.LOCKING_MEMORY, *command]
         pod = self._pod(job, labels, command, self.socket_variables(), devices)
@@ -359,14 +326,18 @@ class Config(NodeCluster):
             {"name": "config", "configMap": {"name": name}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
         ]
-        mounts = [("config", _MOUNT), ("shm", "/dev/shm")]
+        mounts = [("config", MOUNT), ("shm", "/dev/shm")]
         for index, volume in enumerate(self.volumes):
             mounts.append((f"files-{index}", volume.mount))
             volumes.append({"name": f"files-{index}", **volume.source(user)})
+        has_buckets = any(volume.bucket for volume in self.volumes)
+        buckets = {"gke-gcsfuse/volumes": "true"} if has_buckets else {}
+        further = self.resources if job.action == "train" else {}
+        limits = {"cpu": self.cpu_limit, "memory": self.memory_limit, **devices, **further}
         return fill(
             manifest.POD,
             labels=labels,
-            buckets="true" if any(volume.bucket for volume in self.volumes) else None,
+            annotations={**buckets, **self.annotations},
             grace_seconds=math.ceil(job.stop_seconds) + 60,
             non_root=True if user else None,
             user=user,
@@ -381,7 +352,7 @@ class Config(NodeCluster):
             environment=manifest.environment(variables, self.secrets),
             cpus=self.cpus_per_node,
             memory=self.memory,
-            devices=devices,
+            limits={name: limit for name, limit in limits.items() if limit is not None},
             security=security,
             mounts=[{"name": volume, "mountPath": mount} for volume, mount in mounts],
             volumes=volumes,

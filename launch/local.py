@@ -49,6 +49,17 @@ class Config(Cluster):
         """The devices of this machine, unless `processes` is set."""
         return (self.processes or "here",)
 
+    @property
+    def hardware(self) -> Literal["gpu", "tpu", "cpu", "here"]:
+        return "here"
+
+    @property
+    def size(self) -> str:
+        """This machine, with its processes if their number is set."""
+        if self.processes is None:
+            return "this machine"
+        return f"this machine x {self.processes} process{'es' if self.processes > 1 else ''}"
+
     def render(self, job: JobSpec) -> Submission:
         """A script: a subshell becomes the command, and the shell writes its exit code."""
         if job.tasks > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from launch.job import Cluster
 from trainer.errors import ConfigError
@@ -88,6 +89,23 @@ class NodeCluster(Cluster):
         least, most = self.node_range
         per_node = self.gpus_per_node or self.processes_per_node
         return tuple(nodes * per_node for nodes in range(least, most + 1))
+
+    @property
+    def hardware(self) -> Literal["gpu", "tpu", "cpu", "here"]:
+        return "gpu" if self.gpus_per_node else "cpu"
+
+    @property
+    def size(self) -> str:
+        per_node = self.gpus_per_node or self.processes_per_node
+        one, many = ("GPU", "GPUs") if self.gpus_per_node else ("process", "processes")
+        return f"{self.nodes_in_words} x {per_node} {one if per_node == 1 else many}"
+
+    @property
+    def nodes_in_words(self) -> str:
+        """The number of nodes, as "2 to 8 nodes"."""
+        least, most = self.node_range
+        nodes = f"{least} to {most}" if most > least else str(least)
+        return f"{nodes} node{'s' if most > 1 else ''}"
 
     def check_node_settings(self) -> None:
         """Rejects invalid values of the settings that all these clusters have."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from launch import command_line, logs
-from launch.environment import Environment, exports
-from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from launch.environment import Container, Environment, exports
+from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Place, Record, State, Submission
 from launch.settings import NodeCluster, check_least, check_options, check_patterns
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE, ConfigError, LaunchError
 
@@ -67,42 +67,6 @@ _HINTS = {
 
 
 @dataclass(frozen=True)
-class Container:
-    """An image that the command runs in.
-
-    Attributes:
-        kind: pyxis (srun's --container-image, with enroot) or apptainer.
-        image: a file, or a name that the kind can find.
-        mounts: further folders to mount at the same path inside, or FROM:TO. The folders of the run
-            and of the launch are mounted already.
-    """
-
-    image: str
-    kind: Literal["pyxis", "apptainer"] = "pyxis"
-    mounts: tuple[str, ...] = ()
-
-    def words(self, job: JobSpec, gpus: bool) -> list[str]:
-        """The words between srun's options and the command."""
-        folders = dict.fromkeys((str(job.directory), str(job.folder.parents[1])))
-        mounts = [*(f"{folder}:{folder}" for folder in folders), *self.mounts]
-        for mount in mounts:
-            if "," in mount or mount.count(":") > 1:
-                raise ConfigError(
-                    f"container.mounts: {mount!r} holds a comma or colon, which separate mounts. "
-                    "Use another folder."
-                )
-        if self.kind == "apptainer":
-            place = ["--pwd", str(job.directory), "--bind", ",".join(mounts)]
-            return ["apptainer", "exec", *["--nv"] * gpus, *place, self.image]
-        # Enroot takes anything but a path for an image of a registry.
-        image = str(job.directory / self.image) if self.image.endswith(".sqsh") else self.image
-        options = [f"--container-image={image}", f"--container-workdir={job.directory}"]
-        # pyxis sets ranks in images with PyTorch, which the agent would take for a launcher's.
-        without_ranks = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "-u", "LOCAL_RANK"]
-        return [*options, f"--container-mounts={','.join(mounts)}", *without_ranks]
-
-
-@dataclass(frozen=True)
 class Config(NodeCluster):
     """A partition of a Slurm cluster whose nodes share files with the machine that submits.
 
@@ -114,7 +78,7 @@ class Config(NodeCluster):
         processes_per_node: number of processes on a node without GPUs.
         cpus_per_node: cores; None takes the partition's default, all of them if `exclusive`.
         memory: memory of a node, as Slurm writes it (200G; 0 is all); None takes the partition's
-            default.
+            default, or all of it for a run with `exclusive`.
         partition: None takes the cluster's default.
         account: account that is charged.
         qos: quality of service.
@@ -155,6 +119,8 @@ class Config(NodeCluster):
     options: tuple[str, ...] = ()
 
     shares_files: ClassVar[bool] = True
+    reach: ClassVar[str] = "Add its folder to cluster.container.mounts."
+    keeping: ClassVar[str] = reach
 
     def __post_init__(self) -> None:
         check_patterns(self, _WORDS, "Slurm")
@@ -237,7 +203,7 @@ class Config(NodeCluster):
                 options.append(f"--gres=gpu:{of_type}{self.gpus_per_node}")
         named = {
             "mincpus": self.cpus_per_node,
-            "mem": self.memory,
+            "mem": self._memory(build),
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
@@ -255,6 +221,13 @@ class Config(NodeCluster):
             name, equals, value = option.partition("=")
             options.append(f"{name}{equals}{shlex.quote(value) if value else ''}")
         return options
+
+    def _memory(self, build: bool) -> str | int | None:
+        """The memory to request on each node."""
+        # --exclusive grants all cores of a node, but only the partition's default memory.
+        named = any(option.startswith("--mem") for option in self.options)
+        whole = self.exclusive and not build and not named
+        return 0 if self.memory is None and whole else self.memory
 
     def _signal_option(self, job: JobSpec) -> list[str]:
         """Has Slurm signal a run before the job's limit, in time for a checkpoint."""
@@ -286,7 +259,7 @@ class Config(NodeCluster):
         # the tasks, and take the least of a range.
         srun = ["srun", '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1", "--cpu-bind=none"]
         srun += [f"--cpus-per-task={self.cpus_per_node}"] * bool(self.cpus_per_node)
-        inside = self.container.words(job, gpus) if self.container else []
+        inside = self.container.words(*_folders(job), gpus) if self.container else []
         words = [*srun, "--kill-on-bad-exit=0", *map(shlex.quote, inside)]
         return [" ".join(words) + " \\", f"  {command}"]
 
@@ -344,6 +317,19 @@ class Config(NodeCluster):
         """Checks that Slurm's commands are installed."""
         command_line.require("sbatch", "jobs are submitted from a login node of the Slurm cluster")
 
+    def place_of(self, path: str, job: JobSpec, submission: Submission) -> Place | None:
+        """The shared file system, or in a container its mounts."""
+        if self.container is None:
+            return Place("files that the nodes share with this machine")
+        sees = self.container.sees(path, *_folders(job))
+        return Place("a mount of the container") if sees else None
+
+    def ask(self, submission: Submission) -> str:
+        """What `sbatch --test-only` says, as "Job 7 to start at 2026-11-22T10:00:00 ..."."""
+        command = ["sbatch", "--test-only"]
+        said = _run(command, text=submission.files[SCRIPT], with_stderr=True)
+        return said.strip().removeprefix("sbatch: ")
+
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Submits all segments or none; returns the first one's id."""
         ids: list[str] = []
@@ -393,10 +379,17 @@ class Config(NodeCluster):
             raise
 
 
-def _run(command: Sequence[str], folder: Path | None = None) -> str:
+def _folders(job: JobSpec) -> tuple[Path, Path]:
+    """The folders that a container always mounts: the one submitted from, and the run's."""
+    return job.directory, job.folder.parents[1]
+
+
+def _run(
+    command: Sequence[str], folder: Path | None = None, text: str = "", with_stderr: bool = False
+) -> str:
     """Runs a command of Slurm without the variables that would change what it does."""
     environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
-    return command_line.run(command, _HINTS, folder, environment=environment)
+    return command_line.run(command, _HINTS, folder, text, environment, with_stderr)
 
 
 def _queue() -> dict[str, list[list[str]]]:

@@ -64,24 +64,31 @@ class Hub:
 @contextmanager
 def running_hub(folder: Path, cache: Path) -> Iterator[Hub]:
     """A hub that this process and those it starts take for the real one, with an empty cache."""
+    hub = Hub(folder)
+    with closing(hub), taken_for_the_hub(hub.endpoint, cache):
+        yield hub
+
+
+@contextmanager
+def taken_for_the_hub(endpoint: str, cache: Path) -> Iterator[None]:
+    """Directs the clients of this process, and of those it starts, to an endpoint."""
     import datasets.config
     from huggingface_hub import constants
 
-    hub = Hub(folder)
-    with closing(hub), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_ENDPOINT", hub.endpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", endpoint)
         patch.setenv("HF_HOME", str(cache))
-        patch.setattr(constants, "ENDPOINT", hub.endpoint)
+        patch.setattr(constants, "ENDPOINT", endpoint)
         patch.setattr(
             constants,
             "HUGGINGFACE_CO_URL_TEMPLATE",
-            hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         )
         patch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
         patch.setattr(constants, "HF_URL_HOSTS", frozenset({"127.0.0.1"}), raising=False)
-        patch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+        patch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
-        yield hub
+        yield
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -18,7 +18,8 @@ from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
-from trainer.inspect.cli import add_doctor, add_fetch, add_report
+from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
+from trainer.publish.cli import register_publish
 
 if TYPE_CHECKING:
     from trainer.training.experiment import Experiment
@@ -224,11 +225,14 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         _add_config,
         _add_evaluate,
         _add_export,
+        register_publish,
         _add_average,
         register_fill,
         add_fetch,
         add_report,
+        add_watch,
         add_doctor,
+        add_recipes,
     ):
         add(commands)
     if wanted not in commands.choices:
@@ -407,9 +411,21 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def _with_page(error: ConfigError) -> str:
+    """The message, and the page of the documentation about the first setting in it."""
+    from trainer.config.pages import page_about
+
+    text = str(error)
+    page = page_about(text)
+    # A launcher repeats what a worker has said, page included.
+    return text if page is None or "docs/" in text else f"{text} (see {page})"
+
+
 def _nobody_reads() -> bool:
     """Whether stdout is a pipe to a command that has ended, such as `head`; drops the rest then."""
     try:
+        # A long write that has failed left nothing to flush, so write once more.
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout again at exit, which must not fail.
@@ -440,7 +456,8 @@ def main(arguments: list[str] | None = None) -> int:
         explained = isinstance(error, SamestepError) or (
             isinstance(error, OSError) and error.errno in _USERS_ERRNO
         )
-        logger.error("error: %s", error, exc_info=args.traceback or not explained)
+        text = _with_page(error) if isinstance(error, ConfigError) else str(error)
+        logger.error("error: %s", text, exc_info=args.traceback or not explained)
         code = EXIT_FAILED if explained else EXIT_CRASHED
         if isinstance(error, SamestepError):
             code = error.exit_code

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -45,22 +42,3 @@ def add_group(commands: Commands, name: str, summary: str) -> Commands:
     """Adds a sub-command that has sub-commands of its own; returns these, none yet."""
     parser = commands.add_parser(name, help=summary, description=summary)
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-
-def progress_bar(total: int | None) -> Progress:
-    """Creates a progress bar on stderr with one task.
-
-    Args:
-        total: number of units of work; None if it is unknown. The bar is hidden then, as it is
-            when stderr is no terminal.
-    """
-    # Imported here, as `samestep --help` must be fast.
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = total is None or not console.is_terminal
-    bar = Progress(*columns, console=console, redirect_stdout=False, transient=True, disable=hidden)
-    bar.add_task("", total=total or 0)
-    return bar

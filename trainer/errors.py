@@ -78,6 +78,21 @@ class MissingExtra(ConfigError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}; install it with: "
-            f"pip install 'samestep[{extra}]'"
+            f"{purpose} needs the package {package!r}; install it with: {install_command(extra)}"
         )
+
+
+def install_command(*extras: str) -> str:
+    """Returns the pip command for the packages of extras, by name: samestep is on no index."""
+    import shlex
+    from importlib import metadata  # takes a while to import
+
+    try:
+        requirements = metadata.requires("samestep") or []
+    except metadata.PackageNotFoundError:  # runs from its source folder
+        return f"pip install '.[{','.join(extras)}]'"
+    # A requirement of an extra reads, for example: wandb>=0.31; extra == "wandb".
+    found = [each.partition(";")[::2] for each in requirements]
+    markers = {f'extra == "{extra}"' for extra in extras}
+    packages = [package for package, marker in found if marker.strip() in markers]
+    return shlex.join(["pip", "install", *packages])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainer.tasks import TASKS, Layout, TaskKind
 
-Policy: TypeAlias = Literal["concat", "best_fit", "padded", "pairs"]
+Policy: TypeAlias = Literal["concat", "full_sentences", "best_fit", "padded", "pairs"]
 
 PairTask: TypeAlias = Literal["next", "order"]
 """What is predicted about a pair of segments: whether B follows A or is from another document, or
@@ -170,7 +170,7 @@ class Examples:
     A chunk is a run of tokens of one document. Special tokens are not included: the objective fills
     the positions between the chunks. Under an isolating policy (`best_fit`, `padded`) each chunk is
     a sequence of its own, with its own prefix, positions from 0, and attention to itself only.
-    Under `concat` and `pairs` the row is one sequence.
+    Under `concat`, `full_sentences` and `pairs` the row is one sequence.
 
     Two examples of length 8 under `best_fit`, with one [CLS] and one [SEP] for each chunk: chunks
     of 2 and 2 tokens in the first row, 4 in the second, give row [0, 0, 1], column [1, 5, 1] and

@@ -44,7 +44,14 @@ from data_pipeline.building.units import (
     texts_path,
 )
 from data_pipeline.building.verify import verify
-from data_pipeline.format.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
+from data_pipeline.format.manifest import (
+    FORMAT,
+    MANIFEST,
+    SPLIT_UP,
+    Manifest,
+    ShardInfo,
+    token_dtype,
+)
 from data_pipeline.sources import PairSource, Source, SourceConfig, TaskSource
 from data_pipeline.tokenizers.sentences import Splitter, splitter_version
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
@@ -385,7 +392,9 @@ class _Build:
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
-        counts = f"{documents_in} read, {reasons.total()} rejected ({dict(reasons)})"
+        counts = f"{documents_in} read, {reasons.total()} rejected"
+        if reasons:
+            counts += f" ({dict(reasons)})"
         first_heldout = self.source.first_heldout
         if first_heldout is not None and not splits["heldout"]:
             raise DataError(
@@ -394,10 +403,12 @@ class _Build:
             )
         # A source of held-out files alone is for evaluation.
         if first_heldout != 0 and not splits["train"]:
-            raise DataError(
-                f"the source holds no document to train on: {counts}. Correct source or "
-                "heldout_fraction."
-            )
+            fix = "Correct source or heldout_fraction"
+            if len(splits["heldout"]) and documents_in == 1:
+                fix = (
+                    f"Its only document was held out, by heldout_fraction; lower it, or {SPLIT_UP}"
+                )
+            raise DataError(f"the source holds no document to train on: {counts}. {fix}.")
         vocab_size = self.tokenizer.vocabulary.size
         return Manifest(
             format=FORMAT,
@@ -437,6 +448,7 @@ class _Build:
         shutil.rmtree(self.folder / ".build", ignore_errors=True)
 
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
+        documents = sum(shard.documents for shard in built.shards)
         for reason, count in built.documents_rejected.items():
             level, what = logging.WARNING, "rejected"
             if reason in LEFT_OUT:
@@ -458,8 +470,10 @@ class _Build:
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:
-            logger.warning("no document is held out for evaluation. Raise heldout_fraction.")
-        documents = sum(shard.documents for shard in built.shards)
+            fix = "Raise heldout_fraction"
+            if documents == 1:
+                fix = f"The source has only one: to evaluate, {SPLIT_UP}"
+            logger.warning("no document is held out for evaluation. %s.", fix)
         logger.info(
             f"built {self.folder}: {documents:,} documents, {tokens:,} tokens, "
             f"{len(built.shards)} shards in {meter.seconds:.1f} s, "

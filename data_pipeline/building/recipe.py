@@ -25,6 +25,7 @@ OF_RUNS = (
     "start",
     "published",
     "published_by",
+    "published_model",
     "experiment",
     "also",
     "generation",

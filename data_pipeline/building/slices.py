@@ -22,7 +22,6 @@ Slice 2 ends, gets it, finds all units, and merges.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -34,6 +33,7 @@ from typing import BinaryIO
 
 from data_pipeline.format.manifest import MANIFEST
 from trainer.errors import ConfigError, DataError
+from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Claim:
         """
         while True:
             with self._open_door() as file:
-                self._lock(file, fcntl.LOCK_EX)
+                self._lock(file, flock.LOCK_EX)
                 # A build that ended meanwhile has removed this file. The next one to come makes
                 # another, so a lock on this one keeps nobody out.
                 if not _is_current(file):
@@ -130,13 +130,13 @@ class Claim:
             if self._part is not None:
                 name = f"slice-{self._part.index}-of-{self._part.count}"
                 own = self._held.enter_context(self._open(name))
-                if not self._lock(own, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if not self._lock(own, flock.LOCK_EX | flock.LOCK_NB):
                     raise DataError(
                         f"slice {self._part} of {self._folder} is being built by another process. "
                         "Wait for it, or end it."
                     )
             self._file = self._held.enter_context(self._open("lock"))
-        return self._lock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return self._lock(self._file, flock.LOCK_EX | flock.LOCK_NB)
 
     def stay(self, build: str, alone: bool) -> None:
         """Keeps the folder when the door opens, to build units.
@@ -158,7 +158,7 @@ class Claim:
         # Between the exclusive lock and the shared one nobody can come: all wait at the door.
         is_free = alone
         if self._part is not None:
-            is_free = self._lock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            is_free = self._lock(self._file, flock.LOCK_SH | flock.LOCK_NB)
         if not is_free:
             raise DataError(
                 f"another build is writing {self._folder}. Wait for it, or choose another "
@@ -175,8 +175,8 @@ class Claim:
     def end(self) -> bool:
         """Ends the work, behind the door; returns whether nobody else is at work."""
         # Released first: on NFS, a refused request for more would leave the shared lock in place.
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return self._lock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock.flock(self._file, flock.LOCK_UN)
+        return self._lock(self._file, flock.LOCK_EX | flock.LOCK_NB)
 
     def _open_door(self) -> BinaryIO:
         for _ in range(_ATTEMPTS):
@@ -206,7 +206,7 @@ class Claim:
 
     def _lock(self, file: BinaryIO, how: int) -> bool:
         try:
-            fcntl.flock(file, how)
+            flock.flock(file, how)
         except BlockingIOError:
             return False
         except OSError as error:  # some network file systems have no locks

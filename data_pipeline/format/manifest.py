@@ -21,6 +21,9 @@ from trainer.errors import DataError
 from trainer.storage import write_text
 from trainer.tasks import TASKS, TaskKind
 
+SPLIT_UP = "split the text into several (source.document=paragraph for plain text)"
+"""What to do with a corpus of one document, of which none can be held out."""
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 
@@ -138,6 +141,12 @@ class Manifest:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
+            if not folder.exists():
+                raise DataError(
+                    f"{folder} holds no finished dataset: there is no folder {folder.absolute()}. "
+                    f"Correct data.path, or build it with: samestep data build CONFIG "
+                    f"output={folder}"
+                ) from None
             raise DataError(
                 f"{folder} holds no finished dataset (no {MANIFEST}). Finish it with: samestep "
                 f"data build CONFIG output={folder}"

@@ -29,7 +29,6 @@ import errno
 import hashlib
 import io
 import itertools
-import resource
 import tarfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -286,6 +285,8 @@ def _failure_explained(name: str) -> Iterator[None]:
         ) from None
     except (OSError, ValueError, tarfile.TarError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            import resource  # POSIX only
+
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise DataError(
                 f"cannot open the shard {name}: too many files are open (the limit of this process "

@@ -94,7 +94,7 @@ def inspect(dataset: Dataset) -> Inspection:
         (length, policy)
         for length in SEQUENCE_LENGTHS
         for policy in get_args(Policy)
-        if not has_texts and (policy != "pairs" or manifest.has_sentences)
+        if not has_texts and (policy not in ("pairs", "full_sentences") or manifest.has_sentences)
     ]
 
     def count(info: ShardInfo) -> tuple[Int64, Int64, Int64]:

@@ -1,8 +1,9 @@
 """Packing: which tokens of which documents make up each example of a shard.
 
 Reading order for newcomers: `plan` (the result), `documents` (the packings of plain text), `bins`
-(the algorithm behind best_fit), `policy` (chooses a packing). `segment_pairs`, `text_pairs` and
-`task_rows` are packings for next-sentence prediction, translation and labeled data.
+(the algorithm behind best_fit), `full_sentences` (RoBERTa's packing), `policy` (chooses a packing).
+`segment_pairs`, `text_pairs` and `task_rows` are packings for next-sentence prediction, translation
+and labeled data.
 
 Packing is the first of four steps from documents to the batch of a rank:
 

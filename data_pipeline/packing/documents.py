@@ -42,7 +42,7 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
         ConfigError: examples are too short to hold text.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    room = _room_for_tokens(spec)
+    room = room_for_tokens(spec)
     if policy == "concat":
         return _concat(lengths, spec, room)
     # All chunks of a document have `room` tokens, except that the last one may be shorter: 10
@@ -70,7 +70,7 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
     """Returns the number of examples of `plan`, faster; it does not depend on the key."""
     lengths = np.asarray(lengths, dtype=np.int64)
     lengths = lengths[lengths > 0]
-    room = _room_for_tokens(spec)
+    room = room_for_tokens(spec)
     if policy == "concat":
         _, first_window, windows = _windows(lengths, spec, room)
         # Two neighboring documents share an example if one ends in the window where the next one
@@ -86,7 +86,7 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
     return bins.count(*_costs(np.concatenate((np.full(full, room), last)), spec))
 
 
-def _room_for_tokens(spec: PackSpec) -> int:
+def room_for_tokens(spec: PackSpec) -> int:
     """The positions left for text in an example with a single chunk."""
     special = spec.prefix + spec.suffix
     if spec.sequence_length <= special:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import documents, segment_pairs, task_rows, text_pairs
+from data_pipeline.packing import documents, full_sentences, segment_pairs, task_rows, text_pairs
 from data_pipeline.packing.plan import PACKING_VERSION, PackPlan
 from trainer.config import renamed
 from trainer.errors import ConfigError, DataError
@@ -39,6 +39,30 @@ def _description(parts: Parts) -> str:
     return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"
 
 
+def check_rows(manifest: Manifest, name: str, spec: PackSpec) -> None:
+    """Checks that the dataset called `name` holds what the objective reads.
+
+    Raises:
+        DataError: it holds documents, or rows of another task.
+    """
+    if spec.text_pairs and manifest.target_file is None:
+        raise DataError(
+            f"the objective reads pairs of texts, and {name} holds documents; build a dataset "
+            "from a source of pairs (jsonl_pairs, tsv_pairs or parallel_text)"
+        )
+    found = None if manifest.task is None else manifest.task.kind
+    if spec.parts is None or found == spec.parts.kind:
+        return
+    kind = spec.parts.kind
+    holds, fix = "documents without labels", "use an objective of pre-training, as mlm"
+    if found is not None:
+        holds, fix = f"rows for {found}", f"use the objective {found}"
+    raise DataError(
+        f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or set data.path "
+        f"to a dataset that was built from a source of kind {kind}"
+    )
+
+
 def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) -> None:
     """Checks that a policy fits the objective and the dataset called `name`.
 
@@ -46,48 +70,32 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
         ConfigError: the objective needs another policy.
         DataError: the dataset lacks what the objective or the policy needs.
     """
-    if spec.text_pairs:
-        if policy not in ("best_fit", "padded"):
-            raise ConfigError(
-                f"data.packing is {policy}, and the objective reads pairs of texts; use "
-                "data.packing=best_fit, or padded for one pair in each example"
-            )
-        if manifest.target_file is None:
-            raise DataError(
-                f"the objective reads pairs of texts, and {name} holds documents; build a dataset "
-                "from a source of pairs (jsonl_pairs, tsv_pairs or parallel_text)"
-            )
-    if spec.parts is not None:
-        if policy != "padded":
-            raise ConfigError(
-                f"data.packing is {policy}, and the objective reads rows of a task; use "
-                "data.packing=padded"
-            )
-        found = None if manifest.task is None else manifest.task.kind
-        kind = spec.parts.kind
-        if found != kind:
-            holds, fix = "documents without labels", "use another objective"
-            if found is not None:
-                holds, fix = f"rows for {found}", f"use the objective {found}"
-            raise DataError(
-                f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or build a "
-                f"dataset from a source of kind {kind}"
-            )
+    check_rows(manifest, name, spec)
+    if spec.text_pairs and policy not in ("best_fit", "padded"):
+        raise ConfigError(
+            f"data.packing is {policy}, and the objective reads pairs of texts; use "
+            "data.packing=best_fit, or padded for one pair in each example"
+        )
+    if spec.parts is not None and policy != "padded":
+        raise ConfigError(
+            f"data.packing is {policy}, and the objective reads rows of a task; use "
+            "data.packing=padded"
+        )
     if spec.pairs is not None and policy != "pairs":
         raise ConfigError(
             f"data.packing is {policy}, and the objective needs pairs of segments; use "
             "data.packing=pairs"
         )
-    if policy == "pairs" and not manifest.has_sentences:
+    if policy in ("pairs", "full_sentences") and not manifest.has_sentences:
         raise DataError(
-            f"data.packing pairs needs sentences, and {name} was built without; build it again "
+            f"data.packing {policy} needs sentences, and {name} was built without; build it again "
             "with sentences=rules"
         )
 
 
 def needs_parts(spec: PackSpec, policy: Policy) -> bool:
     """Whether packing reads where the parts of documents begin (`ShardIndex.sentences`)."""
-    return policy == "pairs" or spec.text_pairs or spec.parts is not None
+    return policy in ("pairs", "full_sentences") or spec.text_pairs or spec.parts is not None
 
 
 def plan_shard(
@@ -100,6 +108,8 @@ def plan_shard(
         return task_rows.plan(shard, spec)
     if policy == "pairs":
         return segment_pairs.plan(shard.length, shard.sentences, spec, key, epoch)
+    if policy == "full_sentences":
+        return full_sentences.plan(shard.length, shard.sentences, spec)
     return documents.plan(shard.length, spec, policy, key)
 
 
@@ -123,4 +133,6 @@ def count_shard(
         return task_rows.count_examples(shard, spec)
     if policy == "pairs":
         return segment_pairs.count_examples(shard.length, shard.sentences, spec, key)
+    if policy == "full_sentences":
+        return full_sentences.count_examples(shard.length, shard.sentences, spec)
     return documents.count_examples(shard.length, spec, policy)

@@ -16,7 +16,6 @@ system releases them however a process ends, so nobody waits for a killed one.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -32,6 +31,7 @@ from typing import BinaryIO, NamedTuple
 from trainer import storage
 from trainer.config.sizes import parse_size
 from trainer.errors import DataError
+from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class ShardCache:
                 except FileNotFoundError:
                     self._download(url, path, sha256, size, needed=True)
                     continue
-                fcntl.flock(file, fcntl.LOCK_SH)
+                flock.flock(file, flock.LOCK_SH)
                 # Without links it was removed before it was locked: start over.
                 if os.fstat(file.fileno()).st_nlink:
                     if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
@@ -250,14 +250,14 @@ def locked(path: Path) -> Iterator[BinaryIO]:
                     yield file
                 finally:
                     # Closing alone would leave the lock to a process forked in the meantime.
-                    fcntl.flock(file, fcntl.LOCK_UN)
+                    flock.flock(file, flock.LOCK_UN)
                 return
         time.sleep(_POLL_SECONDS)
 
 
 def _try_lock(file: BinaryIO) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
     except BlockingIOError:
         return False
     return True

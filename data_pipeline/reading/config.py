@@ -26,7 +26,7 @@ class Config:
         on_change: reaction if a continued run has other datasets, or other weights at its current
             step, than before: error rejects; accept continues with the new ones from there.
         sequence_length: positions of an example, special tokens included.
-        packing: how documents become examples: concat, best_fit, padded or pairs.
+        packing: how documents become examples: concat, full_sentences, best_fit, padded or pairs.
         lanes: number of spans of the data that a batch takes turns reading; part of the order, so
             fixed for a run.
         window: number of shards in which a lane shuffles examples; part of the order, so fixed for

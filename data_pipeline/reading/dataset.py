@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.format.manifest import Manifest, ShardInfo
+from data_pipeline.format.manifest import SPLIT_UP, Manifest, ShardInfo
 from data_pipeline.format.shards import Shard, ShardIndex, open_file, read_rows
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
@@ -47,6 +46,7 @@ MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need abou
 MAX_PLAN_BYTES = 2**31
 _OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
+_FEW_SHARDS = 128  # where the limit of open files is unknown
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
 
@@ -58,6 +58,10 @@ def max_open_shards() -> int:
     Each needs a file descriptor, and a process may start with as few as 256. The first call raises
     the limit to three times `MAX_OPEN_SHARDS`: for training, for evaluation, and for all else.
     """
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return _FEW_SHARDS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 3 * MAX_OPEN_SHARDS
     if hard != resource.RLIM_INFINITY:
@@ -152,6 +156,9 @@ class Dataset:
             if split == "train" and has_rows:
                 raise DataError(f"{self.name} has held-out rows only. Train on another dataset.")
             fix = "Raise heldout_fraction" if split == "heldout" else "Check the source"
+            if split == "heldout" and sum(s.documents for s in self.manifest.shards) == 1:
+                fix = "The dataset has one document. Set training.evaluate_every to null, or "
+                fix += SPLIT_UP
             raise DataError(
                 f"the {split} split of {self.name} is empty. {fix}, and build the dataset again."
             )
@@ -341,7 +348,7 @@ class PackedSplit:
             length=length,
             key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
             weight=weight,
-            isolated=self._policy not in ("concat", "pairs") and self._spec.parts is None,
+            isolated=self._policy in ("best_fit", "padded") and self._spec.parts is None,
             random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)])
             if is_pairs
             else None,

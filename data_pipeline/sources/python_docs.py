@@ -34,8 +34,8 @@ class Config:
 
     def build(self) -> PythonDocs:
         """Lists the modules of the standard library."""
-        library = _library()
-        paths = (path.relative_to(library) for path in library.rglob("*.py"))
+        folder = library()
+        paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
         chosen = (str(path) for path in paths if _SKIPPED_FOLDERS.isdisjoint(path.parts))
         return PythonDocs(tuple(sorted(chosen)))
 
@@ -52,7 +52,7 @@ class PythonDocs(Source):
             read = (index + 1) / len(self.files)
             # Templates and test data in the library need not be valid Python.
             try:
-                module = ast.parse((_library() / name).read_bytes())
+                module = ast.parse((library() / name).read_bytes())
             except (OSError, SyntaxError, ValueError):
                 yield Record(index, 1, b"", read, "invalid Python")
                 continue
@@ -62,7 +62,8 @@ class PythonDocs(Source):
                 yield Record(index, line, text.encode("utf-8", "surrogatepass"), read)
 
 
-def _library() -> Path:
+def library() -> Path:
+    """The folder of the standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 

@@ -130,6 +130,23 @@ class HuggingFace:
         parts = [_explicit(content[section]) for section in sections]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
+    def with_tokens(self, tokens: Sequence[str], whole_words: bool) -> HuggingFace:
+        """Returns this tokenizer with further tokens, which get the ids after its own."""
+        added = [tokenizers.AddedToken(token, single_word=whole_words) for token in tokens]
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_tokens(added)
+        return HuggingFace(backend, self.settings)
+
+    def extends(self, other: HuggingFace) -> bool:
+        """Whether this is `other` with further tokens after its own."""
+        ours, theirs = json.loads(self._backend.to_str()), json.loads(other._backend.to_str())
+        for section in ("model", "normalizer", "pre_tokenizer"):
+            if _explicit(ours[section]) != _explicit(theirs[section]):
+                return False
+        size = other.vocabulary.size
+        kept = [token for token in ours["added_tokens"] if token["id"] < size]
+        return _explicit(kept) == _explicit(theirs["added_tokens"]) and size < self.vocabulary.size
+
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         if self._words is not None:
             return self._words.encode_batch(texts)
@@ -150,6 +167,9 @@ class HuggingFace:
 
     def token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
+
+    def id_of(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""

@@ -143,7 +143,7 @@ class SentencePiece:
     """
 
     def __init__(self, content: bytes, settings: Tree) -> None:
-        model = _parse(content)
+        model = parse(content)
         kind = settings.get("tokenizer_class")
         if kind not in (None, _OF_ANY, *_OF_T5):
             raise DataError(
@@ -179,10 +179,8 @@ class SentencePiece:
         )
         named = ids.keys() & {"pad", "unk", "eos"}
         self.names = {f"{role}_token": pieces[ids[role]] for role in named}
-        # The T5 classes of transformers run unigram models only, without byte fallback.
-        spec = model.trainer_spec
-        is_plain = spec.model_type == _protocol.TrainerSpec.UNIGRAM and not spec.byte_fallback
-        default = {"tokenizer_class": _OF_T5[0] if is_plain else _OF_ANY, "extra_ids": sentinels}
+        kind = _OF_T5[0] if is_of_t5(model) else _OF_ANY
+        default = {"tokenizer_class": kind, "extra_ids": sentinels}
         self.settings = {**default, **self.names, **settings}
         self._dtype = token_dtype(size)
 
@@ -247,12 +245,29 @@ class SentencePiece:
             return self._processor.id_to_piece(token_id)
         return self._special.get(token_id)
 
+    def id_of(self, token: str) -> int | None:
+        found: int = self._processor.piece_to_id(token)
+        known = {name: i for i, name in self._special.items()}
+        return known.get(token, None if found == self._processor.unk_id() else found)
+
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""
         return {MODEL: self._content}
 
 
-def _parse(content: bytes) -> Message:
+def is_of_t5(model: Message) -> bool:
+    """Whether T5's classes of `transformers` run a model: unigram, without byte fallback."""
+    spec = model.trainer_spec
+    is_unigram: bool = spec.model_type == _protocol.TrainerSpec.UNIGRAM
+    return is_unigram and not spec.byte_fallback
+
+
+def parse(content: bytes) -> Message:
+    """Reads the bytes of a model file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     try:
         model = _protocol.ModelProto.FromString(content)
     except DecodeError:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned
@@ -19,6 +23,9 @@ from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, hub
 
 Backend: TypeAlias = HuggingFace | SentencePiece
+
+CONVERTED_FROM = "converted_from"
+"""In tokenizer_config.json: the file that tokenizer.json was converted from, to read instead."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Config:
 class Tokenizer:
     """Text to ids and back.
 
-    No text can produce a special token: "[MASK]" in a document is a word in brackets.
+    No text of a document can produce a special token: "[MASK]" in it is a word in brackets.
 
     Attributes:
         vocabulary: its size and special tokens, for the objectives.
@@ -116,7 +123,8 @@ class Tokenizer:
 
         Args:
             path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
-                merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read; a
+                merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read,
+                but spiece.model before the tokenizer.json that an export has made of it; a
                 SentencePiece model; or hf://NAME.
 
         Raises:
@@ -150,6 +158,38 @@ class Tokenizer:
             with atomic_write(folder / name) as file:
                 file.write(content)
 
+    def with_tokens(self, tokens: Sequence[str], whole_words: bool = False) -> Tokenizer:
+        """Returns this tokenizer with further tokens, which get the ids after its own.
+
+        Its own tokens keep their ids. Wherever a text has a new token, it is that token, as with
+        `add_tokens` of `transformers`.
+
+        Args:
+            tokens: that are not in the vocabulary.
+            whole_words: a new token is found only where no letter or digit is next to it.
+
+        Raises:
+            ConfigError: it is a SentencePiece model, whose file cannot hold them.
+        """
+        if isinstance(self._backend, SentencePiece):
+            raise ConfigError(
+                f"a {MODEL} cannot be extended. Convert it with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of transformers, remove "
+                f"DIR/{MODEL}, and extend DIR."
+            )
+        return Tokenizer(self._backend.with_tokens(tokens, whole_words))
+
+    def extends(self, other: Tokenizer) -> bool:
+        """Whether this is `other` with further tokens after its own; see `with_tokens`."""
+        ours, theirs = self._backend, other._backend
+        if not (isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace)):
+            return False
+        return ours.extends(theirs)
+
+    def has(self, token: str) -> bool:
+        """Whether the vocabulary has a token of this spelling."""
+        return self._backend.id_of(token) is not None
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of everything that determines the ids of a text."""
@@ -161,6 +201,27 @@ class Tokenizer:
         Their type is the narrowest unsigned one that holds the vocabulary.
         """
         return self._backend.encode(texts)
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns the ids of each text, as `encode_batch`, with sentinels as tokens.
+
+        A user who writes "<extra_id_0>" in a prompt means T5's sentinel, as for `transformers`.
+        Text between sentinels is encoded by itself, so each part begins a word.
+        """
+        sentinels = {self.token(token): token for token in self.vocabulary.sentinels}
+        if not sentinels:
+            return self.encode_batch(texts)
+        # "a <extra_id_0> b" is split into "a ", "<extra_id_0>" and " b": names at odd indices.
+        pattern = re.compile(f"({'|'.join(map(re.escape, sentinels))})")
+        split = [pattern.split(text) for text in texts]
+        between = iter(self.encode_batch([part for parts in split for part in parts[::2]]))
+        prompts = []
+        for parts in split:
+            first, *others = (next(between) for _ in parts[::2])
+            named = [np.array([sentinels[name]], first.dtype) for name in parts[1::2]]
+            pairs = zip(named, others, strict=True)
+            prompts.append(np.concatenate([first, *itertools.chain.from_iterable(pairs)]))
+        return prompts
 
     def encode_aligned(self, texts: Sequence[str]) -> list[Aligned]:
         """Returns the ids of each text, as `encode_batch`, and the characters of each token.
@@ -188,6 +249,8 @@ def _read_backend(path: Path) -> Backend:
         **_read_json(path / "special_tokens_map.json"),
         **_read_json(path / "tokenizer_config.json"),
     }
+    if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
+        return SentencePiece((path / MODEL).read_bytes(), settings)
     try:
         return HuggingFace(read(path, settings), settings)
     except FileNotFoundError:

@@ -77,14 +77,14 @@ def arguments(context: str | None, namespace: str) -> tuple[str, ...]:
     return ("kubectl", *(("--context", context) if context else ()), "--namespace", namespace)
 
 
-def run(command: Iterable[str], folder: Path | None = None) -> str:
+def run(command: Iterable[str], folder: Path | None = None, text: str = "") -> str:
     """Runs kubectl and returns what it prints.
 
     Raises:
         LaunchError: with its error message and a hint, without its log of each attempt.
     """
     try:
-        return command_line.run(list(command), _HINTS, folder)
+        return command_line.run(list(command), _HINTS, folder, text)
     except LaunchError as error:
         raise LaunchError(_NOISE.sub("", str(error))) from None
 

@@ -93,7 +93,7 @@ template: $pod
 POD = f"""
 metadata:
   labels: $labels
-  annotations: {{gke-gcsfuse/volumes: $buckets}}
+  annotations: $annotations
 spec:
   restartPolicy: Never  # podFailurePolicy requires it: the Job replaces pods
   terminationGracePeriodSeconds: $grace_seconds
@@ -122,7 +122,7 @@ spec:
     env: $environment
     resources:
       requests: {{cpu: $cpus, memory: $memory}}
-      limits: $devices
+      limits: $limits
     securityContext: $security
     volumeMounts: $mounts
   volumes: $volumes
@@ -211,3 +211,13 @@ def labels_of(text: str) -> tuple[str, str, str]:
     *_, last = yaml.safe_load_all(text)
     metadata = last["metadata"]
     return metadata["name"], last["kind"].lower(), metadata["labels"][ACTION_LABEL]
+
+
+def pod_of(text: str) -> Object:
+    """The template of a manifest's pods."""
+    *_, last = yaml.safe_load_all(text)
+    if last["kind"] == "JobSet":
+        (group,) = last["spec"]["replicatedJobs"]
+        last = group["template"]
+    pod: Object = last["spec"]["template"]
+    return pod

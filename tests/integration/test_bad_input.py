@@ -4,6 +4,7 @@ trace.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.format.manifest import Manifest
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
@@ -69,7 +71,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ),
         ("data.sequence_length=2", 2, ["sequence_length is 2", "Use 3 ("]),
         ("data.lanes=100000", 2, ["data.lanes is 100000", "set data.lanes to at most"]),
-        ("data.path=nowhere", 1, ["nowhere holds no finished dataset", "samestep data build"]),
+        (
+            "data.path=nowhere",
+            1,
+            [
+                "nowhere holds no finished dataset: there is no folder /",
+                "/nowhere. Correct data.path, or build it with: samestep data build",
+            ],
+        ),
+        # Before the packing and the head, which do not matter for a dataset without labels.
+        (
+            "objective=classification",
+            1,
+            ["objective reads rows for classification", "documents without labels", "as mlm"],
+        ),
         ("init_from=nowhere", 1, ["nowhere is no run", "no Hugging Face folder"]),
         ("accelerator=cuda", 2, ["torch finds no GPU", "accelerator=cpu"]),
     ],
@@ -173,9 +188,9 @@ def test_another_tokenizer(
     assert result.code == 1
     assert "but the dataset was built with" in result.message
 
-    manifest = json.loads((dataset_copy / "manifest.json").read_text())
-    manifest["tokenizer_fingerprint"] = Tokenizer.load(dataset_copy / "tokenizer").fingerprint
-    (dataset_copy / "manifest.json").write_text(json.dumps(manifest))
+    fingerprint = Tokenizer.load(dataset_copy / "tokenizer").fingerprint
+    manifest = Manifest.load(dataset_copy)
+    dataclasses.replace(manifest, tokenizer_fingerprint=fingerprint).save(dataset_copy)
     for command in (
         ["evaluate", finished_run],
         ["train", experiment_file, f"output={tmp_path / 'run'}", f"init_from={finished_run}"],
@@ -189,10 +204,9 @@ def test_another_tokenizer(
 def test_empty_heldout_split_is_refused_before_training(
     samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path
 ) -> None:
-    file = dataset_copy / "manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest["splits"]["heldout"] = []
-    file.write_text(json.dumps(manifest))
+    manifest = Manifest.load(dataset_copy)
+    splits = {**manifest.splits, "heldout": ()}
+    dataclasses.replace(manifest, splits=splits).save(dataset_copy)
     overrides = [f"output={tmp_path / 'run'}", f"data.path={dataset_copy}"]
     result = samestep("train", experiment_file, *overrides, "training.evaluate_every=5")
     assert result.code == 1
@@ -263,7 +277,64 @@ def test_output_that_cannot_be_written(
     for output in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         result = samestep("train", experiment_file, f"output={output}")
         assert result.code == 1
-        assert f"cannot write in {output}" in result.message
+        needed = f"cannot write in {output}/checkpoints, which output={output} needs: "
+        assert needed in result.message
+        assert "Choose another output" in result.message
+    elsewhere = f"checkpoint.folder={tmp_path}/file/kept"
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", elsewhere)
+    assert f"which {elsewhere} needs: Not a directory" in result.message
+
+
+def test_a_text_corpus_under_the_objective_of_a_task_with_weights(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    """Where the head would be built for the labels, there are none."""
+    settings = [f"output={tmp_path / 'run'}", f"init_from={finished_run}", "model=null"]
+    result = samestep("train", experiment_file, *settings, "objective=classification")
+    assert result.code == 1
+    assert "the objective reads rows for classification" in result.message
+    assert "holds documents without labels" in result.message
+
+
+def test_a_corpus_of_one_document(
+    samestep: Samestep, experiment_file: str, dataset_folder: Path, tmp_path: Path
+) -> None:
+    text, data = tmp_path / "one.txt", tmp_path / "one"
+    text.write_text("the class of a file is an object with a name " * 40)
+    tree = {"source": {"kind": "text", "paths": [str(text)]}, "output": str(data)}
+    tree["tokenizer"] = {"path": str(dataset_folder / "tokenizer")}
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(tree))
+    built = samestep("data", "build", file)
+    assert built.code == 0, built.err
+    assert "none" not in built.err
+    assert "The source has only one: to evaluate, split the text into several" in built.err
+    run = ["train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={data}"]
+    result = samestep(*run, "data.lanes=2", "training.evaluate_every=4")
+    assert result.code == 1
+    assert "Set training.evaluate_every to null, or split the text" in result.message
+    assert samestep(*run, "data.lanes=2", "training.steps=2", "schedule.warmup_steps=1").code == 0
+    held_out = samestep("data", "build", file, "heldout_fraction=0.999", f"output={data}2")
+    assert "Its only document was held out, by heldout_fraction; lower it" in held_out.message
+    by_paragraph = "source.document=paragraph"
+    text.write_text("\n\n".join(f"a class of number {n} " * 9 for n in range(60)))
+    again = samestep("data", "build", file, by_paragraph, f"output={data}3", "heldout_fraction=0.2")
+    assert again.code == 0
+    assert "held out" not in again.err
+
+
+def test_a_run_continued_with_another_strategy_names_only_the_kind(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    more = ["training.steps=14", "strategy=ddp"]
+    result = samestep("train", experiment_file, f"output={run}", *more)
+    assert result.code == 0, result.err
+    (line,) = (line for line in result.err.splitlines() if "continuing  " in line)
+    assert "strategy.kind: fsdp -> ddp" in line
+    assert "strategy.replicas" not in line
+    assert "strategy.bucket_mb" not in line
+    assert "training.steps: 12 -> 14" in line
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 from tests.integration import tasks
 from trainer.errors import ConfigError
+from trainer.finetune.page import write_page
 from trainer.finetune.runs import Run, list_runs
 from trainer.finetune.suite import Result, Suite
-from trainer.finetune.table import as_table, notes, summarise, write_page
-from trainer.finetune.task import Task
+from trainer.finetune.table import as_table, notes, summarise
+from trainer.finetune.task import PublishedModel, Task
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +94,13 @@ def test_the_table_has_the_results_of_these_runs_alone(
         for run, accuracy in zip(runs, (0.7, 0.9, 0.5), strict=True)
     }
     (row,) = summarise([task], runs, results)
-    assert (sorted(row.values), row.runs, row.degenerate) == ([0.7, 0.9], 3, 1)
-    assert row.columns()[2:4] == ("80.0", "70.0-90.0")
+    assert (list(row.values), len(row.runs), row.learned) == ([0.7, 0.9, 0.5], 3, 2)
+    # t of 2 degrees of freedom is 4.303, and the standard error 0.2 / sqrt(3).
+    assert row.interval == pytest.approx((0.7 - 0.4968, 0.7 + 0.4968), abs=1e-4)
+    assert row.columns()[2:8] == (
+        *("70.0", "20.0", "20.3 to 119.7"),
+        *("50.0", "2 of 3", "70.0 90.0 50.0"),
+    )
     assert replace(runs[0], seed=1).name == runs[1].name
 
 
@@ -111,6 +119,7 @@ def test_the_table_says_who_has_published_what(
     ]
     runs = list_runs(str(finished_run), tasks_, folder, 1, False, [])
     rows = summarise(tasks_, runs, {run.digest: scored(run, 1.0) for run in runs})
+    assert "learned: runs whose selecting score exceeds it by more than chance" in notes(rows)
     whose = "Published: b, c: A & B; classification: BERT-base (Devlin et al. 2019)."
     assert notes(rows).endswith(whose)
     write_page(rows, "title", tmp_path / "table.html")
@@ -125,18 +134,28 @@ def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
     )
     second = replace(task, name="second")
     runs = list_runs(str(finished_run), [first, second], folder, 1, True, [])
+    assert len(runs) == 4
     more = {"matthews": 0.5, "f1": 0.8, "loss": 2.0, "other/matthews": 0.2, "other/loss": 1.0}
     rows = summarise([first, second], runs, {run.digest: scored(run, 0.9, **more) for run in runs})
     columns = {str(column.header): list(column.cells) for column in as_table(rows).columns}
     names = ["f1", "accuracy", "matthews"]
-    assert columns["score"] == [*names, "other/matthews", "accuracy", "f1", "matthews"]
-    for name, value, other in (
-        ("task", "classification", "second"),
-        ("runs", "1", "1"),
-        ("settings", *2 * ["lr 0.003"]),
-    ):
-        assert columns[name] == [value, "", "", "", other, "", ""]
-    assert columns["median"] == ["80.0", "90.0", "50.0", "20.0", "90.0", "80.0", "50.0"]
+    # Of the other point of the grid only the score that runs are compared by.
+    expected = [*names, "other/matthews", "f1", "accuracy", "f1", "matthews", "accuracy"]
+    assert columns["score"] == expected
+    assert columns["task"] == ["classification", "", "", "", "", "second", "", "", ""]
+    best, other = "lr 0.003", "lr 0.001"
+    assert columns["settings"] == [best, "", "", "", other, best, "", "", other]
+    learned = "1 of 1"
+    assert columns["learned"] == [learned, "", "", "", learned, learned, "", "", learned]
+    f1, accuracy, matthews = "80.0", "90.0", "50.0"
+    assert columns["mean"] == [
+        *(f1, accuracy, matthews, "20.0", f1),
+        *(accuracy, f1, matthews, accuracy),
+    ]
+    # What a constant answer scores stands in every row: of two classes of 30 rows each.
+    constants = ["66.7", "50.0", "0.0", "0.0", "66.7", "50.0", "66.7", "0.0", "50.0"]
+    assert columns["constant"] == constants
+    assert "of each seed" not in columns
 
 
 def test_several_evaluations_make_the_best_one_count(
@@ -276,3 +295,60 @@ def test_a_metric_that_no_run_has_is_left_out_of_the_table(
     runs = list_runs(str(finished_run), [more], folder, 1, False, [])
     (row,) = summarise([more], runs, {run.digest: scored(run, 0.9) for run in runs})
     assert row.metric == "accuracy"
+
+
+def test_a_run_that_only_luck_lifts_above_a_constant_answer_has_not_learned(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    runs = list_runs(str(finished_run), [task], folder, 3, False, [])
+    assert runs[0].constants["accuracy"] == 0.5
+    assert 0.62 < runs[0].learns_above < 0.63, "Wilson's interval of 30 of 60 rows"
+    scores = (0.55, 0.6, 0.61)
+    results = {run.digest: scored(run, x) for run, x in zip(runs, scores, strict=True)}
+    (row,) = summarise([task], runs, results)
+    assert row.columns()[6] == "0 of 3"
+
+
+def test_published_scores_stand_beside_their_model_and_all_rows_alone(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    def published(task: Task, *settings: str) -> float | None:
+        (run,) = list_runs(str(finished_run), [task], folder, 1, False, settings)
+        return summarise([task], [run], {run.digest: scored(run, 1.0)})[0].published
+
+    def of(kind: str, layers: int | None = None) -> Task:
+        model = PublishedModel(kind=kind, layers=layers)
+        return replace(task, config=replace(task.config, published_model=model))
+
+    assert published(task) == 50.0
+    assert published(of(kind="bert", layers=2)) == 50.0
+    assert published(of(kind="bert", layers=12)) is None
+    assert published(of(kind="roberta")) is None
+    assert published(task, "training.evaluate_batches=1") is None
+    assert published(replace(task, own_rows=frozenset({""}))) is None
+
+
+def test_the_page_links_to_each_run_and_follows_the_readers_colors(
+    finished_run: Path, task: Task, tmp_path: Path
+) -> None:
+    name = replace(task, name="a <b> & c")
+    runs = list_runs(str(finished_run), [name], tmp_path, 3, True, [])
+    for run in runs[:2]:
+        run.folder.mkdir(parents=True)
+        (run.folder / "predictions.jsonl").write_text("")
+    scores = (0.7, 0.9, 0.5, 0.6, 0.6, 0.6)
+    results = {run.digest: scored(run, x) for run, x in zip(runs, scores, strict=True)}
+    rows = summarise([name], runs, results)
+    assert [row.best for row in rows] == [True, False]
+    write_page(rows, "title <i>", tmp_path / "table.html")
+    page = (tmp_path / "table.html").read_text()
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert "a &lt;b&gt; &amp; c" in page
+    assert "<i>" not in page
+    assert page.count("<circle") == 6
+    assert page.count('class="interval"') == 2
+    assert page.count('class="constant"') == 2
+    links = re.findall(r'href="([^"]*predictions.jsonl)"', page)
+    assert [(tmp_path / unquote(link)).is_file() for link in links] == [True, True]
+    assert "seed 1: 90.0" in page
+    assert "report.html" not in page, "no run has a report here"

@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +27,15 @@ MODULE = (sys.executable, "-m", "trainer.cli")
 def results(folder: Path) -> list[dict[str, object]]:
     file = folder / "results.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data of a page of `samestep watch`."""
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    data: dict[str, Any] = json.loads(text)
+    return data
 
 
 @pytest.mark.long
@@ -63,6 +73,14 @@ def test_killed_in_the_middle_and_run_again(
     scores = before[0]["scores"]
     assert isinstance(scores, dict)
     assert scores["again/accuracy"] == scores["accuracy"]
+    page = tmp_path / "watch.html"
+    assert samestep("watch", folder, "--once", "--output", page).out == f"{page}\n"
+    (shown,) = data_of(page)["suites"]
+    assert (shown["finished"], shown["total"]) == (1, 2)
+    assert [(task["task"], task["mean"]) for task in shown["tasks"]] == [
+        ("classification", scores["accuracy"]),
+        ("tagging", None),
+    ]
     again = samestep(*command)
     assert again.code == 0
     found = results(folder)
@@ -75,11 +93,50 @@ def test_killed_in_the_middle_and_run_again(
         again.out.split()
     )
     page = (folder / "table.html").read_text()
-    assert page.count("<tr>") == 1 + 2 * 3 + 1, (
+    for run in folder.glob("runs/*/*"):
+        assert len((run / "predictions.jsonl").read_text().splitlines()) == 60
+        assert (run / "report.html").stat().st_size
+        for name in ("predictions.jsonl", "report.html"):
+            assert f'href="{run.relative_to(folder)}/{name}"' in page
+    assert (
+        "classification, lr 0.003, seed 0"
+        in (folder / "curves" / "classification.html").read_text()
+    )
+    assert page.count("<tr") == 1 + 2 * 3 + 1, (
         "three scores of the task's rows and of the further ones; one of tags"
     )
     once_more = samestep(*command)
     assert (once_more.code, results(folder)) == (0, found)
+
+
+@pytest.mark.long
+def test_ctrl_c_saves_and_the_same_command_continues(
+    finished_run: Path, tmp_path: Path, start: Start, samestep: Samestep
+) -> None:
+    file = tasks.write_task("tagging", tmp_path)
+    file.write_text(file.read_text().replace("epochs: 2", "epochs: 20"))
+    folder = tmp_path / "suite"
+    command = ["finetune-suite", finished_run, "--seeds", "1", "--tasks", file, "--output", folder]
+    process = start(*command, command=MODULE)
+    until(lambda: list(folder.glob("runs/tagging/*/metrics.jsonl")), 200)
+    os.kill(process.popen.pid, signal.SIGINT)
+    stopped = process.wait(100)
+    assert stopped.code == 130, stopped.err
+    assert "0 of 1 runs are finished, and those that had begun are saved" in stopped.err
+    assert "the same command continues" in stopped.err
+    assert "Traceback" not in stopped.err
+    (log,) = folder.glob("runs/tagging/*/log.txt")
+    assert "the same command continues" in log.read_text()
+    (saved,) = folder.glob("runs/tagging/*/checkpoints/step-*/COMMITTED")
+    step = int(saved.parent.name.removeprefix("step-"))
+    again = samestep(*command)
+    assert again.code == 0, again.err
+    assert f"continuing   at step {step}" in log.read_text()
+    assert len(results(folder)) == 1
+    rows = tasks.rows_of(log.parent)
+    found = [row["step"] for row in rows if "train/loss" in row]
+    assert found == sorted(found)
+    assert len(found) == len(set(found))
 
 
 @pytest.mark.long
@@ -122,6 +179,7 @@ def test_runs_start_from_the_best_of_another_task(
     assert kept.name.startswith(best)
     (run,) = (folder / "runs" / "after").iterdir()
     assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(kept)
+    assert len(list((folder / "runs").glob("*/*/predictions.jsonl"))) == 3
     assert "of several evaluations of a run, the best counts" in " ".join(done.out.split())
     (result,) = [row for row in results(folder) if row["task"] == "after"]
     found = [row["heldout/accuracy"] for row in tasks.rows_of(run) if "heldout/accuracy" in row]

@@ -425,10 +425,10 @@ def test_a_missing_package_is_named_before_the_first_step(
     monkeypatch.setitem(sys.modules, "sklearn", None)
     short = ["training.steps=2", "schedule.warmup_steps=1"]
     train = ["train", tuned / "classification.yaml", f"output={tmp_path / 'run'}", *short]
-    assert "pip install 'samestep[tasks]'" in samestep(*train).message
+    assert "pip install 'scikit-learn>=1.4'" in samestep(*train).message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert samestep(*train, "training.evaluate_every=null").code == 0
-    assert "pip install 'samestep[tasks]'" in samestep("evaluate", tmp_path / "run").message
+    assert "pip install 'scikit-learn>=1.4'" in samestep("evaluate", tmp_path / "run").message
     dataset, experiment = tuned / "data-classification", tuned / "classification.yaml"
     assert "→ about_" in samestep("data", "show", dataset, "--objective", experiment).out
     assert samestep("plan", experiment, "--devices", 2, "--strategy", "ddp").code == 0

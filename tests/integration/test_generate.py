@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from tests.integration.commands import Samestep
+from trainer.training.weights import load_weights
 
 OPTIONS = ("--max-new-tokens", 8, "--prefix", "say: ", "--beams", 2)
 
@@ -66,6 +67,35 @@ def test_texts_from_files_arguments_and_standard_input(
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_prompts_with_sentinels_are_read_as_transformers_reads_them(
+    samestep: Samestep, t5_run: Path, tmp_path: Path
+) -> None:
+    """The run and its export generate what `transformers` generates from the export."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    prompts = [
+        "<extra_id_0> of a class<extra_id_1>, the <extra_id_2>",
+        "a statement  <extra_id_0>\u3000and <extra_id_999>",
+    ]
+    assert samestep("export", t5_run, tmp_path / "t5").code == 0
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t5")
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    outputs = model.generate(**inputs, max_new_tokens=12, do_sample=False, num_beams=1)
+    end = tokenizer.eos_token_id
+    ours = load_weights(t5_run).load_tokenizer()
+    expected = []
+    for row in outputs.tolist():
+        tokens = row[1:]  # the first one starts the decoder
+        expected.append(ours.decode(tokens[: tokens.index(end)] if end in tokens else tokens))
+    for checkpoint in (t5_run, tmp_path / "t5"):
+        result = samestep("generate", checkpoint, "--max-new-tokens", 12, *prompts)
+        assert result.out.splitlines() == [" ".join(text.splitlines()) for text in expected]
+    assert (tmp_path / "t5" / "tokenizer.json").is_file()
+    text = (tmp_path / "t5" / "README.md").read_text()
+    assert "```\npip install torch transformers\n```" in text
 
 
 @pytest.mark.parametrize(

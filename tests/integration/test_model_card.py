@@ -160,7 +160,7 @@ def test_what_is_not_known_is_not_said(
     _, text = card(tmp_path / "again")
     assert re.findall("^## (.*)", text, re.MULTILINE) == ["Model", "Use"]
     downloaded = model_card.write(
-        load_weights(tmp_path / "again"), "hf://ada/bert@main", "name", "[MASK]"
+        load_weights(tmp_path / "again"), "hf://ada/bert@main", "name", ["torch"], "[MASK]"
     )
     assert yaml.safe_load(downloaded.split("---\n")[1])["base_model"] == "ada/bert"
 
@@ -242,6 +242,10 @@ def test_the_example_runs(
             json.loads((tmp_path / "it's_ours" / "config.json").read_text())["id2label"]["0"]
             == "yes | no"
         )
+    needs = ["torch", "transformers"]
+    if config.head == "embedding":
+        needs.append("sentence-transformers")
+    assert re.findall("^pip install (.*)$", text, re.MULTILINE) == [" ".join(needs)]
     (code,) = re.findall(r"```python\n(.*?)```\n", text, re.DOTALL)
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})

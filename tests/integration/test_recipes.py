@@ -237,6 +237,13 @@ PROMISES = {
         clip=None,
         optimizer=ADAM,
     ),
+    "roberta_base_mixture": Promise(
+        124_697_433,
+        ((500_000, 8192, 512),),
+        decay(6e-4, 24_000, 500_000),
+        clip=None,
+        optimizer=ADAM,
+    ),
     "roberta_base_2k": Promise(
         124_697_433,
         ((125_000, 2048, 512),),
@@ -337,6 +344,24 @@ recipes = pytest.mark.parametrize("name", sorted(PROMISES))
 @cache
 def recipe(name: str) -> Experiment:
     return load(Experiment, FOLDER / f"{name}.yaml")
+
+
+def test_the_recipes_of_roberta_have_fairseqs_initial_weights() -> None:
+    """init_bert_params of fairseq: normal_(mean=0, std=0.02), and zeros for the padding token."""
+    names = [name for name in PROMISES if name.startswith("roberta")]
+    assert len(names) == 4
+    for name in names:
+        config = recipe(name).model
+        with torch.device("meta"):
+            model = config.build()
+        table = model.initial_values("embeddings.tokens.weight", 0, 1000 * config.width, 0)
+        table = table.view(1000, config.width)
+        assert not table[1].any()
+        others = torch.cat([table[:1], table[2:]])
+        assert others.std() == pytest.approx(0.02, rel=0.01)
+        assert others.abs().max() > 0.06
+        layer = model.initial_values("layers.0.ffn.up.weight", 0, 100_000, 0)
+        assert layer.abs().max() > 0.06
 
 
 def test_every_recipe_has_a_promise() -> None:

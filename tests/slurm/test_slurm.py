@@ -8,6 +8,7 @@ from __future__ import annotations
 import filecmp
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -210,11 +211,65 @@ def test_a_dataset_built_by_an_array(
     assert len(same) > 3
 
 
+APPTAINER = """#!/bin/bash
+echo "$@" >> '{folder}/apptainer'
+while [ "$1" != samestep.sif ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def test_apptainer_on_each_node(slurm: Slurm, launched: Launched, project: Path) -> None:
+    """A program of that name, which records its arguments and runs the command without an image."""
+    tools, own = project / "bin", Path(sys.executable).parent
+    tools.mkdir()
+    (tools / "apptainer").write_text(APPTAINER.format(folder=project))
+    (tools / "apptainer").chmod(0o755)
+    setup = json.dumps([f"export PATH={tools}:{own}:$PATH"])
+    container = "{kind: apptainer, image: samestep.sif, mounts: [/tmp]}"
+    settings = (f"cluster.container={container}", f"cluster.environment.setup={setup}")
+    (project / "slow").unlink()
+    job = launched("output=run", *settings, "cluster.exclusive=true")
+    slurm.wait_for(job, "COMPLETED", seconds=300)
+    lines = (project / "apptainer").read_text().splitlines()
+    assert len(lines) == 2  # one on each node
+    assert all(
+        f"--bind {project}:{project},{project}/run:{project}/run,/tmp" in each for each in lines
+    )
+    assert slurm.job(job)["MinMemoryNode"] == "0"
+
+
+def test_a_dry_run_asks_slurm(
+    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str, dataset_folder: Path
+) -> None:
+    """For a job of a range of nodes, for segments that wait for each other, and for an array."""
+    slurm.wait_until_idle()
+    (project / "texts.jsonl").write_text(json.dumps({"text": "a"}))
+    (project / "data.yaml").write_text(
+        "source: {kind: jsonl, paths: [texts.jsonl]}\noutput: built\n"
+        f"tokenizer: {{path: {dataset_folder / 'tokenizer'}}}\n"
+    )
+    run = (experiment_file, "output=run", "cluster.exclusive=true")
+    for more in (
+        [*run, "cluster.nodes=2-3"],
+        [*run, "cluster.segments=3"],
+        ["data.yaml", "--tasks", "3"],
+    ):
+        result = samestep("launch", "cluster.yaml", *more, "--dry-run")
+        assert result.code == 0, result.err
+        assert re.search(r"ok +cluster: Job \d+ to start at .* on nodes 127", result.out)
+    refused = samestep("launch", "cluster.yaml", *run, "cluster.partition=nope", "--dry-run")
+    assert refused.code == 1
+    assert "invalid partition" in refused.message.lower()
+    assert not slurm.run("squeue", "--noheader").strip()
+    assert not (project / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["cluster.partition=nope"], "invalid partition.*sinfo.*cluster.partition"),
-        (["cluster.gpus_per_node=4"], "generic resource.*no such GPUs"),
+        (["cluster.gpus_per_node=4", "accelerator=cuda"], "generic resource.*no such GPUs"),
         (["cluster.memory=900G"], "lower cluster.gpus_per_node or cluster.nodes"),
         (["cluster.nodes=20-30"], "global_batch_size 10 is less than the 20"),
         (["cluster.partition=nope", "cluster.segments=3"], "invalid partition"),

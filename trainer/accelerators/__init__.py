@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,7 +46,14 @@ def local_device(count: int, kind: str) -> int:
 
 
 class Config(ABC):
-    """The section `accelerator` of an experiment: base class of the `Config` of each module."""
+    """The section `accelerator` of an experiment: base class of the `Config` of each module.
+
+    Attributes:
+        measures_memory: whether its devices tell how much memory they have, so that
+            `micro_batch_size: auto` measures what fits.
+    """
+
+    measures_memory: ClassVar[bool] = False
 
     @abstractmethod
     def build(self) -> Accelerator:
@@ -92,11 +99,6 @@ class Accelerator(ABC):
     @abstractmethod
     def peak_flops(self, precision: Precision) -> float | None:
         """Dense FLOP/s of this process's devices by the data sheet; None if there is no figure."""
-
-    def expected_flops(self, precision: Precision) -> float | None:
-        """FLOP/s that a training step is likely to reach, for estimates of a run's time."""
-        peak = self.peak_flops(precision)
-        return 0.4 * peak if peak else None
 
     def memory(self) -> int | None:
         """Bytes of device memory available to this process; None if it is not measured."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 
 from trainer import accelerators
-from trainer.accelerators import DTYPES, Accelerator, Precision
+from trainer.accelerators import Accelerator, Precision
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,3 @@ class CpuAccelerator(Accelerator):
 
     def peak_flops(self, precision: Precision) -> None:
         return None
-
-    def expected_flops(self, precision: Precision) -> float:
-        """Half the FLOP/s of a matrix product, measured for 0.1 s: CPUs have no data sheet."""
-        size, repeats = 512, 0
-        matrix = torch.ones(size, size, dtype=DTYPES[precision])
-        matrix @ matrix  # the first product is slower
-        start = time.perf_counter()
-        while time.perf_counter() - start < 0.1:
-            matrix @ matrix
-            repeats += 1
-        return 0.5 * repeats * 2 * size**3 / (time.perf_counter() - start)

@@ -45,6 +45,7 @@ class Config(accelerators.Config):
             because runs on different hardware would no longer agree within the tolerance.
     """
 
+    measures_memory = True
     tf32: bool = False
 
     def build(self) -> CudaAccelerator:

@@ -9,6 +9,7 @@ import torch
 
 from trainer import accelerators
 from trainer.accelerators import Accelerator, chips, cpu, cuda, tpu, version_of, xla
+from trainer.errors import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def detect() -> Accelerator:
         reason = cuda.unusable()
         hardware = "GPUs" if reason else "TPUs"
         if reason is None and chips.count():
-            reason = "pip install 'samestep[tpu]', in an environment of its own"
+            reason = f"{install_command('tpu')}, in an environment of its own"
         if reason:
             logger.warning(
                 "training on the CPU, although this machine has %s: %s. "

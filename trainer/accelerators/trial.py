@@ -20,6 +20,7 @@ from trainer.accelerators import (
     detect,
     version_of,
 )
+from trainer.errors import install_command
 from trainer.findings import Finding
 
 OWN_ENVIRONMENT = ("tpu",)
@@ -63,7 +64,7 @@ def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
         yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
     elif chips.count():
         found = "training would run on the CPU, although this machine has TPUs"
-        fix = "pip install 'samestep[tpu]', in an environment of its own"
+        fix = f"{install_command('tpu')}, in an environment of its own"
         yield Finding("devices", "failed", found, fix)
     else:
         yield Finding("devices", "ok", "no GPU: training would run on the CPU")

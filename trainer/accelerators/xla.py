@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.accelerators import Accelerator, Precision, chips, version_of
-from trainer.errors import ConfigError, SamestepError
+from trainer.errors import ConfigError, SamestepError, install_command
 
 _CHANGED = re.compile("number of different graphs|Reached the end of the function")
 _ADVICE = (
@@ -68,8 +68,8 @@ def check_installed() -> None:
     """
     if (version := version_of("torch-xla")) is None:
         raise ConfigError(
-            "accelerator: xla needs torch-xla and its torch. In an environment of its own: pip "
-            "install 'samestep[tpu]'"
+            "accelerator: xla needs torch-xla and its torch. In an environment of its own: "
+            f"{install_command('tpu')}"
         )
     wanted, found = (".".join(each.split(".")[:2]) for each in (version, torch.__version__))
     if wanted != found:

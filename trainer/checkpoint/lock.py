@@ -11,7 +11,6 @@ network file system may be invisible to other machines, or missing, and object s
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import logging
@@ -29,6 +28,7 @@ from pathlib import Path
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
 from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +213,26 @@ class Lock:
 
 
 @contextmanager
-def only_writer(folder: Location) -> Iterator[None]:
+def only_writer(folder: Location, needed_by: str | None = None) -> Iterator[None]:
     """Owns a folder, which is created if missing, while the context lasts.
+
+    Args:
+        needed_by: the setting that names the folder and its value, as "output=runs/a", for the
+            error.
 
     Raises:
         CheckpointError: this process cannot write in the folder.
         ConfigError: another training owns it, and does not end within some seconds.
     """
-    files.make_folder(folder)
+    try:
+        files.make_folder(folder)
+    except CheckpointError as error:
+        if needed_by is None or not isinstance(error.__cause__, OSError):
+            raise
+        raise CheckpointError(
+            f"cannot write in {folder}, which {needed_by} needs: {error.__cause__.strerror}. "
+            f"Choose another {needed_by.partition('=')[0]}, or make its folder writable"
+        ) from error
     lock = Lock(folder)
     with ExitStack() as stack:
         # The flock is released by the system when the process ends, even by SIGKILL.
@@ -254,7 +266,7 @@ def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
     with path.open("w") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
                 locked = True
                 break
             except BlockingIOError:

@@ -168,6 +168,8 @@ def _decode(schema: object, value: object, path: str) -> object:
         return _decode_union(arguments, value, path)
     if origin is Annotated:
         return _decode_kind(kinds_of(schema), value, path)
+    if schema is Any:
+        return value
     if isinstance(schema, type) and dataclasses.is_dataclass(schema):
         return _decode_dataclass(schema, value, path)
     if origin is Literal:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
+from trainer.config import recipes
 from trainer.errors import ConfigError
+
+T = TypeVar("T")
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
@@ -79,8 +82,18 @@ def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     return list(merge(numbered, changed).values())
 
 
-def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
-    """Reads a file merged into its bases; `chain` are the files that have led to it."""
+def _open_file(
+    path: Path, name: str | Path, chain: tuple[Path, ...]
+) -> tuple[Tree, list[tuple[Path, str]]]:
+    """Reads a file without its bases.
+
+    Args:
+        path: the file that `name` stands for.
+        chain: the files that have led to it.
+
+    Returns:
+        The tree of the file alone, and the file and the name of each base.
+    """
     if path in chain:
         raise ConfigError(f"{path} is its own base: {' -> '.join(str(p) for p in (*chain, path))}")
     try:
@@ -88,7 +101,10 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         wanted_by = f" (named as base by {chain[-1]})" if chain else ""
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration {path}{wanted_by}: {reason}") from error
+        message = f"cannot read the configuration {path}{wanted_by}: {reason}"
+        if isinstance(error, FileNotFoundError) and (hint := recipes.suggestion(name)):
+            message = f"{message}.{hint}"
+        raise ConfigError(message) from error
     tree = _parse(text, str(path))
     if tree is None:
         tree = {}
@@ -101,11 +117,27 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
         raise ConfigError(
             f"base in {path} must be the name of a file, or a list of names, not {bases!r}"
         )
+    return tree, [(recipes.locate(base, path.parent), base) for base in bases]
+
+
+def _read_file(path: Path, name: str | Path, chain: tuple[Path, ...]) -> Tree:
+    """Reads a file merged into its bases; arguments as of `_open_file`."""
+    tree, bases = _open_file(path, name, chain)
     # Later bases override earlier ones, and this file overrides all of them.
     merged: Tree = {}
     for base in bases:
-        merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
+        merged = merge(merged, _read_file(*base, (*chain, path)))
     return merge(merged, tree)
+
+
+def files_of(path: str | Path) -> list[Tree]:
+    """Returns what each file says on its own: all bases of a file, then the file itself."""
+
+    def collect(path: Path, name: str | Path, chain: tuple[Path, ...]) -> list[Tree]:
+        tree, bases = _open_file(path, name, chain)
+        return [each for base in bases for each in collect(*base, (*chain, path))] + [tree]
+
+    return collect(recipes.locate(path), path, ())
 
 
 def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[object, object]]:
@@ -118,6 +150,21 @@ def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[ob
         elif old != new:
             found[f"{path}{key}"] = (old, new)
     return found
+
+
+def of_kinds(changes: Mapping[str, T]) -> dict[str, T]:
+    """Leaves out the other settings of each section whose kind differs: all of them differ.
+
+    Example: of strategy.kind and strategy.replicas only strategy.kind is left.
+    """
+    sections = tuple(
+        f"{key.removesuffix('kind')}" for key in changes if key.rpartition(".")[2] == "kind"
+    )
+    return {
+        key: change
+        for key, change in changes.items()
+        if key.rpartition(".")[2] == "kind" or not key.startswith(sections)
+    }
 
 
 def parse_override(text: str) -> Tree:
@@ -136,8 +183,12 @@ def parse_override(text: str) -> Tree:
 
 
 def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads a configuration file with its bases, and merges the overrides into it, in order."""
-    tree = _read_file(Path(path).resolve(), ())
+    """Reads a configuration file with its bases, and merges the overrides into it, in order.
+
+    Args:
+        path: a file, or the name of a recipe.
+    """
+    tree = _read_file(recipes.locate(path), path, ())
     for override in overrides:
         tree = merge(tree, parse_override(override))
     return tree

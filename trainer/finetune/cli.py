@@ -6,16 +6,19 @@ import argparse
 import itertools
 import signal
 import sys
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, MissingExtra
+from trainer.progress import Progress, ends_in
 
 if TYPE_CHECKING:
     from trainer.finetune.runs import Run
-    from trainer.finetune.suite import Result
+    from trainer.finetune.suite import Result, Suite
 
 
 def register(commands: Commands) -> None:
@@ -27,8 +30,8 @@ def register(commands: Commands) -> None:
         "fine-tune a checkpoint on tasks x seeds and compare the scores",
         "Each run is a `samestep train` of its own on one device. A suite that was stopped\n"
         "resumes when the same command is run again; finished runs are not repeated. DIR gets\n"
-        "data/, runs/, results.jsonl, and the table as table.html. The best run of each task\n"
-        "keeps its checkpoint.\n\n"
+        "data/, runs/, results.jsonl, and the table as table.html. Each run has predictions.jsonl\n"
+        "and report.html; the best one of each task keeps its checkpoint.\n\n"
         "examples:\n"
         "  samestep finetune-suite runs/bert_base --tasks glue --seeds 5\n"
         "  samestep finetune-suite hf://google-bert/bert-base-uncased --tasks mrpc rte --grid "
@@ -60,8 +63,10 @@ def _suite(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from trainer.checkpoint.lock import only_writer
-    from trainer.finetune import runs, suite, table, task
+    from trainer.finetune import page, runs, suite, table, task
 
+    if find_spec("scipy") is None:  # before training rather than after it
+        raise MissingExtra("scipy", "tasks", "samestep finetune-suite")
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
     # argparse takes overrides that follow --tasks for tasks.
@@ -74,10 +79,12 @@ def _suite(args: argparse.Namespace) -> int:
         args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch
     )
     # Two suites in one folder would remove each other's checkpoints.
-    with only_writer(folder):
+    with only_writer(folder, f"--output={folder}"):
         whole = suite.Suite(folder, listed, args.keep)
+        progress = Progress("fine-tuning", len(listed), done=whole.finished, logs=False)
         try:
-            problems = whole.make(slots, _tell)
+            with progress:
+                problems = whole.make(slots, partial(_tell, whole, len(slots), progress))
         except KeyboardInterrupt:
             left = len(whole.missing())
             sys.stderr.write(
@@ -90,17 +97,23 @@ def _suite(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table.as_table(rows), table.notes(rows))
     title = f"{args.checkpoint}: {', '.join(each.name for each in tasks)}"
-    table.write_page(rows, title, folder / "table.html")
+    page.write_curves(rows, folder)
+    page.write_page(rows, title, folder / "table.html")
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     return EXIT_FAILED if problems else EXIT_DONE
 
 
-def _tell(run: Run, result: Result | None) -> None:
+def _tell(whole: Suite, slots: int, progress: Progress, run: Run, result: Result | None) -> None:
     text = "started"
     if result is not None:
         score = 100 * result.scores[run.score]
         text = f"{run.score} {score:.1f}, {result.seconds:.0f} s"
+        left = whole.left(slots)
+        forecast = "" if left is None or not left.high else ends_in(left.low, left.high)
+        progress.update(whole.finished, left=forecast)
+        if not progress.on_terminal and forecast:
+            text += f"; {whole.finished} of {len(whole)} runs, {forecast}"
     sys.stderr.write(f"{run.task} {run.name}: {text}\n")
 
 

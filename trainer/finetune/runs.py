@@ -22,12 +22,14 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, renamed, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
-from trainer.finetune.chance import chance
+from trainer.finetune.chance import constant_scores, upper_end
 from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
+from trainer.models import ModelConfig
 from trainer.training.starting import model_of
 from trainer.training.weights import load_weights
 
+_MODELS = Kinds("trainer.models")
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
 # For settings that neither a task's file nor its recipe has.
 _DEFAULTS: Tree = {
@@ -48,7 +50,9 @@ class Run:
         experiment: all settings, but for `init_from` if the run has a `start`.
         metrics: all metrics that the run reports.
         score: the metric among them that runs are compared by.
-        chance: this score of a model that always gives the same answer.
+        constants: the metrics of a model that always gives the same answer, by name.
+        learns_above: a run whose `score` is higher has learned something; see `upper_end`.
+        comparable: whether published scores of the task are of such a model and these rows.
         evaluations: arguments of `samestep evaluate` that score the finished run, by the prefix
             of the names of these scores.
         depends_on: what the result depends on besides the settings, the seed and the code.
@@ -64,7 +68,8 @@ class Run:
     experiment: Tree
     metrics: tuple[str, ...]
     score: str
-    chance: float
+    constants: Mapping[str, float]
+    learns_above: float
     evaluations: Mapping[str, Sequence[str]]
     depends_on: tuple[object, ...]
     folder: Path
@@ -72,6 +77,12 @@ class Run:
     scratch: bool = False
     seed: int = 0
     digest: str = ""
+    comparable: bool = False
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a head predicts something for each row; a run that generates texts has none."""
+        return "" not in self.evaluations
 
     @property
     def name(self) -> str:
@@ -143,6 +154,7 @@ def list_runs(
                     experiment=point.experiment | loading,
                     start=start,
                     depends_on=(*point.depends_on, weights.identity(), model, *rows, *start),
+                    comparable=_comparable(task, weights.config, point.experiment),
                 )
                 for point in points
             ]
@@ -150,6 +162,13 @@ def list_runs(
                 variants += [_from_scratch(point, checkpoint, rows) for point in points]
             runs += [_seeded(run, seed) for run in variants for seed in range(seeds)]
     return runs
+
+
+def _comparable(task: Task, model: ModelConfig, experiment: Tree) -> bool:
+    """Whether the task's published scores are of such a model, and of all of these rows."""
+    tree = {"kind": _MODELS.kind_of(model), **to_tree(model)}
+    same_model = task.config.published_model.matches(tree)
+    return same_model and experiment["training"].get("evaluate_batches") is None
 
 
 def _overridden(overrides: Sequence[str]) -> Tree:
@@ -225,6 +244,7 @@ def _points(
 ) -> list[Run]:
     """The points of a task's grid, as runs without a start, a seed and an output folder."""
     config, dataset, points = task.config, datasets[""], []
+    heldout = sum(shard.documents for shard in dataset.shards("heldout"))
     generation = [f"{name}={json.dumps(value)}" for name, value in task.generation.items()]
     own: Tree = {
         "objective": to_tree(config)["objective"],
@@ -274,6 +294,12 @@ def _points(
         }
         if config.metrics:  # texts are generated after training, for the task's own rows too
             evaluations = {"": evaluate, **evaluations}
+        # The labels of a task are those of all its sets of rows.
+        constants = {
+            f"{name}/{metric}".removeprefix("/"): value
+            for name, rows in datasets.items()
+            for metric, value in constant_scores(objective, rows, metrics).items()
+        }
         points.append(
             Run(
                 task=task.name,
@@ -281,7 +307,8 @@ def _points(
                 experiment=experiment,
                 metrics=metrics,
                 score=config.score,
-                chance=chance(objective, dataset, config.score),
+                constants=constants,
+                learns_above=upper_end(config.score, constants[config.score], heldout),
                 evaluations=evaluations,
                 depends_on=(*config.metrics, *generation, *identities),
                 folder=folder,

@@ -20,8 +20,14 @@ from trainer.checkpoint import integrity
 from trainer.errors import EXIT_DONE, SamestepError
 from trainer.finetune.runs import Run
 from trainer.metrics.texts import PERCENT
+from trainer.monitoring.forecast import Range, suite_left
 from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.monitoring.report import write_report
+from trainer.monitoring.report.suite import PLAN, PlannedRun
 from trainer.storage import write_text
+
+PREDICTIONS, REPORT = "predictions.jsonl", "report.html"
+"""Files of a finished run: a line for each held-out row, and the page of `samestep report`."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Suite:
             An error message for each run that failed.
         """
         problems: list[str] = []
+        self._write_plan(len(slots))
         free = list(slots)
         waiting = [run for run in self._runs if run.digest in self._unfinished]
         running: dict[Future[Result], tuple[Run, Mapping[str, str]]] = {}
@@ -138,6 +145,42 @@ class Suite:
             f"{run.folder} was not started: a run that it may start from has failed"
             for run in waiting
         ]
+
+    def _write_plan(self, slots: int) -> None:
+        """Writes suite.json, from which `samestep watch` shows the progress of the whole."""
+        runs = [
+            PlannedRun(
+                run.task,
+                run.name,
+                run.digest,
+                os.path.relpath(run.folder, self._folder),
+                run.score,
+                int(run.experiment["training"]["steps"]),
+            )
+            for run in self._runs
+        ]
+        plan = {"slots": slots, "runs": [asdict(run) for run in runs]}
+        write_text(self._folder / PLAN, json.dumps(plan, indent=1) + "\n")
+
+    def left(self, slots: int) -> Range | None:
+        """Forecasts the seconds until the last run ends; None before the first has ended."""
+        finished, missing = [], []
+        for run in self._runs:
+            # Planned steps: those of a result may be of its best evaluation, before its end.
+            steps = int(run.experiment["training"]["steps"])
+            if run.digest in self._unfinished:
+                missing.append((run.task, steps))
+            else:
+                finished.append((run.task, steps, self._results[run.digest].seconds))
+        return suite_left(finished, missing, slots)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def finished(self) -> int:
+        """Number of finished runs."""
+        return len(self._runs) - len(self._unfinished)
 
     def _store(self, result: Result) -> None:
         self._results[result.digest] = result
@@ -187,11 +230,17 @@ class Suite:
         write_text(file, yaml.safe_dump(experiment, sort_keys=False))
         commands = [["train", str(file), "--processes", "1"]]
         evaluate = ["evaluate", str(run.folder), "--processes", "1"]
+        predictions = run.folder / PREDICTIONS
+        if run.predicts:
+            predictions.unlink(missing_ok=True)  # of an attempt that was stopped
+            best_step = ["--step", "best"] if run.keeps_best else []
+            commands.append([*evaluate, "--predictions", str(predictions), *best_step])
         commands += [[*evaluate, *arguments] for arguments in run.evaluations.values()]
         began = time.monotonic()
         (run.folder / "log.txt").unlink(missing_ok=True)
         for arguments in commands:
             self._samestep(run, arguments, environment)
+        write_report([str(run.folder)], run.folder / REPORT)
         return _result(run, round(time.monotonic() - began, 1))
 
     def _samestep(
@@ -203,7 +252,8 @@ class Suite:
         # Between training and evaluation no process runs that an interruption could stop.
         if self._stopped:
             raise SamestepError(f"{run.folder} was stopped; run the same command again")
-        command = [sys.executable, "-m", "trainer.cli", *arguments]
+        # -P: a folder trainer/ in the working folder is a user's own.
+        command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
         if setpriv := shutil.which("setpriv"):
             # A killed suite takes its processes with it, or they would hold devices and folders.
             command = [setpriv, "--pdeathsig", "TERM", *command]

@@ -1,73 +1,110 @@
-"""The table of a suite's results, for a terminal and as an HTML page."""
+"""The rows of a suite's results and their statistics, and the table for a terminal."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jinja2
 from rich import box
 from rich.table import Table
 
 from trainer.finetune.runs import Run
 from trainer.finetune.suite import Result
 from trainer.finetune.task import Task
-from trainer.storage import write_text
 
-_HEADINGS = ("task", "score", "median", "range", "std", "runs", "settings", "published")
-_REPEATED = ("task", "runs", "settings")  # equal in all rows of a task, shown in the first
+HEADINGS = (
+    *("task", "score", "mean", "std", "95 % interval", "constant", "learned", "of each seed"),
+    *("settings", "published"),
+)
+_REPEATED = ("task", "learned", "settings")  # equal in all rows of a point, shown in the first
+_MOST_SEEDS = 8  # whose scores a terminal has room for
 
 
 @dataclass(frozen=True)
 class Row:
-    """A metric of a task, for the point of the grid with the best median score.
+    """A metric of a task at a point of its grid.
 
     Attributes:
         scratch: whether these runs start from random weights.
-        values: of the runs that are not degenerate, or of all if all are.
-        runs: number of runs, including degenerate ones.
-        degenerate: number of runs that are no better than chance (Mosbach et al. 2021).
+        runs: of the point, one for each seed; those that have the metric.
+        values: of these runs.
+        constant: what a constant answer scores.
+        learned: number of runs that have learned something; see `upper_end`.
         settings: of the grid, if it has several values for one.
+        best: whether the point is the task's best, or the only one.
+        published: what others have reported, in percent; None where nothing is comparable.
     """
 
     task: Task
     metric: str
     scratch: bool
+    runs: Sequence[Run]
     values: Sequence[float]
-    runs: int
-    degenerate: int
+    constant: float
+    learned: int
     settings: Mapping[str, float]
+    best: bool
+    published: float | None
 
     @property
     def name(self) -> str:
         return f"{self.task.name}, random" if self.scratch else self.task.name
 
     @property
-    def published(self) -> float | None:
-        """What others have reported, in percent; with random weights, nothing is comparable."""
-        return None if self.scratch else self.task.config.published.get(self.metric)
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the mean over seeds; None for a single seed.
+
+        By Student's t (1908), because the standard deviation is estimated from few seeds.
+        """
+        if len(self.values) < 2:
+            return None
+        from scipy.stats import t
+
+        error = statistics.stdev(self.values) / math.sqrt(len(self.values))
+        half = float(t.ppf(0.975, len(self.values) - 1)) * error
+        return self.mean - half, self.mean + half
+
+    @property
+    def shown_settings(self) -> str:
+        return ", ".join(f"{short(name)} {value:g}" for name, value in self.settings.items())
 
     def columns(self) -> tuple[str, ...]:
         """The row as text, with scores in percent."""
-        spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
-        settings = []
-        for name, value in self.settings.items():
-            last_word = name.rpartition("_")[2].rpartition(".")[2]  # global_batch_size: size
-            settings.append(f"{last_word} {value:g}")
+        several = len(self.values) > 1
         return (
             self.name,
             self.metric,
-            f"{100 * statistics.median(self.values):.1f}",
-            f"{100 * min(self.values):.1f}-{100 * max(self.values):.1f}",
-            f"{100 * spread:.1f}",
-            f"{self.runs - self.degenerate} of {self.runs}" if self.degenerate else str(self.runs),
-            ", ".join(settings),
+            percent(self.mean),
+            percent(statistics.stdev(self.values)) if several else "",
+            "{} to {}".format(*map(percent, self.interval)) if self.interval else "",
+            percent(self.constant),
+            f"{self.learned} of {len(self.runs)}",
+            self._seeds() if several else "",
+            self.shown_settings,
             "" if self.published is None else f"{self.published:g}",
         )
+
+    def _seeds(self) -> str:
+        if len(self.values) > _MOST_SEEDS:
+            return f"{percent(min(self.values))} to {percent(max(self.values))}"
+        return " ".join(map(percent, self.values))
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def short(name: str) -> str:
+    """The last word of a setting: global_batch_size -> size."""
+    return name.rpartition("_")[2].rpartition(".")[2]
 
 
 def summarise(
@@ -102,31 +139,52 @@ def _rows_of(
     def score(run: Run) -> float:
         return results[run.digest].scores[run.score]
 
-    def learned(point: Sequence[Run]) -> list[Run]:
-        return [run for run in point if score(run) > run.chance + 1e-6]
+    # The median chooses the point: it forgives a single run that has failed to train. The rows
+    # leave out no run: which ones have failed is known by their scores only, and a mean without
+    # low scores would be too high.
+    best = max(points.values(), key=lambda point: statistics.median(map(score, point)))
+    first = best[0]
+    # The score that runs are compared by comes first, and once. Of other points it is enough.
+    names = list(dict.fromkeys((first.score, *first.metrics)))
+    metrics = [f"{prefix}{name}" for prefix in _prefixes(task) for name in names]
+    yield from _of_point(task, best, runs, results, metrics, best=True)
+    for point in points.values():
+        if point is not best:
+            yield from _of_point(task, point, runs, results, [first.score], best=False)
 
-    # Example: with values 0.7, 0.9 and 0.5 where chance is 0.5, the median is 0.8 of "2 of 3".
-    # A degenerate run is a failure to train (it often happens with few rows) and says nothing
-    # about the others, so the median leaves it out and the table counts it.
-    best = max(
-        points.values(),
-        key=lambda point: statistics.median(map(score, learned(point) or point)),
-    )
-    first, counted = best[0], learned(best) or best
+
+def _of_point(
+    task: Task,
+    point: Sequence[Run],
+    runs: Sequence[Run],
+    results: Mapping[str, Result],
+    metrics: Sequence[str],
+    best: bool,
+) -> Iterator[Row]:
+    first = point[0]
     varied = {
         name: value
         for name, value in first.settings.items()
         if any(run.settings[name] != value for run in runs)
     }
-    # The score that runs are compared by comes first, and once.
-    names = list(dict.fromkeys((first.score, *first.metrics)))
-    metrics = [f"{prefix}{name}" for prefix in _prefixes(task) for name in names]
+    learned = sum(results[run.digest].scores[run.score] > run.learns_above for run in point)
+    # With random weights, nothing that others have reported is comparable.
+    published = task.published if first.comparable and not first.scratch else {}
     for metric in metrics:
-        scores = [results[run.digest].scores for run in counted]
-        values = [of_run[metric] for of_run in scores if metric in of_run]
-        if values:  # a task file's `also` may be newer than the results
-            degenerate = len(best) - len(learned(best))
-            yield Row(task, metric, first.scratch, values, len(best), degenerate, varied)
+        having = [run for run in point if metric in results[run.digest].scores]
+        if having:  # a task file's `also` may be newer than the results
+            yield Row(
+                task,
+                metric,
+                first.scratch,
+                having,
+                [results[run.digest].scores[metric] for run in having],
+                first.constants[metric],
+                learned,
+                varied,
+                best,
+                published.get(metric),
+            )
 
 
 def _prefixes(task: Task) -> list[str]:
@@ -136,30 +194,39 @@ def _prefixes(task: Task) -> list[str]:
 
 def as_table(rows: Sequence[Row]) -> Table:
     """Returns the table for a terminal."""
-    headings, *lines = _columns(rows)
+    headings, *lines = columns(rows)
     table = Table(*headings, box=box.SIMPLE)
     for line in lines:
         table.add_row(*line)
     return table
 
 
-def _columns(rows: Sequence[Row]) -> list[list[str]]:
+def columns(rows: Sequence[Row]) -> list[list[str]]:
     """The headings and the text of each row, without repetitions and empty columns."""
     lines = [list(row.columns()) for row in rows]
     for above, row, line in zip(rows, rows[1:], lines[1:], strict=False):
         if row.name == above.name:
-            for name in _REPEATED:
-                line[_HEADINGS.index(name)] = ""
-    # A suite without a grid or published scores needs no column for them.
-    shown = [any(column) for column in zip(*lines, strict=True)] or [True] * len(_HEADINGS)
-    return [list(itertools.compress(line, shown)) for line in (_HEADINGS, *lines)]
+            line[HEADINGS.index("task")] = ""
+            if row.settings == above.settings:
+                for name in _REPEATED:
+                    line[HEADINGS.index(name)] = ""
+    # A suite without a grid, several seeds or published scores needs no column for them.
+    shown = [any(column) for column in zip(*lines, strict=True)] or [True] * len(HEADINGS)
+    return [list(itertools.compress(line, shown)) for line in (HEADINGS, *lines)]
 
 
 def notes(rows: Sequence[Row]) -> str:
     """Returns what a reader of the table has to know about its numbers."""
-    text = "Scores are percentages of the held-out rows, of the runs that learnt something"
-    if any(row.degenerate for row in rows):
-        text += "; the others scored no more than a constant answer"
+    text = (
+        "Scores are percentages of the held-out rows, of all runs. constant: the best score of the "
+        "same answer to every row. learned: runs whose selecting score exceeds it by more than "
+        "chance explains (Wilson's 95 % interval over the held-out rows; for correlations, 1.96 / "
+        "sqrt(rows))"
+    )
+    if any(row.interval for row in rows):
+        text += "; 95 % interval: of the mean over seeds, by Student's t"
+    if not all(row.best for row in rows):
+        text += "; the settings with the best median come first, chosen by these same rows"
     if any(row.task.config.evaluations > 1 for row in rows):
         text += "; of several evaluations of a run, the best counts"
     tasks_of: dict[str, list[str]] = defaultdict(list)  # by who has published scores
@@ -169,36 +236,3 @@ def notes(rows: Sequence[Row]) -> str:
             tasks.append(row.name)
     sources = [f"{', '.join(tasks)}: {who}" for who, tasks in tasks_of.items() if tasks]
     return f"{text}. Published: {'; '.join(sources)}." if sources else f"{text}."
-
-
-def write_page(
-    rows: Sequence[Row],
-    title: str,
-    file: Path,
-) -> None:
-    """Writes the table as an HTML page."""
-    headings, *lines = _columns(rows)
-    page = jinja2.Template(_PAGE, autoescape=True, keep_trailing_newline=True)
-    content = page.render(title=title, notes=notes(rows), headings=headings, lines=lines)
-    write_text(file, content)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 70rem }
-table { border-collapse: collapse; width: 100% }
-th, td { padding: .3rem .6rem; text-align: right }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
-td { border-top: 1px solid #ddd }
-td:first-child:empty, td:first-child:empty ~ td { border-top: 0 }
-tbody { border-top: 2px solid #444; border-bottom: 1px solid #ddd }
-</style>
-<h1>{{ title }}</h1>
-<p>{{ notes }}</p>
-<table><thead><tr>{% for name in headings %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>
-{% for line in lines -%}
-<tr>{% for text in line %}<td>{{ text }}</td>{% endfor %}</tr>
-{% endfor -%}
-</tbody></table></html>
-"""

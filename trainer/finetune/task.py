@@ -8,20 +8,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import trainer
 from data_pipeline.building.recipe import TaskData
 from data_pipeline.sources import SourceConfig
-from trainer.config import Kinds, Tree, decode, read_tree
-from trainer.config.tree import merge
+from trainer.config import Kinds, Tree, decode, read_tree, recipes
+from trainer.config.tree import files_of, merge
 from trainer.errors import ConfigError
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics.texts import METRICS
 
 _FOLDER = Path("configs", "tasks")
-# Tasks and recipes are looked up here first, then where samestep is installed.
-_FOLDERS = (_FOLDER, Path(trainer.__file__).parents[1] / _FOLDER)
+# Tasks and recipes are looked up here first, then among the files that come with samestep.
+_FOLDERS = (_FOLDER, recipes.FOLDER / "tasks")
+_ROWS = ("source", "heldout_fraction")  # settings that choose rows
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """The model that published scores are of, by settings that tell its family and size.
+
+    Attributes:
+        kind: of `model`; null is any.
+        layers: number of them; null is any.
+        width: of the hidden states; null is any.
+    """
+
+    kind: str | None = None
+    layers: int | None = None
+    width: int | None = None
+
+    def matches(self, model: Tree) -> bool:
+        """Whether the settings of a model agree."""
+        return all(value in (None, model.get(name)) for name, value in vars(self).items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +65,7 @@ class Config(TaskData):
         published: scores that others have reported, by metric; NAME/METRIC is of the further
             held-out rows NAME.
         published_by: who has reported them.
+        published_model: the model that the scores are of; others have none beside theirs.
     """
 
     objective: Annotated[Any, Kinds("trainer.objectives")]
@@ -60,6 +80,7 @@ class Config(TaskData):
     start: str | None = None
     published: dict[str, float] = field(default_factory=dict)
     published_by: str = "BERT-base (Devlin et al. 2019)"
+    published_model: PublishedModel = field(default_factory=PublishedModel)
 
     def __post_init__(self) -> None:
         # Training checks the settings that follow from epochs, warmup and patience.
@@ -109,6 +130,9 @@ class Task:
         experiment: settings of its runs that differ from the defaults.
         also: sources of further held-out rows, by name, on which finished runs are scored too. In
             the file, only the settings that differ from the task's own source.
+        own_rows: sets of held-out rows (a name of `also`, or "" for the task's own) that are others
+            than those of the published scores: a file names other rows after the file that states
+            the scores.
         generation: settings of `generation.Config` for finished runs that generate texts;
             max_new_tokens is by default the objective's target_length.
     """
@@ -118,6 +142,19 @@ class Task:
     experiment: Tree
     also: Mapping[str, SourceConfig] = field(default_factory=dict)
     generation: Mapping[str, object] = field(default_factory=dict)
+    own_rows: frozenset[str] = frozenset()
+
+    @property
+    def published(self) -> dict[str, float]:
+        """The published scores of these rows, in percent."""
+        scores = self.config.published
+        if "" in self.own_rows:  # a model trained on other rows is not comparable on any
+            return {}
+        return {
+            name: score
+            for name, score in scores.items()
+            if name.rpartition("/")[0] not in self.own_rows
+        }
 
     @classmethod
     def read(
@@ -159,7 +196,29 @@ class Task:
             _check_generation(config, sections["generation"])
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        return cls(path.stem, config, sections["experiment"], also, sections["generation"])
+        return cls(
+            path.stem,
+            config,
+            sections["experiment"],
+            also,
+            sections["generation"],
+            _own_rows(path),
+        )
+
+
+def _own_rows(path: Path) -> frozenset[str]:
+    """The sets of rows that a file changes after the last one that states scores."""
+    # Example: configs/tasks/glue/sst2.yaml has source and published. A file that is based on it
+    # and has another source, or just fewer of its rows, has rows without published scores.
+    own: set[str] = set()
+    for tree in files_of(path):
+        if "published" in tree:
+            own = set()
+            continue
+        if not tree.keys().isdisjoint(_ROWS):
+            own.add("")
+        own |= {name for name, changes in (tree.get("also") or {}).items() if changes}
+    return frozenset(own)
 
 
 def _check_generation(config: Config, generation: Tree) -> None:
@@ -195,7 +254,8 @@ def find_tasks(
 
     Args:
         names: files, or folders of files, relative to the working folder or to configs/tasks, with
-            or without .yaml; or just the name of a file in a folder of configs/tasks.
+            or without .yaml; names of recipes or of their folders, as recipes/tasks/glue; or just
+            the name of a file in a folder of configs/tasks.
         recipe: settings that replace the tasks' own: a file, or the name of one in configs/tasks.
 
     Raises:
@@ -213,7 +273,7 @@ def find_tasks(
 
 def _files(name: str) -> list[Path]:
     # A path comes before the bare name of a file in some folder of configs/tasks.
-    for place in (Path(name), *(folder / name for folder in _FOLDERS)):
+    for place in (Path(name), recipes.locate(name), *(folder / name for folder in _FOLDERS)):
         if files := sorted(place.glob("*.yaml")):
             return files
         for file in (place, place.with_name(f"{place.name}.yaml")):
@@ -237,7 +297,8 @@ def _read_recipe(name: str) -> Tree:
     known = {
         path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob("*.yaml"))
     }
-    path = Path(name) if Path(name).is_file() else known.get(name)
+    file = recipes.locate(name)
+    path = file if file.is_file() else known.get(name)
     if path is None:
         raise ConfigError(f"no recipe {name!r}. Use a file, or one of {', '.join(known)}.")
     tree = read_tree(path)

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import Tokens
-from trainer.command import progress_bar
 from trainer.errors import ConfigError
 from trainer.inference.features import check_new, chosen_layers, new_array, tokenize
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.progress import Progress
 from trainer.storage import write_text
 
 logger = logging.getLogger(__name__)
@@ -67,12 +67,15 @@ def write(
     lengths = np.array([len(text) for text in tokens])
     longest = int(lengths.max())
     shape = (len(tokens), len(layers), encoder.heads, longest, longest)
-    with new_array(output, shape, np.float32) as array, progress_bar(len(tokens)) as bar:
+    with (
+        new_array(output, shape, np.float32) as array,
+        Progress("reading texts", len(tokens)) as progress,
+    ):
         for numbers in batches(lengths, batch_tokens):
             found = encoder.attention([tokens[number] for number in numbers], layers).cpu().numpy()
             width = found.shape[-1]
             array[numbers, :, :, :width, :width] = found
-            bar.advance(bar.task_ids[0], len(numbers))
+            progress.advance(len(numbers))
         shown = [_text(encoder, text, array[i]) for i, text in enumerate(tokens[:_SHOWN_TEXTS])]
     title = f"Attention: {output.stem}"
     content = jinja2.Template(_PAGE, autoescape=True, keep_trailing_newline=True).render(

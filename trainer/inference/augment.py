@@ -22,13 +22,13 @@ from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabelled import Unlabelled
 from trainer.accelerators.detect import for_any_shapes
-from trainer.command import progress_bar
 from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, combine, name_key, uniform
 from trainer.inference.fill import encode_masked, load_masked_lm
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
 from trainer.models import Inputs
+from trainer.progress import Progress
 from trainer.storage import json_lines, shown
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def run(
         "settings": list(settings),
         "batch_tokens": batch_tokens,
     }
-    with resumable(output, made_of) as done, progress_bar(100) as bar:
+    with resumable(output, made_of) as done, Progress("proposing words", 1.0) as progress:
         if done.records:
             logger.info("resuming after row %d", done.records)
         logger.info("proposing words on %s", augmenter.device)
@@ -108,7 +108,7 @@ def run(
                 for changed in _copies(row, own, settings, key):
                     lines.append(json_lines.line(columns | dict(zip(texts, changed, strict=True))))
             done.add("".join(lines).encode(), len(read), len(lines))
-            bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
+            progress.update(read[-1].read)
     logger.info("wrote %s: %d rows, %d of them copies", output, done.rows, done.rows - done.records)
 
 

@@ -12,6 +12,7 @@ from trainer.checkpoint import integrity
 from trainer.errors import ConfigError, SamestepError
 from trainer.metrics import check_installed
 from trainer.objectives import Predictions, Task
+from trainer.progress import Progress
 from trainer.storage import json_lines
 from trainer.strategies import Strategy
 from trainer.training import run_folder
@@ -97,7 +98,13 @@ def _evaluate(
     )
     # As many batches as in training, so that the scores can be compared with its own.
     batches = experiment.training.evaluate_batches
-    scores, predictions = score(wrapped, objective, strategy, heldout, batches)
+    total = -(-heldout.examples // phase.global_batch_size)
+    total = min(total, batches or total)
+    # All ranks do the same work, so one of them shows it.
+    with Progress("evaluating", total if is_writer else None) as progress:
+        scores, predictions = score(
+            wrapped, objective, strategy, heldout, batches, progress=progress
+        )
     # All ranks have the same scores; one of them writes.
     if is_writer:
         stored = {f"heldout/{name}": value for name, value in scores.items()}

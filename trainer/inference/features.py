@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from data_pipeline.format.shards import Tokens
-from trainer.command import progress_bar
 from trainer.errors import ConfigError, SamestepError
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def write(
         if ragged:
             file = new_array(_offsets_file(output), offsets.shape, np.int64)
             stack.enter_context(file)[:] = offsets
-        bar = stack.enter_context(progress_bar(len(tokens)))
+        progress = stack.enter_context(Progress("reading texts", len(tokens)))
         for numbers in batches(lengths, batch_tokens):
             real, states = encoder([tokens[number] for number in numbers], set(features.layers))
             found = features.of(states, real).cpu().numpy()
@@ -180,7 +180,7 @@ def write(
             by_text = np.split(found, np.cumsum(rows[numbers])[:-1])
             for number, of_text in zip(numbers, by_text, strict=True):
                 array[offsets[number] : offsets[number + 1]] = of_text
-            bar.advance(bar.task_ids[0], len(numbers))
+            progress.advance(len(numbers))
     return shape
 
 

@@ -10,10 +10,10 @@ from itertools import islice
 from typing import TextIO
 
 from trainer.accelerators.detect import for_any_shapes
-from trainer.command import progress_bar
 from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config
+from trainer.progress import Progress
 from trainer.training.weights import load_weights
 
 # The generator sorts the texts of a call by length. More batches per call mean less padding, and
@@ -26,6 +26,7 @@ class TextGenerator:
 
     A model trained on sources and targets reads each text as a source, followed by the end token.
     A language model continues the text, which follows the token that starts training examples.
+    Sentinels in a text, such as <extra_id_0>, are tokens.
 
     Args:
         checkpoint: see `trainer.training.weights.load_weights`.
@@ -54,7 +55,7 @@ class TextGenerator:
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         """Returns the generated texts. Texts are numbered across calls, which keys sampling."""
-        encoded = self._tokenizer.encode_batch([self._prefix + text for text in texts])
+        encoded = self._tokenizer.encode_prompts([self._prefix + text for text in texts])
         sources = [[*self._before, *tokens.tolist(), *self._after] for tokens in encoded]
         # Sampling is keyed by the text's number, so batches do not change what is generated.
         first = self._done
@@ -80,7 +81,7 @@ def write(
     # A progress bar would be mixed with texts printed to the same terminal.
     prints_to_terminal = path is None and sys.stdout.isatty()
     total = None if given is None or prints_to_terminal else len(given)
-    with _output(path) as output, progress_bar(total) as bar:
+    with _output(path) as output, Progress("generating", total) as progress:
         while sources := list(islice(texts, group)):
             for source, text in zip(sources, generator(sources), strict=True):
                 line = " ".join(text.splitlines())
@@ -89,7 +90,7 @@ def write(
                 output.write(f"{line}\n")
             # A reader of a pipe, or of the file of a killed process, has all complete groups.
             output.flush()
-            bar.advance(bar.task_ids[0], len(sources))
+            progress.advance(len(sources))
 
 
 def checked(texts: Iterable[str], name: str) -> Iterator[str]:

@@ -26,7 +26,6 @@ from data_pipeline.sources.unlabelled import Unlabelled
 from trainer.accelerators import Precision
 from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint import integrity
-from trainer.command import progress_bar
 from trainer.config import decode
 from trainer.errors import ConfigError, DataError
 from trainer.examples import TaskRow
@@ -34,6 +33,7 @@ from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
 from trainer.objectives import classification, regression
 from trainer.objectives.rows import logits as logits_of
+from trainer.progress import Progress
 from trainer.publish.model_card import manifests_of
 from trainer.storage import json_lines, shown
 from trainer.training.experiment import Experiment
@@ -100,7 +100,7 @@ def run(
         "batch_tokens": batch_tokens,
     }
     # With a changed teacher or file, resuming stops with the name of what has changed.
-    with resumable(output, made_of) as done, progress_bar(100) as bar:
+    with resumable(output, made_of) as done, Progress("labeling", 1.0) as progress:
         if done.records:
             logger.info("resuming after row %d", done.records)
         logger.info("labelling on %s", labeler.device)
@@ -111,7 +111,7 @@ def run(
             kept, rows = _encode(read, source, labeler, skip)
             lines = _lines(kept, labeler(rows, batch_tokens), column)
             done.add("".join(lines).encode(), len(read), len(lines))
-            bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
+            progress.update(read[-1].read)
     skipped = done.records - done.rows
     logger.info("wrote %s: %d rows; %d were left out", output, done.rows, skipped)
     if labeler.is_classifier:

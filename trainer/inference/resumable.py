@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.errors import ConfigError
-from trainer.storage import json_lines, write_text
+from trainer.storage import flock, json_lines, write_text
 
 
 class Resumable:
@@ -78,7 +77,7 @@ def resumable(output: Path, made_of: dict[str, Any]) -> Iterator[Resumable]:
     with open(partial, "ab+") as file:
         # The lock ends with the process, so one that was killed does not block the next.
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
         except OSError as error:
             raise ConfigError(
                 f"another process writes {output}; wait for it, or name another file"

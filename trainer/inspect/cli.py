@@ -1,9 +1,10 @@
-"""The commands `samestep fetch`, `samestep report` and `samestep doctor`."""
+"""The commands `samestep fetch`, `report`, `watch`, `doctor` and `recipes`."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,6 +48,30 @@ def add_report(commands: Commands) -> None:
     report.add_argument("-o", "--output", metavar="HTML", help=help_)
 
 
+def add_watch(commands: Commands) -> None:
+    """Adds `watch` to the `samestep` command."""
+    watch = add_command(
+        commands,
+        "watch",
+        _watch,
+        "show one or several runs live in the browser, while they train",
+        "Ctrl-C ends it and writes the page as one HTML file. Of a run on another machine, start\n"
+        "it there and forward the port: ssh -L 8700:localhost:8700 HOST\n\n"
+        "example:\n  samestep watch runs/bert_mini runs/bert_mini_lr2",
+    )
+    watch.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="the output folder of a run or of a finetune-suite; it need not exist yet",
+    )
+    help_ = "port on this machine (default: 8700, or any if that is taken)"
+    watch.add_argument("--port", type=int, metavar="N", help=help_)
+    watch.add_argument("--once", action="store_true", help="only write the file, and end")
+    help_ = "the file to write at the end (default: report.html, in RUN if one)"
+    watch.add_argument("-o", "--output", metavar="HTML", help=help_)
+
+
 def add_doctor(commands: Commands) -> None:
     """Adds `doctor` to the `samestep` command."""
     doctor = add_command(
@@ -62,6 +87,40 @@ def add_doctor(commands: Commands) -> None:
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     help_ = "processes of the all-reduce (default: one per GPU, else two)"
     doctor.add_argument("--processes", type=int, metavar="N", help=help_)
+
+
+def add_recipes(commands: Commands) -> None:
+    """Adds `recipes` to the `samestep` command."""
+    recipes = add_command(
+        commands,
+        "recipes",
+        _recipes,
+        "list, print and copy the recipes that come with samestep",
+        "A recipe's name stands for its file wherever a command takes one.\n\n"
+        "examples:\n  samestep recipes\n  samestep recipes show recipes/pretrain/bert_base\n"
+        "  samestep recipes copy recipes/pretrain/bert_base .\n"
+        "  samestep train recipes/pretrain/bert_base",
+    )
+    subcommands = recipes.add_subparsers(title="commands", metavar="COMMAND")
+    show = add_command(
+        subcommands,
+        "show",
+        _show_recipe,
+        "print a recipe",
+        "`samestep config NAME` prints an experiment with every setting resolved.\n\n"
+        "example:\n  samestep recipes show recipes/pretrain/bert_base",
+    )
+    copy = add_command(
+        subcommands,
+        "copy",
+        _copy_recipe,
+        "copy a recipe, to change it",
+        "The copy names the recipes that it is based on, so it can lie in any folder.\n\n"
+        "example:\n  samestep recipes copy recipes/pretrain/bert_large .",
+    )
+    for each in (show, copy):
+        each.add_argument("name", metavar="NAME", help="as recipes/pretrain/bert_base")
+    copy.add_argument("folder", metavar="DIR", type=Path, help="the folder of the copy")
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -83,6 +142,15 @@ def _report(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _watch(args: argparse.Namespace) -> int:
+    from trainer.inspect.watch import watch
+    from trainer.monitoring.report import default_output
+
+    output = Path(args.output) if args.output else default_output(args.runs)
+    written = watch(args.runs, output, args.port, args.once)
+    return EXIT_FAILED if args.once and not written else EXIT_DONE
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -95,3 +163,32 @@ def _doctor(args: argparse.Namespace) -> int:
     experiment = load_experiment(args.file, args.overrides) if args.file else None
     passed = findings.report(doctor.examine(experiment, args.processes), Console())
     return EXIT_DONE if passed else EXIT_FAILED
+
+
+def _recipes(_args: argparse.Namespace) -> int:
+    from trainer.inspect import recipes
+
+    # A pipe gets whole sentences, and a terminal what fits on a line.
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for folder, found in recipes.listing():
+        sys.stdout.write(f"{folder}\n")
+        for name, summary in found:
+            line = f"  {name:52} {summary}"
+            if 0 < columns < len(line):
+                line = f"{line[: columns - 1]}…"
+            sys.stdout.write(f"{line}\n")
+    return EXIT_DONE
+
+
+def _show_recipe(args: argparse.Namespace) -> int:
+    from trainer.inspect import recipes
+
+    sys.stdout.write(recipes.file_of(args.name).read_text(encoding="utf-8"))
+    return EXIT_DONE
+
+
+def _copy_recipe(args: argparse.Namespace) -> int:
+    from trainer.inspect import recipes
+
+    sys.stdout.write(f"{recipes.copy(args.name, args.folder)}\n")
+    return EXIT_DONE

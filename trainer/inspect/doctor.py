@@ -19,6 +19,7 @@ import torch
 from trainer import __version__, storage
 from trainer.accelerators import version_of
 from trainer.accelerators.trial import OWN_ENVIRONMENT, software
+from trainer.errors import install_command
 from trainer.findings import Check, Finding, State, tried
 from trainer.inspect import preflight
 from trainer.metrics import check_installed
@@ -98,7 +99,7 @@ def _software() -> Iterator[Finding]:
     fix = ""
     if missing:
         found += f"; not installed: {', '.join(missing)}"
-        fix = f"if you need them: pip install 'samestep[{','.join(missing)}]'"
+        fix = f"if you need them: {install_command(*missing)}"
     yield Finding("extras", "ok", found, fix)
 
 
@@ -168,7 +169,7 @@ def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
     config = None if experiment is None else experiment.tracking.wandb
     missing: State = "failed" if config else "ok"  # only an experiment with W&B needs it
     if not version_of("wandb"):
-        fix = "pip install 'samestep[wandb]', or tracking.wandb=null" if config else ""
+        fix = f"{install_command('wandb')}, or tracking.wandb=null" if config else ""
         yield Finding("W&B", missing, "the package wandb is not installed", fix)
         return
     mode, has_key = wandb.resolve_mode((config or wandb.Config()).mode), wandb.has_key()

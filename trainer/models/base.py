@@ -158,7 +158,12 @@ class TransformerModel(Model):
             last = min(max(stop, part * size), (part + 1) * size)
             bound = config.normal_bound
             parts.append(initial_values(name, first, last, seed=seed, std=std, bound=bound))
-        return torch.cat(parts)
+        values = torch.cat(parts)
+        if (row := config.zero_row(name)) is not None:
+            # Elements [row * width, (row + 1) * width) of the table, counted from `start`.
+            first, last = (max(0, at * shape[1] - start) for at in (row, row + 1))
+            values[first:last] = 0
+        return values
 
     def start_from(self, stored: Stored) -> Start:
         """Initializes parameters from the tensors of the same names.

@@ -23,6 +23,9 @@ NormKind: TypeAlias = Literal["layer", "rms"]
 TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "question_answering"]
 Head: TypeAlias = Literal["language_model", TaskHead, "embedding"]
 
+WHOLE_NORMAL = 8.0
+"""A truncation in standard deviations that truncates nothing: fp64 has no probability beyond."""
+
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 """Minimum number of labels of heads with one output per label."""
 
@@ -240,7 +243,11 @@ class TransformerConfig(ModelConfig):
     @property
     def normal_bound(self) -> float:
         """Truncation of the normal distribution of initial weights, in standard deviations."""
-        return 8.0  # fp64 has no probability left beyond
+        return WHOLE_NORMAL
+
+    def zero_row(self, name: str) -> int | None:
+        """The row of a table that begins with zeros; None: there is none."""
+        return None
 
     @abstractmethod
     def initial_std(self, name: str) -> tuple[float, ...]:

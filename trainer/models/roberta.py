@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from trainer.errors import ConfigError
 from trainer.models import bert
-from trainer.models.config import Activation
+from trainer.models.config import WHOLE_NORMAL, Activation
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,11 @@ class Config(bert.Config):
     """RoBERTa-base.
 
     Position p is row p + 2 of the table, as in fairseq, which skips rows up to the padding id.
+
+    Attributes:
+        initialization: "bert", a normal distribution truncated at two standard deviations; or
+            "fairseq", as in the original code: not truncated, and zeros in the row of the padding
+            token, id 1.
     """
 
     position_offset: ClassVar[int] = 2
@@ -44,6 +49,7 @@ class Config(bert.Config):
     vocab_size: int = 50265
     type_vocab: int = 1
     norm_eps: float = 1e-5
+    initialization: Literal["bert", "fairseq"] = "bert"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +63,17 @@ class Config(bert.Config):
     def settings_for(self) -> Mapping[str, str]:
         settings = super().settings_for
         return {name: settings[name] for name in settings if name != "next_sentence"}
+
+    @property
+    def normal_bound(self) -> float:
+        # fairseq's init_bert_params calls normal_(mean=0, std=0.02).
+        return WHOLE_NORMAL if self.initialization == "fairseq" else super().normal_bound
+
+    def zero_row(self, name: str) -> int | None:
+        tables = ("embeddings.tokens.weight", "embeddings.positions.weight")
+        if self.initialization == "fairseq" and name in tables:
+            return self.special_ids["pad_token_id"]
+        return None
 
     @property
     def head_activation(self) -> Activation:

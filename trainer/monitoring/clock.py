@@ -9,8 +9,27 @@ counts only if the device runs out of work meanwhile.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 from trainer.accelerators import Accelerator
+
+_PAUSES = ("evaluation", "checkpoint")
+_LAST = "optimizer"  # section of a step
+
+
+class Reading(NamedTuple):
+    """Time since the last reading.
+
+    Attributes:
+        seconds: by section.
+        steps: seconds of each step that ended, without pauses. Time between two steps, such as for
+            logging, counts in the later one.
+        pauses: name and seconds of each evaluation and checkpoint.
+    """
+
+    seconds: dict[str, float]
+    steps: list[float]
+    pauses: list[tuple[str, float]]
 
 
 class Clock:
@@ -20,6 +39,8 @@ class Clock:
         self._accelerator = accelerator
         self._last = accelerator.mark()
         self._sections: list[tuple[str, object, object]] = []
+        # Seconds of the open step, as far as they were read.
+        self._step = 0.0
 
     def end_section(self, name: str) -> None:
         """Records the time since the last call under `name`."""
@@ -27,11 +48,21 @@ class Clock:
         self._sections.append((name, self._last, mark))
         self._last = mark
 
-    def read(self) -> dict[str, float]:
-        """Returns the seconds of each section since the last reading; waits for the device."""
+    def read(self) -> Reading:
+        """Returns the time since the last reading; waits for the device."""
         seconds: dict[str, float] = defaultdict(float)
+        steps: list[float] = []
+        pauses: list[tuple[str, float]] = []
         for name, begin, end in self._sections:
-            seconds[name] += self._accelerator.seconds(begin, end)
+            elapsed = self._accelerator.seconds(begin, end)
+            seconds[name] += elapsed
+            if name in _PAUSES:
+                pauses.append((name, elapsed))
+                continue
+            self._step += elapsed
+            if name == _LAST:
+                steps.append(self._step)
+                self._step = 0.0
         # `_last` stays: the time since the last mark belongs to the next section that ends.
         self._sections = []
-        return dict(seconds)
+        return Reading(dict(seconds), steps, pauses)

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainer.errors import DataError, SamestepError
-from trainer.monitoring import Tracker
+from trainer.monitoring import Level, Tracker
 from trainer.storage import write_text
 
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = dict[str, Any]
 """A line of a file: step, time, and numbers or words by name."""
+
+ALERTS = "alerts.jsonl"
+"""File in a run's folder: faults, failures and restarts, with level, title and text."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -30,13 +33,58 @@ def read_rows(path: Path) -> Iterator[Row]:
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                row |= {"step": int(row["step"]), "time": float(row["time"])}
-            except (ValueError, TypeError, KeyError):
+            row = _parse(line)
+            if row is None:
                 logger.warning("%s, line %d is not a row of metrics; it is skipped", path, number)
                 continue
             yield row
+
+
+def _parse(line: str | bytes) -> Row | None:
+    """Returns the row of a line; None for a torn line, or one without a step and a time."""
+    try:
+        row = json.loads(line)
+        found: Row = row | {"step": int(row["step"]), "time": float(row["time"])}
+    except (ValueError, TypeError, KeyError):
+        return None
+    return found
+
+
+class RowReader:
+    """Reads a file of rows while another process appends to it; each line is read once.
+
+    A run that continues from a checkpoint removes its later rows. The reader then starts over: it
+    notices because the last line that it has read is no longer in its place.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = 0  # of the last whole line read
+        self._last = b""
+
+    def read(self) -> tuple[list[Row], bool]:
+        """Returns the new rows, and whether they replace all rows that were returned before.
+
+        The end of a line that is being written is left for the next call. A missing file has no
+        rows.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._end - len(self._last))
+                replaced = file.read(len(self._last)) != self._last
+                if replaced:
+                    file.seek(0)
+                    self._end, self._last = 0, b""
+                lines = file.read().splitlines(keepends=True)
+        except FileNotFoundError:
+            replaced, self._end, self._last = self._end > 0, 0, b""
+            return [], replaced
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        if lines:
+            self._end += sum(map(len, lines))
+            self._last = lines[-1]
+        return [row for row in map(_parse, lines) if row is not None], replaced
 
 
 def read_metrics(run: str | Path) -> list[Row]:
@@ -76,7 +124,8 @@ def scores_of(
 class JsonlTracker(Tracker):
     """Appends rows to metrics.jsonl, unbuffered, so that a killed process loses none.
 
-    While the disk is full, rows wait in memory and training continues.
+    While the disk is full, rows wait in memory and training continues. Alerts go to alerts.jsonl in
+    the same folder.
 
     Args:
         path: the file; created if missing.
@@ -97,6 +146,7 @@ class JsonlTracker(Tracker):
             self._file = path.open("ab", buffering=0)
         self._waiting = b""
         self._warned = False
+        self._step = resume_step or 0
 
     def log(
         self,
@@ -104,6 +154,7 @@ class JsonlTracker(Tracker):
         metrics: Mapping[str, float | str],
     ) -> None:
         """Appends a row."""
+        self._step = step
         row = {"step": step, "time": round(time.time(), 3), **metrics}
         self._waiting += f"{json.dumps(row)}\n".encode()
         try:
@@ -114,6 +165,14 @@ class JsonlTracker(Tracker):
                 text = "rows of %s wait in memory: %s; free space or give access"
                 logger.warning(text, self.path, error.strerror)
             self._warned = True
+
+    def alert(self, level: Level, title: str, text: str) -> None:
+        """Appends to alerts.jsonl."""
+        row: Row = {"step": self._step, "time": round(time.time(), 3)}
+        row |= {"level": level, "title": title, "text": text}
+        # The run may be failing because of the disk, and its own error must be the one shown.
+        with suppress(OSError), self.path.with_name(ALERTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
         """Flushes rows to the disk, as far as there is space, so that they survive a power loss."""

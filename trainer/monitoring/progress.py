@@ -1,15 +1,14 @@
-"""Progress of a run: a bar on a terminal, elsewhere a log line for each row of metrics."""
+"""Progress of a run: a line on a terminal, elsewhere a log line for each row of metrics."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from trainer.monitoring import Tracker
+from trainer.progress import Progress, ends_in
 
 logger = logging.getLogger(__name__)
 
@@ -29,35 +28,35 @@ class ProgressTracker(Tracker):
         total_steps: int,
         console: Console | None = None,
     ) -> None:
-        console = console or Console(stderr=True)
         self._total_steps = total_steps
-        # A bar in a log file would be a line for each update, so elsewhere each row is logged.
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("", total=total_steps, completed=step)
-            self._bar.start()
-            console.show_cursor()  # a killed process could not restore it
+        # Elsewhere each row is logged, and a line at times would say the same again.
+        self._progress = Progress(
+            "", total_steps, done=step, logs=False, stays=True, console=console
+        )
+        self._progress.start()
 
     def log(
         self,
         step: int,
         metrics: Mapping[str, float],
     ) -> None:
-        """Updates the bar; rows without training metrics are printed above it."""
+        """Updates the line; rows without training metrics are printed above it."""
         text = describe(metrics)
-        if self._bar is None:
+        # After the last step only its evaluation and checkpoint are left.
+        left = time_left(metrics) if step < self._total_steps else ""
+        if not self._progress.on_terminal:
+            text = "  ".join(filter(None, (text, left)))
             logger.info("step %d/%d  %s", step, self._total_steps, text)
         elif "train/loss" in metrics:
-            self._bar.update(self._task, completed=step, description=text)
+            self._progress.update(step, text, left)
         else:
-            self._bar.console.print(f"step {step}/{self._total_steps}  {text}", highlight=False)
+            self._progress.console.print(
+                f"step {step}/{self._total_steps}  {text}", highlight=False
+            )
 
     def close(self) -> None:
-        """Stops updating the bar."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Stops updating the line."""
+        self._progress.stop()
 
 
 _SHOWN = {  # in this order
@@ -71,6 +70,11 @@ _SHOWN = {  # in this order
 def describe(metrics: Mapping[str, float]) -> str:
     """Formats a row: its main training metrics, or all metrics if it has none of them."""
     shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
-    if "perf/eta_seconds" in metrics:
-        shown.append(f"eta {timedelta(seconds=round(metrics['perf/eta_seconds']))}")
     return "  ".join(shown or (f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def time_left(metrics: Mapping[str, float]) -> str:
+    """Formats a row's forecast; empty if it has none, as in the first steps."""
+    if "perf/eta_seconds" not in metrics:
+        return ""
+    return ends_in(metrics["perf/eta_low_seconds"], metrics["perf/eta_high_seconds"])

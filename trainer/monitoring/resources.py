@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 
 from trainer.accelerators import Accelerator
@@ -23,9 +22,15 @@ class Resources:
         `perf/peak_rss_gib` is the host's, since the process started; `perf/peak_memory_gib` is the
         device's, since training started, if it has its own memory.
         """
-        # Peaks do not fall again, so one reading at a row misses nothing between rows.
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
-        peaks = {"perf/peak_rss_gib": rss / 2**30}
+        peaks = {}
+        try:
+            import resource  # POSIX only
+        except ImportError:
+            pass
+        else:
+            # Peaks do not fall again, so one reading at a row misses nothing between rows.
+            rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+            peaks["perf/peak_rss_gib"] = rss / 2**30
         device = self._accelerator.peak_memory()
         if device is not None:
             peaks["perf/peak_memory_gib"] = device / 2**30

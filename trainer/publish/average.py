@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.config import read_tree
 from trainer.errors import CheckpointError, ConfigError
+from trainer.progress import Progress
 from trainer.training.weights import Weights, checkpoints_of, load_weights
 
 logger = logging.getLogger(__name__)
@@ -85,10 +84,11 @@ def _write(
     """Writes a run's folder with one checkpoint, which has the number of the newest step."""
     newest = loaded[-1]
     # One tensor at a time, so that memory holds one model, however many checkpoints there are.
-    tensors = {
-        f"model/{name}": _mean([weights.tensors[name] for weights in loaded], fractions)
-        for name in track(list(newest.tensors), "averaging", console=Console(stderr=True))
-    }
+    with Progress("averaging", len(newest.tensors)) as progress:
+        tensors = {
+            f"model/{name}": _mean([weights.tensors[name] for weights in loaded], fractions)
+            for name in progress.track(newest.tensors)
+        }
     meta = {
         name: value
         for name, value in integrity.read_meta(newest.folder).items()

@@ -24,18 +24,30 @@ from trainer.training.weights import Weights, load_weights
 logger = logging.getLogger(__name__)
 
 
-def export(checkpoint: str, folder: str, part: str | None = None) -> None:
+def export(checkpoint: str, folder: str, part: str | None = None, name: str | None = None) -> None:
     """Exports a checkpoint to Hugging Face format: weights, tokenizer and a model card.
 
     LoRA is merged into the weights.
 
     Args:
         part: a model inside of the checkpoint's, as ELECTRA's `generator`; None: the model.
+        name: of the model in its card; None: the folder's.
 
     Raises:
         ConfigError: `transformers` has no such model, or there is no such part.
     """
-    weights = whole = load_weights(checkpoint)
+    export_weights(load_weights(checkpoint), checkpoint, folder, part, name)
+
+
+def export_weights(
+    weights: Weights,
+    checkpoint: str,
+    folder: str,
+    part: str | None = None,
+    name: str | None = None,
+) -> None:
+    """Exports weights that were loaded from `checkpoint`; see `export`."""
+    whole = weights
     prefix = ""
     if part is not None:
         parts = weights.config.export_parts()
@@ -49,7 +61,6 @@ def export(checkpoint: str, folder: str, part: str | None = None) -> None:
     # Before any file is written: an export that transformers reads wrongly is worse than none.
     _check_padding(weights, vocabulary)
     mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
-    card = model_card.write(weights, checkpoint, Path(folder).absolute().name, mask)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
         padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
@@ -68,6 +79,9 @@ def export(checkpoint: str, folder: str, part: str | None = None) -> None:
         if ours.head == "embedding":
             length = sys.maxsize if ours.max_positions is None else ours.max_positions
             more = sentence_transformers.files(ours, length)
+        name = name or Path(folder).absolute().name
+        packages = model_card.packages(weights.config, Path(files))
+        card = model_card.write(weights, checkpoint, name, packages, mask)
         huggingface.save_folder(Path(folder), config, tensors, Path(files), card, more=more)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
@@ -93,12 +107,14 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     if revision:
         content["revision"] = revision
     tokenizer = weights.load_tokenizer()
-    card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
+    own_name = Path(folder).absolute().name
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
         # Without a padding token, `adapt` would add one, and the base's embeddings lack its row.
         if tokenizer.vocabulary.pad is not None:
             exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
+        packages = model_card.packages(weights.config, Path(files), adapter=True)
+        card = model_card.write(weights, checkpoint, own_name, packages, base=base)
         huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
     logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
     if base.step is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from data_pipeline.reading.remote import load_manifest
 from trainer.checkpoint import integrity
 from trainer.config import Tree
 from trainer.errors import SamestepError
+from trainer.models import ModelConfig
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import shown
 from trainer.storage.hub import is_hub_path, name_and_revision
@@ -117,6 +118,9 @@ base_model: {{ hub_name }}
 {% endif -%}
 ## Use
 
+{% filter fenced("") -%}
+pip install {{ packages | join(" ") }}
+{% endfilter %}
 {% include "adapter" if base else [pipeline, "pipeline"] %}
 {%- if config %}
 ## Configuration
@@ -215,8 +219,31 @@ model = PeftModel.from_pretrained(base, {{ name | repr }})
 }
 
 
+def packages(model: ModelConfig, tokenizer: Path, adapter: bool = False) -> list[str]:
+    """Returns the packages that load an exported model or adapter.
+
+    Args:
+        tokenizer: folder of its tokenizer.
+        adapter: whether it is an adapter for the `peft` library.
+    """
+    names = ["torch", "transformers"]
+    if adapter:
+        names.append("peft")
+    if model.head == "embedding":
+        names.append("sentence-transformers")
+    # Without tokenizer.json, transformers converts the SentencePiece model by these two.
+    if not (tokenizer / "tokenizer.json").is_file():
+        names += ["sentencepiece", "protobuf"]
+    return names
+
+
 def write(
-    weights: Weights, source: str, name: str, mask: str | None = None, base: Weights | None = None
+    weights: Weights,
+    source: str,
+    name: str,
+    packages: Sequence[str],
+    mask: str | None = None,
+    base: Weights | None = None,
 ) -> str:
     """Returns the card of an exported model or adapter.
 
@@ -224,6 +251,7 @@ def write(
         weights: the model.
         source: where it was loaded from: a run, a checkpoint, a Hugging Face folder or hf://NAME.
         name: of the exported folder.
+        packages: that load it.
         mask: the mask token, if there is one.
         base: the model that an exported adapter belongs to; None for a whole model.
     """
@@ -271,6 +299,7 @@ def write(
         config=tree,
         facts=facts,
         pipeline=pipeline,
+        packages=packages,
         mask=mask,
         base=base,
         hub_name=hub_name,

@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
+from trainer.publish import fast_tokenizer
 
 PADDING = "<|pad|>"
 _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -23,13 +24,14 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
       `objectives.task_rows.RowTask` has them. `transformers` finds the pooled position by looking
       for the last token that is not padding, so a tokenizer without a padding token gets one.
 
-    A folder with a SentencePiece model needs no change.
+    - A SentencePiece model of T5's kind gets the tokenizer.json that `transformers` reads first.
 
     Returns:
         The id of the padding token; None if there is none.
     """
     pad = vocabulary.pad
     if not (folder / _MODEL).is_file():
+        fast_tokenizer.convert(folder, vocabulary)
         return pad
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     if config.type_vocab > 1:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from data_pipeline.packing.policy import check_rows
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from trainer.config import to_tree
 from trainer.errors import ConfigError
@@ -28,7 +29,12 @@ def check_compatibility(
 
     Raises:
         ConfigError: names the settings that contradict each other.
+        DataError: the dataset holds other rows than the objective reads.
     """
+    phases = experiment.resolved_phases()
+    # First: every other message would send a user with the wrong dataset astray.
+    for phase, objective in zip(phases, objectives, strict=True):
+        check_dataset(dataset, objective, phase.sequence_length)
     config, packing = experiment.model, experiment.data.packing
     vocabulary = dataset.tokenizer.vocabulary.size
     if vocabulary > config.vocab_size:
@@ -39,7 +45,7 @@ def check_compatibility(
     _check_lengths(experiment, model)
     # As plain values: a strategy knows no class of the experiment, which contains its own.
     experiment.strategy.check(to_tree(experiment))
-    for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
+    for phase, objective in zip(phases, objectives, strict=True):
         check_needs(replace(experiment, objective=phase.objective), objective, model)
     _check_labels(experiment, dataset)
     _check_start_token(experiment, dataset)
@@ -49,6 +55,17 @@ def check_compatibility(
         if config.type_vocab:
             has = f"model.type_vocab is {config.type_vocab}; set it to 2"
         raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
+
+
+def check_dataset(dataset: AnyDataset, objective: Objective, sequence_length: int) -> None:
+    """Rejects a dataset of documents for a task's objective, or of another task's rows.
+
+    Raises:
+        DataError: names the dataset and what the objective reads.
+    """
+    spec = objective.pack_spec(sequence_length)
+    for source in named_sources(dataset).values():
+        check_rows(source.manifest, source.name, spec)
 
 
 def _check_lengths(experiment: Experiment, model: Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import differences, to_tree
+from trainer.config.tree import of_kinds
 from trainer.errors import ConfigError
 from trainer.training.best import Best
 from trainer.training.experiment import Experiment
@@ -36,7 +37,7 @@ def check_settings(experiment: Experiment, source: Checkpointer, step: int) -> N
         ConfigError: lists the differences.
     """
     trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
-    changes = differences(trained, to_tree(experiment))
+    changes = of_kinds(differences(trained, to_tree(experiment)))
     listed = [
         f"{key}: {old} -> {new}"
         for key, (old, new) in changes.items()

@@ -1,14 +1,14 @@
-"""The work of a run in FLOPs, and how long it may take."""
+"""The work of a run in FLOPs, and what is measured to forecast its end."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 
+from trainer.monitoring.forecast import Schedule, TimeLeft
 from trainer.monitoring.throughput import Throughput
 from trainer.partition import whole_shape
 from trainer.training.experiment import Experiment
@@ -63,17 +63,35 @@ def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
             for phase, objective in zip(trainer.phases, trainer.objectives, strict=True)
         ]
         positions_until = _until(trainer, positions)
+    flops = flops_until(experiment, trainer)
     return Throughput(
         trainer.state.step,
-        experiment.training.steps,
-        flops_until=flops_until(experiment, trainer),
+        flops_until=flops,
         peak_flops=peak * trainer.strategy.replica.count if peak else None,
         positions_until=positions_until,
+        time_left=TimeLeft(trainer.state.step, _schedule(experiment, trainer, flops)),
+    )
+
+
+def _schedule(experiment: Experiment, trainer: Trainer, flops: Callable[[int], float]) -> Schedule:
+    settings, checkpoint, batches = experiment.training, experiment.checkpoint, 0
+    if settings.evaluate_every is not None:
+        heldout, phase = trainer.loaders.heldout(trainer.phase), trainer.phase
+        batches = -(-heldout.examples // phase.global_batch_size)
+        heldout.close()
+        batches = min(batches, settings.evaluate_batches or batches)
+    return Schedule(
+        settings.steps,
+        # By FLOPs, not steps: later phases of a run may have longer sequences.
+        work_until=flops,
+        evaluate_every=settings.evaluate_every,
+        evaluation_batches=batches,
+        save_every=[each for each in (checkpoint.every, checkpoint.snapshot_every) if each],
     )
 
 
 def report(experiment: Experiment, trainer: Trainer) -> None:
-    """Logs, before the first step, what is about to run and how long it may take."""
+    """Logs, before the first step, what is about to run."""
     settings, accelerator = experiment.training, trainer.strategy.accelerator
     devices, first = trainer.strategy.replica.count, trainer.state.step
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
@@ -85,15 +103,10 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
         _report_batch(trainer, phase)
     done = flops_until(experiment, trainer)
     flops = done(settings.steps) - done(first)
-    per_second = accelerator.expected_flops(settings.precision)
-    most = estimate = ""
-    if experiment.data.group_by_length is not None:
-        most = " at most"
-    elif per_second:
-        seconds = flops / per_second / devices
-        estimate = f", {timedelta(seconds=round(seconds))} or more"
+    # No time is given: how fast these devices are is known only after the first steps.
+    most = " at most" if experiment.data.group_by_length is not None else ""
     steps = f"steps {first + 1} to {settings.steps}"
-    logger.info("work         %s, %.3g FLOPs%s%s", steps, flops, most, estimate)
+    logger.info("work         %s, %.3g FLOPs%s", steps, flops, most)
     logger.info("output       %s", experiment.output)
 
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from data_pipeline.reading.concat_dataset import AnyDataset
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Kinds
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
+from trainer.training.added_tokens import ExtendedRows, extended_rows
 from trainer.training.weights import Weights
 
 logger = logging.getLogger(__name__)
 
 
+class HasTokenizer(Protocol):
+    """A dataset, or a stand-in that has its name and tokenizer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
 def stored_values(
-    weights: Weights, model: Model, dataset: AnyDataset, seed: int | None = None
+    weights: Weights, model: Model, dataset: HasTokenizer, seed: int | None = None
 ) -> InitialValues:
     """Returns the parameter values of a trained model for `model`.
 
@@ -51,8 +62,16 @@ def stored_values(
                     "frozen"
                 )
     sources = {name: source for name, source in start.sources.items() if source is not None}
+    tensors = weights.tensors.with_added(start.added)
+    extended: dict[str, ExtendedRows] = {}
+    if seed is not None:
+        extended = _extended_rows(weights, model, dataset, tensors, sources)
     # Every stored tensor must be used or be expendable: one that is not is a sign of other weights.
-    wrong = [name for name, source in sources.items() if stored.shapes.get(source) != shapes[name]]
+    wrong = [
+        name
+        for name, source in sources.items()
+        if stored.shapes.get(source) != shapes[name] and name not in extended
+    ]
     used = {*shapes, *sources.values(), *start.added.values()}
     unused = [name for name in stored.shapes if name not in used]
     unknown = [name for name in unused if name not in start.unused]
@@ -70,12 +89,13 @@ def stored_values(
     new = [name for name in shapes if name not in sources]
     if new:
         logger.info("initialized at random: %s", ", ".join(new))
-    _check_tokenizer(weights, dataset)
-    tensors = weights.tensors.with_added(start.added)
+    _check_tokenizer(weights, dataset, may_extend=seed is not None)
 
     # Called for the partition of each parameter that this process holds: under FSDP, no process
     # reads the whole model.
     def values(name: str, first: int, stop: int) -> Tensor:
+        if name in extended:
+            return extended[name](first, stop)
         if name in sources:
             return tensors.elements(sources[name], first, stop).float()
         assert seed is not None, "weights of this very model hold all of its parameters"
@@ -98,9 +118,48 @@ def _fix(stored: ModelConfig, own: ModelConfig) -> str:
     return f"set {settings} as it was there, or start from other weights"
 
 
-def _check_tokenizer(weights: Weights, dataset: AnyDataset) -> None:
-    """Rejects a dataset of another tokenizer: its token ids would mean other words."""
-    if weights.load_tokenizer().fingerprint == dataset.tokenizer.fingerprint:
+def _extended_rows(
+    weights: Weights,
+    model: Model,
+    dataset: HasTokenizer,
+    tensors: StoredTensors,
+    sources: Mapping[str, str],
+) -> dict[str, ExtendedRows]:
+    """The parameters with rows for tokens that the weights lack; see `added_tokens`.
+
+    Raises:
+        ConfigError: such a parameter is frozen.
+    """
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    before, now = weights.load_tokenizer(), dataset.tokenizer
+    size, is_extended = before.vocabulary.size, now.extends(before)
+    stored = {name: source for name, source in sources.items() if source in tensors}
+    found = extended_rows(tensors, stored, shapes, model.config, size, is_extended)
+    for name in found:
+        if not parameters[name].requires_grad:
+            raise ConfigError(
+                f"{name} is frozen, and the rows of the tokens that {weights.folder} lacks would "
+                "never be trained. Take it out of frozen, or train without model.peft first."
+            )
+    if found:
+        new = now.vocabulary.size - size if is_extended else 0
+        logger.info(
+            "%d tokens are new; they start as the mean of the others in %s", new, ", ".join(found)
+        )
+    return found
+
+
+def _check_tokenizer(weights: Weights, dataset: HasTokenizer, may_extend: bool) -> None:
+    """Rejects a dataset of another tokenizer: its token ids would mean other words.
+
+    Args:
+        may_extend: whether the dataset's tokenizer may have further tokens.
+    """
+    own = weights.load_tokenizer()
+    if own.fingerprint == dataset.tokenizer.fingerprint:
+        return
+    if may_extend and dataset.tokenizer.extends(own):
         return
     copy, folder = "", str(weights.tokenizer)
     if not isinstance(weights.tokenizer, Path):

@@ -14,6 +14,7 @@ from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch, Predictions, Task
 from trainer.objectives.predictions import Gatherer
+from trainer.progress import Progress
 from trainer.strategies import Strategy
 
 Batch: TypeAlias = Mapping[str, Tensor]
@@ -79,6 +80,7 @@ def score(
     loader: Loader,
     batches: int | None,
     work: str = "evaluation",
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Scores a model on the batches of a loader, and closes the loader. Collective.
 
@@ -86,11 +88,13 @@ def score(
         model: as `strategy.prepare` returns it; left in eval mode.
         batches: number of global batches; None takes all.
         work: name for `Accelerator.graph`.
+        progress: counts the batches; None shows nothing.
     """
     model.eval()
     meter = Meter(strategy.accelerator.to_device)
     gatherer = Gatherer(loader.examples)
-    for micro_batches in itertools.islice(loader, batches):
+    chosen = itertools.islice(loader, batches)
+    for micro_batches in chosen if progress is None else progress.track(chosen):
         with strategy.accelerator.graph(work):
             totals = _global_weights(objective, strategy, micro_batches)
             columns = _over_batch(model, objective, strategy, micro_batches)

@@ -93,7 +93,8 @@ class Recorder:
 
     def rates(self, state: TrainState) -> dict[str, float]:
         """Closes the window: writes the ledger's row, returns throughput, memory and energy."""
-        seconds, replica = self._clock.read(), self._strategy.replica
+        reading, replica = self._clock.read(), self._strategy.replica
+        seconds = reading.seconds
         # Each replica fills in its own element, so the sum over replicas is all of them (in
         # microseconds, as the collective sums integers).
         own_work = [0] * replica.count
@@ -105,7 +106,7 @@ class Recorder:
         rates |= stragglers.slowest([each / 1e6 for each in own_work], sum(seconds.values()))
         if self._throughput is not None:
             positions = state.tokens - self._logged_tokens
-            rates |= self._throughput.measure(state.step, positions, filled, seconds)
+            rates |= self._throughput.measure(state.step, positions, filled, reading)
         accelerator, loss_scale = self._strategy.accelerator, self._strategy.loss_scale
         if accelerator.compiles:
             rates["perf/compilations"] = float(sum(accelerator.compilations.values()))

@@ -181,10 +181,13 @@ def only_writer_of(experiment: Experiment, rank: int) -> Iterator[None]:
         # Rank 0 represents the run; the other ranks write into folders that it has locked.
         if rank == 0:
             checkpoints, output = checkpoint_folder(experiment), Path(experiment.output)
-            locks.enter_context(only_writer(checkpoints))
+            needed_by = chosen = f"output={experiment.output}"
+            if experiment.checkpoint.folder is not None:
+                needed_by = f"checkpoint.folder={experiment.checkpoint.folder}"
+            locks.enter_context(only_writer(checkpoints, needed_by))
             same = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
             if experiment.checkpoint.folder is not None and not same:
-                locks.enter_context(only_writer(output))
+                locks.enter_context(only_writer(output, chosen))
         yield
 
 

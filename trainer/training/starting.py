@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.models.config import FEWEST_LABELS
 from trainer.storage import is_url
+from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_config
 
@@ -91,9 +92,12 @@ def model_of(tree: Tree) -> Tree:
         CheckpointError, DataError: the weights or the dataset cannot be read.
     """
     config = load_config(tree["init_from"])
-    dataset = decode(DataConfig, tree.get("data"), "data").open()
+    data = decode(DataConfig, tree.get("data"), "data")
+    dataset = data.open()
     objective = decode(Annotated[Any, _OBJECTIVES], tree.get("objective"), "objective")
-    needs = objective.build(dataset.tokenizer.vocabulary).needs
+    built = objective.build(dataset.tokenizer.vocabulary)
+    check_dataset(dataset, built, data.sequence_length)
+    needs = built.needs
     labels: tuple[str, ...] = ()
     task = next(iter(named_sources(dataset).values())).manifest.task
     if task is not None and not needs.isdisjoint(FEWEST_LABELS):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import differences
+from trainer.config.tree import of_kinds
 from trainer.errors import CheckpointError
 from trainer.optim import groups
 
@@ -87,7 +88,8 @@ def changes_since(meta: Meta, description: Meta) -> str:
             "gone on), or start a new run with init_from"
         )
     changes = differences(meta["config"], description["config"])
-    listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
+    shown = of_kinds(changes)
+    listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in shown.items())
     if any(key.startswith("model.") and "dropout" not in key for key in changes):
         raise CheckpointError(
             f"the checkpoint is of another model ({listed}). Use its settings, or another output"

@@ -166,11 +166,11 @@ def test_chips_without_software_are_named(machine: Path, caplog: pytest.LogCaptu
     plug_in(machine, [V5E], ("vfio/0",))
     assert isinstance(detect.detect(), cpu.CpuAccelerator)
     (warning,) = caplog.messages
-    assert "this machine has TPUs: pip install 'samestep[tpu]'" in warning
+    assert "this machine has TPUs: pip install 'torch==2.9.*'" in warning
     (finding,) = trial.devices(None)
     assert (finding.state, finding.fix) == (
         "failed",
-        "pip install 'samestep[tpu]', in an environment of its own",
+        "pip install 'torch==2.9.*' 'torch-xla[pallas,tpu]==2.9.*', in an environment of its own",
     )
 
 

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 def test_without_torch_xla_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "version_of", {}.get)
     with pytest.raises(
-        ConfigError, match=r"needs torch-xla and its torch\. .* pip install 'samestep\[tpu\]'"
+        ConfigError, match=r"needs torch-xla and its torch\. .* pip install 'torch==2"
     ):
         xla.Config().build()
 

@@ -14,7 +14,7 @@ from data_pipeline.building.build import build
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import multiple_choice, question_answering, table_pairs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.finetune.chance import chance
+from trainer.finetune.chance import constant_scores, upper_end
 from trainer.finetune.cli import _slots
 from trainer.objectives import multiple_choice as choosing
 from trainer.objectives import question_answering as answering
@@ -76,7 +76,7 @@ def test_of_choices_the_one_that_is_right_most_often(tmp_path: Path) -> None:
     ]
     dataset = built(multiple_choice.Config, rows, tmp_path)
     objective = choosing.Config(choices=3).build(dataset.tokenizer.vocabulary)
-    assert chance(objective, dataset, "accuracy") == pytest.approx(3 / 5)
+    assert constant_scores(objective, dataset, ["accuracy"]) == {"accuracy": pytest.approx(3 / 5)}
 
 
 def test_of_questions_those_without_an_answer_where_there_may_be_none(tmp_path: Path) -> None:
@@ -89,19 +89,12 @@ def test_of_questions_those_without_an_answer_where_there_may_be_none(tmp_path: 
     dataset = built(question_answering.Config, rows, tmp_path)
     for impossible, expected in ((True, 1 / 4), (False, 0.0)):
         objective = answering.Config(impossible=impossible).build(dataset.tokenizer.vocabulary)
-        assert (
-            chance(objective, dataset, "f1")
-            == chance(objective, dataset, "exact_match")
-            == expected
-        )
+        found = constant_scores(objective, dataset, ["f1", "exact_match"])
+        assert found == {"f1": expected, "exact_match": expected}
         if impossible:
             of_kinds = ("has_answer_f1", "has_answer_exact_match", "no_answer_accuracy", "best_f1")
-            assert [chance(objective, dataset, score) for score in of_kinds] == [
-                0.0,
-                0.0,
-                1.0,
-                expected,
-            ]
+            found = constant_scores(objective, dataset, of_kinds)
+            assert list(found.values()) == [0.0, 0.0, 1.0, expected]
 
 
 @pytest.mark.parametrize(
@@ -121,4 +114,13 @@ def test_of_texts_the_label_that_is_right_most_often(
     ]
     dataset = built(table_pairs.Config, rows, tmp_path, labels=labels)
     objective = seq2seq.Config(target_length=8)
-    assert chance(objective, dataset, score) == pytest.approx(expected)
+    assert constant_scores(objective, dataset, [score])[score] == pytest.approx(expected)
+
+
+def test_the_end_of_what_chance_explains_is_wilsons_interval() -> None:
+    """As statsmodels' proportion_confint(279, 408, method="wilson") has it."""
+    assert upper_end("accuracy", 279 / 408, 408) == pytest.approx(0.7271, abs=1e-4)
+    # Of a constant answer that scores nothing, some rows are still right by accident.
+    assert upper_end("entity_f1", 0.0, 100) == pytest.approx(0.0370, abs=1e-4)
+    assert upper_end("pearson", 0.0, 400) == pytest.approx(0.098, abs=1e-3)
+    assert upper_end("accuracy", 0.5, 10) > upper_end("accuracy", 0.5, 1000) > 0.5

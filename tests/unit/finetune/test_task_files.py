@@ -18,6 +18,7 @@ from data_pipeline.sources import BadRecord, PairSource
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.cli import main
+from trainer.config import read_tree
 from trainer.errors import ConfigError
 from trainer.finetune.task import Task, find_tasks
 
@@ -25,6 +26,13 @@ FOLDER = Path(__file__).parents[3] / "configs" / "tasks"
 FILES = sorted(
     str(path.relative_to(FOLDER)).removesuffix(".yaml") for path in FOLDER.glob("*/*.yaml")
 )
+PUBLISHED = {
+    "BERT-base": "bert_base",
+    "BERT-large": "bert_large",
+    "GPT": "gpt1",
+    "T5-base": "t5_base",
+}
+"""The experiments of the models with published scores."""
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAIR = {"premise": "It rains.", "hypothesis": "It is wet.", "idx": 0}
 TWO = {"sentence1": "It rains.", "sentence2": "It is wet.", "idx": 0}
@@ -348,6 +356,11 @@ def test_what_is_published_can_be_compared(name: str, tokenizer: Tokenizer):
     assert config.score in known
     known |= {f"{further}/{metric}" for further in task.also for metric in known}
     assert set(config.published) <= known
+    if config.published:
+        name = config.published_by.partition(",")[0].split()[0]
+        model = read_tree(FOLDER.parent / "pretrain" / f"{PUBLISHED[name]}.yaml")["model"]
+        assert None not in vars(config.published_model).values()
+        assert config.published_model.matches({"kind": "bert", **model})
 
 
 def test_help_and_docs_name_every_recipe(capsys: pytest.CaptureFixture[str]):
@@ -464,3 +477,33 @@ def test_a_section_that_is_none_is_refused(settings: str, message: str, tmp_path
     (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/text/cnn_dailymail.yaml\n{settings}\n")
     with pytest.raises(ConfigError, match=message):
         Task.read(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ("epochs: 1", {"accuracy": 92.7}),
+        ("source: {dataset: null, paths: [a.jsonl], heldout: [b.jsonl]}", {}),
+        ('source: {dataset: {split: "train[:100]"}}', {}),
+        ("heldout_fraction: 0.5", {}),
+        ('source: {dataset: {split: "train[:9]"}}\npublished: {accuracy: 8.0}', {"accuracy": 8.0}),
+    ],
+)
+def test_published_scores_are_of_the_rows_of_the_file_that_states_them(
+    changes: str, shown: dict[str, float], tmp_path: Path
+):
+    file, further = tmp_path / "own.yaml", tmp_path / "further.yaml"
+    file.write_text(f"base: {FOLDER / 'glue' / 'sst2.yaml'}\n{changes}\n")
+    assert Task.read(file).published == shown
+    further.write_text("base: own.yaml\nepochs: 2\n")
+    assert Task.read(further).published == shown
+
+
+def test_further_rows_of_a_users_own_have_no_published_score(tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        f"base: {FOLDER / 'glue' / 'mnli.yaml'}\n"
+        "also: {mismatched: {dataset: null, heldout: [mine.jsonl]}}\n"
+    )
+    assert "mismatched/accuracy" in Task.read(FOLDER / "glue" / "mnli.yaml").published
+    assert Task.read(file).published.keys() == {"accuracy"}

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import job, logs, records, submit
+from launch import job, logs, records
 from launch.job import Record
 from launch.slurm import Config
+from launch.submission import checks, submit
 from tests.integration.commands import Samestep
 from tests.waiting import until
 from trainer.errors import ConfigError, LaunchError
@@ -38,7 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(submit, "_ask", lambda arguments, variables: None)
+    monkeypatch.setattr(checks, "_ask", lambda arguments, variables: None)
     return tmp_path
 
 
@@ -156,9 +157,9 @@ def test_weights_that_a_job_before_is_to_make(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(submit, "_ask", lambda arguments, _: asked.append(arguments))
+    monkeypatch.setattr(checks, "_ask", lambda arguments, _: asked.append(arguments))
     for options in ("[]", "[--dependency=afterok:1]"):
-        submit.check(
+        checks.require(
             submit.prepare(
                 "slurm.yaml", "run.yaml", [f"cluster.options={options}", "init_from=other"]
             )
@@ -167,7 +168,7 @@ def test_weights_that_a_job_before_is_to_make(
     Path("task.yaml").write_text(
         "base: run.yaml\nmodel: null\n"
     )  # the weights say which model it is
-    submit.check(
+    checks.require(
         submit.prepare("slurm.yaml", "task.yaml", [f"cluster.options={options}", "init_from=other"])
     )
     assert "--elsewhere" in asked[-1]
@@ -183,7 +184,7 @@ def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
         f"#!/bin/sh\ntouch '{project}/asked'\nsleep 1\necho 4711\n"
     )
     code = (
-        "import sys; from launch import submit; submit.check = lambda launch: None; "
+        "import sys; from launch.submission import checks; checks.require = lambda launch: None; "
         "from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     with subprocess.Popen(
@@ -215,8 +216,8 @@ def test_one_job_for_one_output(project: Path) -> None:
     (project / "local.yaml").write_text("kind: local\ncode: installed\n")
     for output in ("runs/a", "runs/b/../a", str(project / "runs" / "a")):
         with pytest.raises(LaunchError, match=r"job 4711 .running. works on"):
-            submit.check(submit.prepare("local.yaml", "run.yaml", [f"output={output}"]))
-    submit.check(submit.prepare("local.yaml", "run.yaml", ["output=runs/b"]))
+            checks.require(submit.prepare("local.yaml", "run.yaml", [f"output={output}"]))
+    checks.require(submit.prepare("local.yaml", "run.yaml", ["output=runs/b"]))
 
 
 def test_code_that_would_hide_this_program(project: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_check_that_was_killed_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LaunchError, match=r"SIGKILL.*too little memory.*`samestep config x.yaml`"):
-        submit._ask(["config", "x.yaml"], {})
+        checks._ask(["config", "x.yaml"], {})
 
 
 @pytest.mark.parametrize(

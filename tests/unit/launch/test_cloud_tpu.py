@@ -20,9 +20,10 @@ import pytest
 import yaml
 from google.cloud import tpu_v2, tpu_v2alpha1
 
-from launch import records, submit
+from launch import records
 from launch.cloud_tpu import Config
 from launch.job import EXIT, JobSpec, Record
+from launch.submission import checks, submit
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu.slice import FILE, HINTS, STARTUP, Slice
@@ -73,7 +74,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     (folder / "tpu.yaml").write_text(yaml.safe_dump(tree))
     (folder / "run.yaml").write_text(
-        "output: runs/run\nstrategy: xla_spmd\ndata: {path: gs://bucket/data}\ncheckpoint: "
+        "output: runs/run\naccelerator: xla\nstrategy: xla_spmd\n"
+        "data: {path: gs://bucket/data}\ncheckpoint: "
         "{folder: gs://bucket/run}\n"
     )
     (folder / "pyproject.toml").write_text("[project]\nname = 'samestep'\n")
@@ -166,26 +168,68 @@ def test_datasets_are_built_elsewhere(tmp_path: Path) -> None:
     ("override", "named"),
     [
         ("strategy=fsdp", "strategy=xla_spmd"),
-        ("data.path=datasets/x", "data.path datasets/x"),
+        ("accelerator=null", "accelerator is not set.*accelerator=xla strategy=xla_spmd"),
+        ("accelerator=cpu", "accelerator cpu does not use 1 slice v4-8 x 4 TPU devices"),
+        ("accelerator={kind: cuda}", "accelerator cuda does not use"),
+        ("data.path=datasets/x", "data.path datasets/x is not there.*samestep data push"),
         ("data.sources=[{path: /data/x}]", "data.sources.0.path"),
         ("init_from=runs/x", "init_from"),
-        ("checkpoint.folder=null", "checkpoint.folder"),
-        ("checkpoint.folder=/mnt/x", "checkpoint.folder"),
+        ("objective={kind: distillation, teacher: runs/x}", "objective.teacher runs/x"),
+        ("checkpoint.folder=null", "output runs/run is on the .*Set checkpoint.folder=gs://"),
+        ("checkpoint.folder=/mnt/x", "checkpoint.folder /mnt/x is on"),
     ],
 )
 def test_what_the_machines_would_lose_is_refused(
     thin: Path, project: Path, override: str, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        launched(override)
-    assert not (thin / "calls").exists()
+        checked(override)
 
 
-def test_what_cannot_be_installed_is_refused(thin: Path, project: Path) -> None:
+def checked(*overrides: str) -> None:
+    checks.require(submit.prepare("tpu.yaml", "run.yaml", overrides))
+
+
+@pytest.fixture
+def settings_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the command that reads all settings, which takes seconds."""
+    monkeypatch.setattr(checks, "_ask", lambda arguments, variables: None)
+
+
+def test_what_cannot_be_installed_is_refused(
+    thin: Path, project: Path, settings_are_valid: None
+) -> None:
+    checked()
     (project / "pyproject.toml").unlink()
     with pytest.raises(LaunchError, match=r"cluster\.package"):
-        launched()
+        checked()
+    checked("cluster.package=samestep")
     assert NAME.fullmatch(launched("cluster.package=samestep", "cluster.supervise=false").id)
+
+
+def test_folders_that_the_machines_get_are_taken(
+    thin: Path, project: Path, settings_are_valid: None
+) -> None:
+    mounted = "cluster.mounts={/mnt/data: gs://bucket/data}"
+    checked("data.path=/mnt/data/wikipedia", mounted)
+    with pytest.raises(ConfigError, match=r"data.path /mnt/data2"):
+        checked("data.path=/mnt/data2", mounted)
+    checked("data.path=/disk/data", "cluster.setup=[mount /dev/sdb /disk]")
+
+
+def test_code_that_nothing_brings_to_the_machines_is_refused(
+    thin: Path, project: Path, settings_are_valid: None
+) -> None:
+    own = "objective=own.paced"
+    (project / "own").mkdir()
+    (project / "own" / "paced.py").touch()
+    checked(own)
+    with pytest.raises(ConfigError, match=r"objective own.paced .*Set cluster.code=snapshot"):
+        checked(own, "cluster.code=installed", "cluster.package=samestep")
+    (project / ".gitignore").write_text("own\n")
+    with pytest.raises(ConfigError, match=r"objective own.paced .*Have git know it"):
+        checked(own)
+    checked("objective=of_a_package.paced", "cluster.code=installed", "cluster.package=samestep")
 
 
 BODIES: dict[str, tuple[Config, str, dict[str, Any]]] = {

@@ -22,11 +22,13 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from launch import records, submit
+from launch import records
 from launch.job import JobSpec, Record
 from launch.k8s import kubectl as client
 from launch.k8s import manifest
-from launch.kubernetes import MANIFEST, Config, Tpu, Volume
+from launch.k8s.parts import Tpu, Volume
+from launch.kubernetes import MANIFEST, Config
+from launch.submission import checks, submit
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError
 
@@ -517,11 +519,12 @@ def test_parts_that_are_none_are_refused(make: Any, says: str):
     ],
 )
 def test_what_would_be_lost_with_the_pod_is_refused(config: Config, job: JobSpec, kept: bool):
+    launch = submit.Launch("kubernetes", config, job, config.render(job), (), "x", None)
     if kept:
-        config.render(job)
+        checks._output(launch)
     else:
-        with pytest.raises(ConfigError, match="would be lost with the pod"):
-            config.render(job)
+        with pytest.raises(ConfigError, match="would be lost with the job"):
+            checks._output(launch)
 
 
 def test_a_run_that_ignores_sigterm_is_refused():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import snapshot
+from launch.submission import snapshot
 
 
 @pytest.fixture

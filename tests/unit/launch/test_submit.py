@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import records, submit
+from launch import records
 from launch.environment import Environment
 from launch.slurm import Config as Slurm
+from launch.submission import submit
 from tests.integration.commands import Samestep
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError
@@ -47,7 +48,7 @@ def options(*overrides: str, **more: str) -> list[str]:
     ]
 
 
-def test_dry_run_imports_no_torch_and_writes_nothing(project: Path) -> None:
+def test_rendering_imports_no_torch_and_writes_nothing(project: Path) -> None:
     code = (
         "import sys; from trainer.cli import main; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'numpy', 'fsspec', 'rich', 'tokenizers', 'wandb'} & set(sys.modules); "
@@ -61,13 +62,13 @@ def test_dry_run_imports_no_torch_and_writes_nothing(project: Path) -> None:
         "launch",
         "slurm.yaml",
         "run.yaml",
-        "--dry-run",
+        "--render",
         "cluster.nodes=3",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout == script("cluster.nodes=3")
     assert "#SBATCH --nodes=3\n" in done.stdout
-    assert "sbatch --parsable" in done.stdout
     assert sorted(project.iterdir()) == before
 
 
@@ -125,6 +126,44 @@ def test_options_of_sbatch(project: Path) -> None:
     ]
 
 
+def test_exclusive_runs_get_all_memory(project: Path) -> None:
+    """--exclusive alone grants all cores, and the partition's default memory."""
+
+    def memory(*overrides: str, **more: str) -> list[str]:
+        return [each for each in options(*overrides, **more) if each.startswith("--mem")]
+
+    assert memory("cluster.exclusive=true") == ["--mem=0"]
+    assert memory("cluster.exclusive=true", "cluster.memory=200G") == ["--mem=200G"]
+    per_gpu = "cluster.options=[--mem-per-gpu=90G]"  # sbatch takes only one of these options
+    assert memory("cluster.exclusive=true", per_gpu) == ["--mem-per-gpu=90G"]
+    assert memory() == []
+    assert memory("cluster.exclusive=true", file="data.yaml") == []  # whose tasks share nodes
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["cluster.container={image: 'a b.sqsh', mounts: [/data, '/my data:/corpora']}"],
+        ["cluster.container={kind: apptainer, image: \"it's.sif\", mounts: ['/my data']}"],
+        ["cluster.segments=3", "cluster.exclusive=true", "cluster.cpus_per_node=8"],
+        ["cluster.requeue=false", "cluster.interface=ib0"],
+        ["cluster.environment={modules: [cuda/12.8], conda: base, variables: {A: $(b)}}"],
+    ],
+)
+def test_scripts_are_sound(project: Path, overrides: list[str]) -> None:
+    """By shellcheck, for a run and for a build, but for what only a node has."""
+    shellcheck = str(Path(sys.executable).with_name("shellcheck"))
+    unknown = "--exclude=SC1091,SC1090,SC2016,SC2153"  # files to source; $ in names is meant
+    for file in ("run.yaml", "data.yaml"):
+        text = script(*overrides, file=file)
+        done = subprocess.run(
+            [shellcheck, unknown, "-"], input=text, capture_output=True, text=True
+        )
+        assert done.stdout == ""
+        assert done.returncode == 0, done.stderr
+
+
 def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
     assert "--signal=TERM@90" in options("training.preemption={signals: [SIGTERM], deadline: 30}")
     assert not [each for each in options("training.preemption.signals=[]") if "signal" in each]
@@ -166,6 +205,36 @@ def test_containers(project: Path) -> None:
     )
     with pytest.raises(ConfigError, match="comma or colon"):
         script("cluster.container={image: image, mounts: ['a,b']}")
+
+
+def test_apptainer_runs_the_command_in_the_image(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With programs that record their arguments, and run what they would run in the image."""
+    tools = {
+        "apptainer": f'printf "%s\\0" "$@" > {project}/apptainer; '
+        'while [ "$1" != "my image.sif" ]; do shift; done; shift; exec "$@"',
+        "samestep": f'printf "%s\\0" "$@" > {project}/samestep',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "scontrol": "echo n1",
+    }
+    (project / "bin").mkdir()
+    for name, body in tools.items():
+        (project / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (project / "bin" / name).chmod(0o755)
+    container = "{kind: apptainer, image: my image.sif, mounts: [/data]}"
+    launch = submit.prepare("slurm.yaml", "run.yaml", [f"cluster.container={container}"])
+    launch.job.folder.mkdir(parents=True)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2"}
+    paths = {"PATH": f"{project}/bin:/usr/bin:/bin"}
+    command = ["bash", "-c", launch.submission.files["job.sh"]]
+    done = subprocess.run(command, env=job | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    bind = f"{project}:{project},{project}/run:{project}/run,/data"
+    words = (project / "apptainer").read_text().split("\0")
+    assert words[:7] == ["exec", "--nv", "--pwd", str(project), "--bind", bind, "my image.sif"]
+    assert words[7:9] == ["samestep", "train"]
+    assert (project / "samestep").read_text().split("\0")[0] == "train"
 
 
 def test_what_others_write_beside_a_launch_that_fails_stays(
@@ -275,7 +344,7 @@ def test_environments() -> None:
 def test_what_is_refused(
     project: Path, samestep: Samestep, overrides: list[str], message: str
 ) -> None:
-    result = samestep("launch", "slurm.yaml", "run.yaml", "--dry-run", *overrides)
+    result = samestep("launch", "slurm.yaml", "run.yaml", "--render", *overrides)
     assert result.code == 2
     assert message in result.message
 
@@ -355,7 +424,7 @@ class TestSnapshots:
         assert "PYTHONPATH" not in launch.submission.files["job.sh"]
 
     def test_of_too_much(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("launch.snapshot.MOST_BYTES", 3)
+        monkeypatch.setattr("launch.submission.snapshot.MOST_BYTES", 3)
         with pytest.raises(LaunchError, match=r"Name in .gitignore what is no code"):
             submit.prepare("local.yaml", "run.yaml", [])
 

@@ -3,6 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from trainer.errors import ConfigError
+from trainer.models import roberta
 from trainer.models.initialization import initial_values
 
 NAME = "layers.0.ffn.up.weight"
@@ -54,3 +56,33 @@ def test_names_and_seeds_give_unrelated_values():
 )
 def test_biases_are_zero_and_norm_weights_one(name: str, value: int):
     assert initial_values(name, 2, 6, seed=0, std=0.02).tolist() == [value] * 4
+
+
+def test_fairseq_initialization_is_not_truncated_and_has_a_row_of_zeros():
+    shape = {"vocab_size": 3000, "layers": 1, "width": 64, "heads": 2, "ffn_width": 64}
+    tables = ("embeddings.tokens.weight", "embeddings.positions.weight")
+    usual = roberta.Config(**shape, max_positions=30).build()
+    model = roberta.Config(**shape, max_positions=30, initialization="fairseq").build()
+    values = model.initial_values(tables[0], 0, 3000 * 64, 0).double()
+    others = torch.cat([values[:64], values[128:]])
+    assert abs(others.std() / 0.02 - 1) < 0.005
+    # 4.55 % of a normal distribution are beyond two standard deviations.
+    assert abs((others.abs() > 0.04).double().mean() - 0.0455) < 0.002
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        found = model.initial_values(name, 0, count, 0).view_as(parameter)
+        assert (name in tables) == (len(found) > 1 and parameter.ndim == 2 and not found[1].any())
+        if not name.endswith("bias") and "norm" not in name:
+            assert not torch.equal(found, usual.initial_values(name, 0, count, 0).view_as(found))
+    # A partition may begin or end inside of the row.
+    for edges in ([0, 70, 100, 128, 192000], [0, 64, 65, 127, 129, 192000]):
+        parts = [model.initial_values(tables[0], a, b, 0) for a, b in pairwise(edges)]
+        assert torch.equal(torch.cat(parts).double(), values)
+    assert usual.initial_values(tables[0], 64, 128, 0).all()
+
+
+def test_initialization_has_no_other_name():
+    from trainer.config import decode
+
+    with pytest.raises(ConfigError, match="initialization must be one of bert, fairseq"):
+        decode(roberta.Config, {"initialization": "plain"}, "model")

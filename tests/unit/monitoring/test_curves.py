@@ -40,5 +40,5 @@ def test_without_matplotlib_the_extra_to_install_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtra, match=r"samestep\[plot\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .matplotlib>="):
         plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")

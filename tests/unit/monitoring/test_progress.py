@@ -16,8 +16,11 @@ ROW = {
     "train/lr": 1e-4,
     "perf/tokens_per_second": 12345.6,
     "perf/eta_seconds": 3723.4,
+    "perf/eta_low_seconds": 3423.4,
+    "perf/eta_high_seconds": 4023.4,
 }
-SHOWN = "loss 6.5432  lr 1.00e-04  12,346 tokens/s  eta 1:02:03"
+SHOWN = "loss 6.5432  lr 1.00e-04  12,346 tokens/s"
+ENDS = "ends in 57:03 to 1:07:03"
 
 
 def test_without_a_terminal_each_row_is_one_log_line(caplog: pytest.LogCaptureFixture):
@@ -27,7 +30,7 @@ def test_without_a_terminal_each_row_is_one_log_line(caplog: pytest.LogCaptureFi
     tracker.log(20, {"heldout/loss": 5.25, "heldout/accuracy": 0.125})
     tracker.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"step 10/500  {SHOWN}",
+        f"step 10/500  {SHOWN}  {ENDS}",
         "step 20/500  heldout/loss 5.25  heldout/accuracy 0.125",
     ]
 
@@ -44,6 +47,6 @@ def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step(
     text = screen.getvalue()
     assert "100/500" in text
     assert "110/500" in text
-    assert SHOWN in text
+    assert f"{ENDS} {SHOWN}" in text
     assert "step 110/500  heldout/loss 5.25" in text
     assert not caplog.records

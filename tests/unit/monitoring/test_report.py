@@ -142,3 +142,38 @@ def test_what_cannot_be_reported_is_explained(tmp_path: Path):
         write_report([str(tmp_path)] * 11, tmp_path / "report.html")
     with pytest.raises(DataError, match="has no metrics yet"):
         write_report([write_run(tmp_path / "run", [])], tmp_path / "report.html")
+
+
+def test_runs_of_a_suite_are_named_by_task_rate_and_seed_and_curves_by_the_task(tmp_path: Path):
+    place = tmp_path / "suite" / "runs" / "rte"
+    names = ("lr-2e-05-global_batch_size-32-seed-0", "lr-2e-05-scratch-seed-1")
+    runs = []
+    for number, name in enumerate(names):
+        runs.append(write_run(place / f"{name}-0123abc{number}", training(range(10, 30, 10))))
+        (Path(runs[-1]) / "experiment.yaml").write_text("")
+    _, data = page_of(runs, tmp_path)
+    assert [run["name"] for run in data["runs"]] == [
+        "rte, lr 2e-05, size 32, seed 0",
+        "rte, random weights, lr 2e-05, seed 1",
+    ]
+    assert data["task"] == "rte"
+    other = write_run(tmp_path / "other", training(range(10, 30, 10)))
+    _, data = page_of([*runs, other], tmp_path)
+    assert [run["name"] for run in data["runs"]][2] == "other"
+    assert data["task"] is None
+
+
+def test_curves_of_a_task_say_so_and_those_of_pre_training_name_masked_positions(tmp_path: Path):
+    found = {}
+    wrapped = "{kind: sift, of: {kind: question_answering}}"
+    for name, objective in (("a", "{kind: mlm}"), ("b", "{kind: tagging}"), ("c", wrapped)):
+        run = write_run(tmp_path / name, training(range(10, 30, 10)))
+        with (Path(run) / "config.yaml").open("a") as file:
+            file.write(f"objective: {objective}\n")
+        _, data = page_of([run], tmp_path)
+        found[name] = data["task"], data["of_task"], data["masked"]
+    assert found == {
+        "a": (None, False, True),
+        "b": ("tagging", True, False),
+        "c": ("question answering", True, False),
+    }

@@ -90,5 +90,5 @@ def test_without_the_package_the_extra_to_install_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    with pytest.raises(MissingExtra, match=r"samestep\[tensorboard\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .tensorboard>="):
         tracking.Config().build(tmp_path, {})

@@ -468,7 +468,7 @@ def test_disabled_needs_no_package_and_writes_nothing(
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(MissingExtra, match=r"samestep\[wandb\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .wandb>="):
         tracking.Config(mode="offline").build(tmp_path, {}, list, {})
 
 

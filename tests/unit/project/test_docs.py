@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.building.recipe import load_recipe
-from launch import submit
+from launch.submission import submit
 from trainer.cli import build_parser
 from trainer.config import load
 from trainer.training.experiment import Experiment

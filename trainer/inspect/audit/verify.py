@@ -23,9 +23,9 @@ from rich.table import Table
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.reading.length_groups import GROUPS
 from trainer.checkpoint import integrity
-from trainer.command import progress_bar
 from trainer.inspect.audit.batches import Columns, Run, columns
 from trainer.inspect.audit.tally import Int64, Tally
+from trainer.progress import Progress
 from trainer.training.ledger import Row
 from trainer.training.run import checkpoint_folder
 
@@ -174,7 +174,7 @@ def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) 
     active: list[tuple[int, int, int]] = []
     with (
         run.loader(order, begin, total_end) as loader,
-        progress_bar(total_end - begin) as progress,
+        Progress("verifying", total_end - begin) as progress,
     ):
         tallies = _tallies(order, loader.sources, verdict)
         for rows in columns(loader, names, total_end):
@@ -190,7 +190,7 @@ def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) 
                 times[inside] += 1
             active = [each for each in active if each[1] > start + size]
             _count(rows, times, excluded, tallies)
-            progress.advance(progress.task_ids[0], size)
+            progress.advance(size)
     for row, total in zip(consumed, sums, strict=True):
         digest = f"{total % 2**64:016x}"
         if row["digest"] != digest:

@@ -6,10 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
+from trainer.progress import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +33,9 @@ _FITS = (
     "libraries. Between one example and a device's share of the batch, activations are "
     "interpolated linearly, which never underestimates them."
 )
+
+
+_ASSUMED = "80GiB"  # an H100's or A100's, the devices that large runs mostly have
 
 
 def register(commands: Commands) -> None:
@@ -56,7 +61,10 @@ def register(commands: Commands) -> None:
         help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3 (default: all of them)",
     )
     parser.add_argument(
-        "--memory", metavar="SIZE", help="of a device, as 80GiB; also prints which micro-batch fits"
+        "--memory",
+        metavar="SIZE",
+        help="of a device, as 24GiB; also prints which micro-batch fits (default with "
+        f"micro_batch_size: auto on GPUs: {_ASSUMED}, an H100's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
@@ -81,29 +89,66 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--devices must be at least 1, not {args.devices}")
     memory = parse_size(args.memory, "--memory") if args.memory else None
     experiment = load_experiment(args.file, overrides)
+    phases, assumption = list(experiment.resolved_phases()), ""
+    if memory is None and any(phase.micro_batch_size == "auto" for phase in phases):
+        if experiment.accelerator is None or experiment.accelerator.measures_memory:
+            memory = parse_size(_ASSUMED, "--memory")
+            assumption = (
+                f"micro_batch_size is auto: assuming {_ASSUMED} per device, as an H100 or A100 "
+                "has. --memory sets it."
+            )
+        else:
+            phases = [_without_probe(experiment, phase) for phase in phases]
+            assumption = (
+                "micro_batch_size is auto, and this accelerator's memory is not measured: the "
+                "batch is the one that training takes there. --memory SIZE shows what fits."
+            )
     if not names:
         names = list(STRATEGIES)
         if args.devices % copies_of(experiment, args.devices):
             names.remove("hsdp")
     console = Console(highlight=False, markup=False)
     found: list[tuple[Phase, list[Plan]]] = []
-    with Console(stderr=True).status("running a step without memory"):
+    phases = _distinct(phases)
+    # Each phase traces a few micro-batch sizes; how many is known with its planner. The first unit
+    # is the optimizer's update.
+    with Progress("running steps without memory", 1 + len(phases)) as progress:
         step = Step(experiment, on_cpu=isinstance(experiment.accelerator, cpu.Config))
-        for phase in _distinct(experiment.resolved_phases()):
-            planner = Planner(experiment, phase, args.devices, step)
+        progress.advance()
+        planners = [Planner(experiment, phase, args.devices, step, progress) for phase in phases]
+        traces = sum(planner.traces(names, memory is not None) for planner in planners)
+        progress.expect(1 + traces)
+        for phase, planner in zip(phases, planners, strict=True):
             found.append((phase, [planner.plan(name, memory) for name in names]))
     if args.json:
         listed = [
             {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
             for phase, plans in found
         ]
-        sys.stdout.write(json.dumps({"devices": args.devices, "phases": listed}, indent=1) + "\n")
+        assumed = memory is not None and not args.memory
+        found_for = {"devices": args.devices, "memory": memory, "memory_assumed": assumed}
+        sys.stdout.write(json.dumps({**found_for, "phases": listed}, indent=1) + "\n")
         return EXIT_DONE
+    if assumption:
+        console.print(assumption)
     for phase, plans in found:
         console.print(_table(_title(experiment, phase, step, args.devices), plans))
     notes = [_NOTES, _FITS if memory else "", experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
+
+
+def _without_probe(experiment: Experiment, phase: Phase) -> Phase:
+    """The phase with the micro-batch of training where memory is not measured."""
+    from trainer.inspect.plan.batch import stand_in
+    from trainer.training.micro_batch import without_probe
+
+    if phase.micro_batch_size != "auto":
+        return phase
+    objective = phase.objective.build(stand_in(experiment.model.vocab_size))
+    positions = objective.pack_spec(phase.sequence_length).positions
+    size = without_probe(phase.global_batch_size, positions)
+    return replace(phase, micro_batch_size=size)
 
 
 def _distinct(phases: Sequence[Phase]) -> list[Phase]:
@@ -158,7 +203,7 @@ def _table(title: str, plans: Sequence[Plan]) -> Table:
             "peak": _gib(held.total),
             "sent": _gib(sum(each.sent for each in plan.exchanged)),
         }
-        if plan.largest is not None:  # --memory was given
+        if plan.largest is not None:  # the memory of a device is known, or assumed
             row["fits"] = str(plan.largest or "none")
         if not table.columns:
             for heading in row:

@@ -1,21 +1,35 @@
 "use strict";
 // Draws the page from the data that the trainer put into it. All text goes in by textContent, never as HTML.
-const data = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = ["#2f6fed", "#e8710a", "#12966a", "#c2378f", "#7a52d6", "#c99700", "#0f95b5", "#d4412f", "#6b8e23", "#8a6a52"];
+// The page of `samestep watch` fetches the data again every two seconds and draws what has changed.
+let data = JSON.parse(document.getElementById("data").textContent);
+const COLORS = ["#2f6fed", "#e8710a", "#12966a", "#c2378f", "#7a52d6", "#c99700", "#0f95b5", "#d4412f", "#6b8e23", "#8a6a52"];
 const PARTS = ["#3a7bd5", "#7a52d6", "#e8710a", "#12966a", "#c99700", "#94a0b0", "#c2477f", "#4f6d7a"];
 const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
-const CHARTS = [
-  ["Loss", "nats per prediction", ["train/loss", "heldout/loss"]],
-  ["Accuracy", "of masked predictions", ["train/accuracy", "heldout/accuracy"]],
-  ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
-  ["Model FLOPs utilisation", "share of the devices' peak", ["perf/mfu"]],
-  ["Learning rate", "", ["train/lr"]],
-  ["Gradient norm", "before clipping", ["train/grad_norm"]],
-];
-const state = { axis: "step", zoom: null, hidden: new Set(), log: new Set() };
+
+// The charts: title, unit, metrics. Curves of a task are named by it, and its scores have charts of their own.
+function chartsOf(data) {
+  const named = word => (data.task ? `${data.task}: ${word.toLowerCase()}` : word);
+  const scores = !data.of_task ? [] : [...new Set(data.runs.flatMap(run => Object.keys(run.series)))]
+    .filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name)).sort();
+  return [
+    [named("Loss"), data.of_task ? "of the task" : "nats per prediction", ["train/loss", "heldout/loss"]],
+    [named("Accuracy"), data.masked ? "of masked predictions" : data.of_task ? "of the rows" : "of predictions", ["train/accuracy", "heldout/accuracy"]],
+    ...scores.map(name => [named(name.slice("heldout/".length).replaceAll("_", " ")), "held-out rows", [name]]),
+    ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
+    ["Model FLOPs utilization", "share of the devices' peak", ["perf/mfu"]],
+    ["Learning rate", "", ["train/lr"]],
+    ["Gradient norm", "before clipping", ["train/grad_norm"]],
+    ["Device memory", "GiB, peak", ["perf/peak_memory_gib"]],
+  ];
+}
+
+const CHARTS = chartsOf(data);
+const EVERY = 2000;  // milliseconds between two fetches
+const state = { axis: "step", zoom: null, hidden: new Set(), log: new Set(), allSettings: false, dragging: false, lost: false };
 const charts = [];
+const shown = {};  // what each section shows, as JSON: an equal one is left alone, with its selection and scroll position
 const tip = document.getElementById("tip");
-data.runs.forEach((run, i) => { run.colour = COLOURS[i % COLOURS.length]; });
+const byId = id => document.getElementById(id);
 
 function element(parent, name, attributes = {}, text = null) {
   const svg = parent instanceof SVGElement || name === "svg";
@@ -38,13 +52,18 @@ function number(value, digits = 4) {
 
 const words = name => name.replace("forward_backward", "forward and backward").replaceAll("_", " ");  // the former of older runs
 const percent = value => (value === null ? "–" : `${+(100 * value).toPrecision(3)} %`);
+const clock = seconds => {
+  const total = Math.max(0, Math.round(seconds)), two = value => String(value).padStart(2, "0");
+  const hours = Math.floor(total / 3600), minutes = Math.floor(total / 60) % 60;
+  return hours ? `${hours}:${two(minutes)}:${two(total % 60)}` : `${minutes}:${two(total % 60)}`;
+};
 const duration = hours => hours === null ? "–"
   : hours < 1 / 60 ? `${Math.round(hours * 3600)} s` : hours < 1 ? `${Math.round(hours * 60)} min` : `${+hours.toPrecision(3)} h`;
 
 // ---- Curves -------------------------------------------------------------------------------------------------------
 
 function curvesOf(chart) {
-  return data.runs.filter(run => !state.hidden.has(run)).flatMap(run => chart.metrics.filter(name => run.series[name]).map(name => {
+  return data.runs.filter(run => !state.hidden.has(run.name)).flatMap(run => chart.metrics.filter(name => run.series[name]).map(name => {
     const series = run.series[name], axis = run.axes[state.axis];
     const points = (at, y) => at.map((row, i) => [axis[row], y[i]]).filter(([x, v]) => x !== null && v !== null);
     return { run, name, heldout: name.startsWith("heldout/"), raw: points(series.at, series.y), mean: series.mean && points(series.mean_at, series.mean) };
@@ -113,11 +132,11 @@ function draw(chart) {
   });
   const plot = element(svg, "g", { "clip-path": `url(#${clip.parentNode.id})`, fill: "none", "stroke-linejoin": "round" });
   for (const curve of chart.curves) {
-    const colour = curve.run.colour;
-    element(plot, "path", { d: path(curve.raw, scale), stroke: colour, "stroke-width": curve.mean ? 1 : 1.8, opacity: curve.mean ? 0.28 : 1, "stroke-dasharray": curve.heldout ? "1 5" : "none", "stroke-linecap": "round" });
-    if (curve.mean) element(plot, "path", { d: path(curve.mean, scale), stroke: colour, "stroke-width": 2 });
+    const color = curve.run.color;
+    element(plot, "path", { d: path(curve.raw, scale), stroke: color, "stroke-width": curve.mean ? 1 : 1.8, opacity: curve.mean ? 0.28 : 1, "stroke-dasharray": curve.heldout ? "1 5" : "none", "stroke-linecap": "round" });
+    if (curve.mean) element(plot, "path", { d: path(curve.mean, scale), stroke: color, "stroke-width": 2 });
     if ((curve.heldout && curve.raw.length < 40) || curve.raw.length < 3) {
-      for (const [x, y] of curve.raw.filter(scale.shown)) element(plot, "circle", { cx: scale.x(x), cy: scale.y(y), r: 3, fill: colour, stroke: "var(--card)" });
+      for (const [x, y] of curve.raw.filter(scale.shown)) element(plot, "circle", { cx: scale.x(x), cy: scale.y(y), r: 3, fill: color, stroke: "var(--card)" });
     }
   }
   chart.cross = element(svg, "line", { class: "cross", y1: box.top, y2: box.bottom, visibility: "hidden" });
@@ -148,7 +167,7 @@ function hover(chart, event) {
     const points = curve.mean || curve.raw;
     if (!points.length || x > points[points.length - 1][0] + 0.01 * (chart.scale.to - chart.scale.from)) continue;
     const line = element(tip, "div");
-    element(line, "span", { class: "dot", style: `background:${curve.run.colour}` });
+    element(line, "span", { class: "dot", style: `background:${curve.run.color}` });
     element(line, "span", {}, chart.metrics.length > 1 ? `${curve.run.name} · ${curve.name.split("/")[0]}` : curve.run.name);
     element(line, "b", {}, number(nearest(points, x)[1]));
   }
@@ -170,12 +189,11 @@ function zoom(range) {
 }
 
 function addChart(parent, title, unit, metrics) {
-  if (!data.runs.some(run => metrics.some(name => run.series[name]))) return;
   const figure = element(parent, "figure"), caption = element(figure, "figcaption", {}, title);
   element(caption, "span", {}, metrics.length > 1 ? `${unit} · dotted: held-out` : unit);
-  const chart = { index: charts.length, title, metrics, curves: [] };
+  const chart = { index: charts.length, title, metrics, figure, curves: [] };
   const toggle = element(caption, "button", { "aria-pressed": false }, "log");
-  chart.svg = element(figure, "svg", { role: "img", "aria-label": `${title}: ${data.runs.map(run => run.name).join(", ")}` });
+  chart.svg = element(figure, "svg", { role: "img" });
   toggle.onclick = () => {
     state.log.has(title) ? state.log.delete(title) : state.log.add(title);
     toggle.setAttribute("aria-pressed", state.log.has(title));
@@ -190,35 +208,143 @@ function addChart(parent, title, unit, metrics) {
     chart.select.setAttribute("x", Math.min(start, place(event)));
     chart.select.setAttribute("width", Math.abs(place(event) - start));
   };
-  chart.svg.onpointerdown = event => { if (chart.scale && event.button === 0) start = place(event); };
+  chart.svg.onpointerdown = event => { if (chart.scale && event.button === 0) [start, state.dragging] = [place(event), true]; };
   chart.svg.onpointerup = event => {
     const range = chart.scale && start !== null && Math.abs(place(event) - start) > 6 && [start, place(event)].map(chart.scale.value).sort((a, b) => a - b);
-    start = null;
+    [start, state.dragging] = [null, false];
     if (range) zoom(range);
   };
-  chart.svg.onpointerleave = () => { start = null; if (chart.select) chart.select.setAttribute("width", 0); leave(); };
+  chart.svg.onpointerleave = () => { [start, state.dragging] = [null, false]; if (chart.select) chart.select.setAttribute("width", 0); leave(); };
   chart.svg.ondblclick = () => zoom(null);
   charts.push(chart);
   new ResizeObserver(() => draw(chart)).observe(chart.svg);
 }
 
+function updateCharts() {
+  const known = new Set(charts.flatMap(chart => chart.metrics));
+  const others = [...new Set(data.runs.flatMap(run => Object.keys(run.series)))].filter(name => !known.has(name)).sort();
+  for (const name of others) addChart(document.querySelector("#more > div"), name, "", [name]);
+  for (const chart of charts) {
+    chart.figure.hidden = !data.runs.some(run => chart.metrics.some(name => run.series[name]));
+    chart.svg.setAttribute("aria-label", `${chart.title}: ${data.runs.map(run => run.name).join(", ")}`);
+    draw(chart);
+  }
+}
+
 // ---- Tables -------------------------------------------------------------------------------------------------------
 
-function table(section, title, columns, rows) {
-  element(section, "h2", {}, title);
-  const body = element(section, "table");
+/** Runs `fill` on an emptied section, unless it shows this content already. */
+function section(id, content, fill) {
+  const text = JSON.stringify(content);
+  if (shown[id] === text) return;
+  shown[id] = text;
+  byId(id).replaceChildren();
+  fill(byId(id));
+}
+
+function table(parent, title, columns, rows) {
+  element(parent, "h2", {}, title);
+  const body = element(parent, "table");
   const head = element(element(body, "thead"), "tr");
   for (const [name, numeric] of columns) element(head, "th", numeric ? { class: "number" } : {}, name);
   const lines = element(body, "tbody");
-  for (const { cells, colour, ...attributes } of rows) {
+  for (const { cells, color, ...attributes } of rows) {
     const line = element(lines, "tr", attributes);
     cells.forEach((cell, i) => {
-      const td = element(line, "td", columns[i][1] ? { class: "number" } : {});
-      if (i === 0 && colour) element(td, "span", { class: "dot", style: `background:${colour}` });
-      td.append(cell);
+      const td = element(line, "td", { "data-label": columns[i][0], ...(columns[i][1] ? { class: "number" } : {}) });
+      const value = element(td, "span");
+      if (i === 0 && color) element(value, "span", { class: "dot", style: `background:${color}` });
+      value.append(cell);
     });
   }
   return body;
+}
+
+// ---- Status -------------------------------------------------------------------------------------------------------
+
+/** The time left, from a forecast made at `time`; it counts down between two rows. */
+function left(eta, time, now) {
+  if (!eta || eta[0] === null || eta[0] === undefined) return null;
+  const [middle, low, high] = eta.map(seconds => seconds - (now - time));
+  return low === undefined || Number.isNaN(low) ? `ends in ${clock(middle)}` : `ends in ${clock(low)} to ${clock(high)}`;
+}
+
+function progress(parent, name, color, badge, share, lines) {
+  const box = element(parent, "div", { class: "status" }), head = element(box, "div", { class: "name" });
+  element(head, "span", { class: "dot", style: `background:${color}` });
+  element(head, "b", {}, name);
+  element(head, "span", { class: `badge ${badge}` }, badge);
+  const bar = element(box, "div", { class: "progress", role: "progressbar", "aria-valuenow": Math.round(100 * share), "aria-label": name });
+  element(bar, "i", { style: `width:${100 * share}%;background:${color}` });
+  for (const line of lines.filter(Boolean)) element(box, "div", {}, line);
+}
+
+function status() {
+  const now = data.live ? Date.now() / 1000 - state.skew : data.now;
+  const runs = data.runs.map(run => {
+    const { step, steps, train_loss, heldout_loss, tokens_per_second } = run.summary, { state: badge, time, eta } = run.status;
+    const going = badge === "running";
+    const age = time === null ? null : Math.max(0, now - time);
+    return {
+      name: run.name, color: run.color, badge, share: steps ? Math.min(1, step / steps) : 0,
+      lines: [
+        badge === "waiting" ? `waits for ${run.path} to start` : steps ? `step ${step.toLocaleString("en-US")} of ${steps.toLocaleString("en-US")}, ${percent(step / steps)}` : `step ${number(step)}`,
+        going ? left(eta, time, now) || "the end is forecast after the first steps" : null,
+        train_loss === null ? null : `loss ${number(train_loss)}${heldout_loss === null ? "" : `, held-out ${number(heldout_loss)}`}`,
+        tokens_per_second === null ? null : `${number(tokens_per_second)} tokens/s`,
+        age === null || (!data.live && badge === "finished") ? null : `last row ${age < 100 ? `${Math.round(age)} s` : clock(age)} ago`,
+      ],
+    };
+  });
+  const suites = data.suites.map((suite, i) => ({
+    name: suite.name, color: suite.color, share: suite.total ? suite.finished / suite.total : 0,
+    badge: suite.finished === suite.total ? "finished" : suite.running.length ? "running" : "stopped",
+    lines: [
+      `${suite.finished} of ${suite.total} runs finished`,
+      suite.finished < suite.total && suite.eta ? left([suite.eta[1], suite.eta[0], suite.eta[2]], data.now, now) : null,
+      ...suite.running.map(run => `${run.task} ${run.run}: step ${run.step} of ${run.steps}`),
+    ],
+  }));
+  section("status", [...runs, ...suites], parent => {
+    for (const { name, color, badge, share, lines } of [...runs, ...suites]) progress(parent, name, color, badge, share, lines);
+  });
+  const lost = state.lost ? "no answer from samestep watch; the page shows what it had last" : "";
+  if (byId("lost").textContent !== lost) byId("lost").textContent = lost;
+  byId("lost").hidden = !lost;
+}
+
+function suites() {
+  const rows = data.suites.flatMap(suite => suite.tasks.map(task => ({
+    color: suite.color,
+    cells: [suite.name, task.task, `${task.finished} of ${task.total}`, task.score, task.mean === null ? "–" : number(100 * task.mean), task.best === null ? "–" : number(100 * task.best), clock(task.seconds)],
+  })));
+  section("suites", rows, parent => {
+    if (!rows.length) return;
+    table(parent, "Suites", [["Suite"], ["Task"], ["Runs", true], ["Score"], ["Mean", true], ["Best", true], ["Time", true]], rows);
+  });
+}
+
+function ledger() {
+  const rows = data.runs.filter(run => run.ledger.rows).map(run => ({
+    color: run.color,
+    cells: [
+      run.name, run.ledger.steps.map(([first, last]) => `${first} to ${last}`).join(", ") || "–", String(run.ledger.orders), String(run.ledger.rows),
+      run.ledger.edges ? `${run.ledger.joined} of ${run.ledger.edges} joined` : "none",
+      run.ledger.head,
+    ],
+  }));
+  section("ledger", rows, parent => {
+    if (rows.length) table(parent, "Ledger", [["Run"], ["Steps"], ["Data orders", true], ["Rows", true], ["Restarts"], ["Head"]], rows);
+  });
+}
+
+function faults() {
+  const rows = data.runs.flatMap(run => run.faults.map(fault => ({
+    color: run.color, cells: [run.name, number(fault.step), new Date(1000 * fault.time).toLocaleString(), fault.title, fault.text],
+  })));
+  section("faults", rows, parent => {
+    if (rows.length) table(parent, "Faults and alerts", [["Run"], ["Step", true], ["When"], ["What"], ["Details"]], rows);
+  });
 }
 
 function summary() {
@@ -236,15 +362,18 @@ function summary() {
     ["Exposed communication", s => percent(s.communication), s => s.communication], ["Restarts", s => String(s.restarts), s => s.restarts],
   ].filter(([, , value]) => data.runs.some(run => value(run.summary) !== null));
   const rows = data.runs.map(run => ({
-    colour: run.colour, title: run.path,
+    color: run.color, title: run.path,
     cells: [run.name, ...figures.map(([, show, value]) => (value(run.summary) === null ? "–" : show(run.summary)))],
   }));
-  table(document.getElementById("summary"), "Summary", [["Run"], ...figures.map(([name]) => [name, true])], rows);
+  section("summary", rows, parent => table(parent, "Summary", [["Run"], ...figures.map(([name]) => [name, true])], rows));
 }
 
 function shares() {
-  const section = document.getElementById("shares"), runs = data.runs.filter(run => Object.keys(run.shares).length);
-  if (!runs.length) return;
+  const runs = data.runs.filter(run => Object.keys(run.shares).length);
+  section("shares", runs.map(run => [run.name, run.shares]), parent => runs.length && fillShares(parent, runs));
+}
+
+function fillShares(section, runs) {
   const known = ["forward", "backward", "forward_backward", "waiting", "optimizer", "data_wait", "evaluation", "checkpoint", "logging"];
   const names = [...new Set([...known, ...runs.flatMap(run => Object.keys(run.shares))])].filter(name => runs.some(run => run.shares[name]));
   element(section, "h2", {}, "Where the time goes");
@@ -266,65 +395,107 @@ function shares() {
 }
 
 function settings() {
-  const section = document.getElementById("settings"), several = data.runs.length > 1;
-  let all = !data.settings.some(setting => setting.differs);
-  const show = () => {
-    section.replaceChildren();
-    const rows = data.settings.filter(setting => all || setting.differs);
-    table(section, several && !all ? "Settings that differ" : "Settings", [["setting"], ...data.runs.map(run => [run.name])],
-      rows.map(({ key, values, differs }) => ({ cells: [key, ...values], class: all && differs ? "differs" : "" })));
-    const toggle = element(section, "button", {}, all ? "Fewer" : "All settings");
-    toggle.hidden = !several || !data.settings.some(setting => setting.differs);
-    toggle.onclick = () => { all = !all; show(); };
-  };
-  show();
+  const several = data.runs.length > 1, differing = data.settings.some(setting => setting.differs);
+  const all = state.allSettings || !differing;
+  const chosen = data.settings.filter(setting => all || setting.differs);
+  section("settings", [all, chosen, data.runs.map(run => run.name)], parent => {
+    if (!data.settings.length) return;
+    table(parent, several && !all ? "Settings that differ" : "Settings", [["setting"], ...data.runs.map(run => [run.name])],
+      chosen.map(({ key, values, differs }) => ({ cells: [key, ...values], class: all && differs ? "differs" : "" })));
+    const toggle = element(parent, "button", {}, all ? "Fewer" : "All settings");
+    toggle.hidden = !several || !differing;
+    toggle.onclick = () => { state.allSettings = !state.allSettings; settings(); };
+  });
 }
 
 function starts() {
   const rows = data.runs.flatMap(run => run.starts.map(({ step, time, ...facts }) => ({ run, step, time, facts })));
-  if (!rows.length) return;
+  const slowest = data.runs.filter(run => run.status.slowest_rank !== null);
   const names = [...new Set(rows.flatMap(row => Object.keys(row.facts)))];
-  table(document.getElementById("starts"), "Starts", [["Run"], ["From step", true], ["When"], ...names.map(name => [words(name)])],
-    rows.map(({ run, step, time, facts }) => ({
-      colour: run.colour,
-      cells: [run.name, number(step), new Date(1000 * time).toLocaleString(), ...names.map(name => String(facts[name] ?? "–"))],
-    })));
+  const cells = rows.map(({ run, step, time, facts }) => ({
+    color: run.color,
+    cells: [run.name, number(step), new Date(1000 * time).toLocaleString(), ...names.map(name => String(facts[name] ?? "–"))],
+  }));
+  const notes = slowest.map(run => `${run.name}: the others wait for rank ${run.status.slowest_rank}; without it the run would gain ${percent(run.status.slowest_rank_lag)} of its time.`);
+  section("starts", [cells, notes], parent => {
+    if (!rows.length) return;
+    table(parent, "Starts, machines and ranks", [["Run"], ["From step", true], ["When"], ...names.map(name => [words(name)])], cells);
+    for (const note of notes) element(parent, "p", { class: "dim" }, note);
+  });
 }
 
 // ---- The page -----------------------------------------------------------------------------------------------------
 
+function runButtons() {
+  section("runs", data.runs.map(run => run.name), parent => {
+    for (const run of data.runs) {
+      const button = element(parent, "button", { "aria-pressed": !state.hidden.has(run.name), title: run.path });
+      element(button, "span", { class: "dot", style: `background:${run.color}` });
+      button.append(run.name);
+      button.onclick = () => {
+        state.hidden.has(run.name) ? state.hidden.delete(run.name) : state.hidden.add(run.name);
+        button.setAttribute("aria-pressed", !state.hidden.has(run.name));
+        charts.forEach(draw);
+      };
+    }
+  });
+}
+
 function controls() {
-  for (const run of data.runs) {
-    const button = element(document.getElementById("runs"), "button", { "aria-pressed": true, title: run.path });
-    element(button, "span", { class: "dot", style: `background:${run.colour}` });
-    button.append(run.name);
-    button.onclick = () => {
-      state.hidden.has(run) ? state.hidden.delete(run) : state.hidden.add(run);
-      button.setAttribute("aria-pressed", !state.hidden.has(run));
-      charts.forEach(draw);
-    };
-  }
   for (const [axis, title] of Object.entries(AXES)) {
-    const button = element(document.getElementById("axis"), "button", { "aria-pressed": axis === state.axis }, title);
+    const button = element(byId("axis"), "button", { "aria-pressed": axis === state.axis }, title);
     button.onclick = () => {
       state.axis = axis;
       for (const other of button.parentNode.children) other.setAttribute("aria-pressed", other === button);
       zoom(null);
     };
   }
-  document.getElementById("reset").onclick = () => zoom(null);
+  byId("reset").onclick = () => zoom(null);
   const root = document.documentElement;
   root.dataset.theme = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  document.getElementById("theme").onclick = () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; };
+  byId("theme").onclick = () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; };
+}
+
+/** Takes over new data and draws what it changes. */
+function update(fetched) {
+  data = fetched;
+  state.skew = Date.now() / 1000 - data.now;
+  [...data.runs, ...data.suites].forEach((run, i) => { run.color = COLORS[i % COLORS.length]; });
+  document.querySelector("h1").textContent = data.live ? "Training, live" : "Training report";
+  runButtons();
+  status();
+  suites();
+  if (data.runs.length) summary();
+  // A selection with the mouse is not disturbed; the next data come in two seconds.
+  if (!state.dragging) updateCharts();
+  shares();
+  ledger();
+  faults();
+  settings();
+  starts();
+}
+
+let etag = "";
+async function refresh() {
+  try {
+    const response = await fetch("data", { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
+    state.lost = false;
+    if (response.status === 200) {
+      etag = response.headers.get("ETag");
+      const next = await response.json();
+      // A run that has just started may need other charts.
+      if (String(chartsOf(next)) !== String(CHARTS)) location.reload();
+      else update(next);
+    } else status();
+  } catch {
+    state.lost = true;
+    status();
+  }
+  setTimeout(refresh, EVERY);
 }
 
 controls();
-summary();
-for (const [title, unit, metrics] of CHARTS) addChart(document.getElementById("charts"), title, unit, metrics);
-const drawn = new Set(CHARTS.flatMap(([, , metrics]) => metrics));
-const others = [...new Set(data.runs.flatMap(run => Object.keys(run.series)))].filter(name => !drawn.has(name)).sort();
-for (const name of others) addChart(document.querySelector("#more > div"), name, "", [name]);
-document.getElementById("more").ontoggle = () => charts.forEach(draw);
-shares();
-settings();
-starts();
+for (const [title, unit, metrics] of CHARTS) addChart(byId("charts"), title, unit, metrics);
+byId("more").ontoggle = () => charts.forEach(draw);
+update(data);
+if (data.live) setTimeout(refresh, EVERY);

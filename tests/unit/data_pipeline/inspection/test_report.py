@@ -119,7 +119,7 @@ def test_the_plot_is_an_image(write_dataset, tmp_path, monkeypatch) -> None:
         with pytest.raises(DataError, match="cannot write the plot"):
             plot(inspection, path)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtra, match=r"samestep\[plot\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .matplotlib>="):
         plot(inspection, tmp_path / "plot.png")
 
 

@@ -284,7 +284,8 @@ def test_the_objective_and_the_dataset_must_be_of_the_same_task():
     ):
         check_policy(manifest_of(None), "data", spec, "padded")
     with pytest.raises(
-        DataError, match=r"and data holds rows for tagging; use the objective tagging, or build"
+        DataError,
+        match=r"and data holds rows for tagging; use the objective tagging, or set data.path",
     ):
         check_policy(manifest_of("tagging"), "data", spec, "padded")
     for policy in ("concat", "best_fit", "padded"):  # pre-training on the texts of rows

@@ -79,6 +79,21 @@ LAYOUTS = {
         "README.md",
         rows(),
     ),
+    "cc_news": (
+        "vblagoje/cc_news",
+        ["plain_text/train-00000-of-00005.parquet", "plain_text/train-00004-of-00005.parquet"],
+        "data/cc_news.tar.gz",
+        rows(title="A title", domain="x.com", date="2017-05-04", url="https://x.com/1"),
+    ),
+    "c4_realnewslike": (
+        "allenai/c4",
+        [
+            "realnewslike/c4-train.00000-of-00512.json.gz",
+            "realnewslike/c4-train.00511-of-00512.json.gz",
+        ],
+        "realnewslike/c4-validation.00000-of-00001.json.gz",
+        json_lines(),
+    ),
 }
 
 

@@ -27,6 +27,7 @@ from data_pipeline.tokenizers.sentencepiece import sample
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import ConfigError, DataError
+from trainer.publish.fast_tokenizer import convert
 
 TEXTS = [topics[name] for name in sorted(topics)]
 # Short texts without runs of a character: transformers adds up scores in fp64, and by words, so
@@ -214,6 +215,66 @@ def test_files_of_transformers_give_the_same_vocabulary(t5, tmp_path) -> None:
     assert theirs.vocabulary.sentinels == t5.vocabulary.sentinels
     assert (theirs.vocabulary.eos, theirs.vocabulary.pad) == (1, 0)
     assert ids_of(theirs, LINES) == ids_of(t5, LINES)
+
+
+LOADERS = [
+    transformers.AutoTokenizer.from_pretrained,
+    transformers.T5TokenizerFast.from_pretrained,
+    # As any program reads it that knows the package `tokenizers` alone.
+    lambda folder: transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json")
+    ),
+]
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_tokenizer_json_of_an_export_gives_the_same_ids(t5, tmp_path, load) -> None:
+    t5.save(tmp_path)
+    convert(tmp_path, t5.vocabulary)
+    assert Tokenizer.load(tmp_path).fingerprint == t5.fingerprint, "spiece.model is read first"
+    theirs = load(tmp_path)
+    # All but NEL, U+0085, which T5's class in transformers takes for white space.
+    hard = [f"a{character}b {character}x" for character in HARD if character != "\x85"]
+    texts = [*LINES, *hard, "", " "]
+    assert theirs(texts, add_special_tokens=False)["input_ids"] == ids_of(t5, texts)
+    assert theirs("a class")["input_ids"] == [*ids_of(t5, ["a class"])[0], t5.vocabulary.eos]
+    assert len(theirs) == t5.vocabulary.size
+
+
+PROMPTS = [
+    "<extra_id_0> walks in <extra_id_1> park",
+    "a<extra_id_99>,b",
+    "<extra_id_0><extra_id_1>",
+    "x <extra_id_100> y",
+    "  <extra_id_3>\u3000\u00a0b\tc  ",
+    "<extra_id_10>",
+    " <EXTRA_ID_0> <extra_id_00>",
+    "no sentinel",
+    "",
+]
+
+
+def test_prompts_have_sentinels_where_transformers_has_them(t5, tmp_path) -> None:
+    t5.save(tmp_path / "ours")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    wanted = theirs(PROMPTS, add_special_tokens=False)["input_ids"]
+    theirs.save_pretrained(tmp_path / "theirs")
+    for tokenizer in (t5, Tokenizer.load(tmp_path / "theirs")):
+        found = tokenizer.encode_prompts(PROMPTS)
+        assert [tokens.tolist() for tokens in found] == wanted
+        assert {tokens.dtype for tokens in found} == {np.dtype(np.uint16)}
+    assert t5.vocabulary.sentinels[10] in wanted[5]
+    plain = train(sentinels=0)
+    assert ids_of(plain, PROMPTS) == [tokens.tolist() for tokens in plain.encode_prompts(PROMPTS)]
+
+
+@pytest.mark.parametrize("name", ["unigram-bytes", "bpe-bytes"])
+def test_a_model_that_transformers_cannot_run_gets_no_tokenizer_json(
+    trained, tmp_path, name
+) -> None:
+    trained[name].save(tmp_path)
+    convert(tmp_path, trained[name].vocabulary)
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("name", ["unigram-bytes", "bpe-bytes"])

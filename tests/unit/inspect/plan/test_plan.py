@@ -113,6 +113,42 @@ def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str)
     assert "XLA" not in result.out
 
 
+def test_an_automatic_micro_batch_without_memory_names_the_device_assumed(
+    samestep: Samestep, experiment_file: str
+) -> None:
+    auto = ["training.micro_batch_size=auto", "model.layers=1"]
+    command = ["plan", experiment_file, "--devices", 2, "--strategy", "ddp", *auto]
+    assumed = samestep(*command, "accelerator=cuda")
+    assert assumed.code == 0, assumed.err
+    said = " ".join(assumed.out.split())
+    assert "micro_batch_size is auto: assuming 80GiB per device, as an H100" in said
+    assert "fits" in said
+    given = samestep(*command, "accelerator=cuda", "--memory", "80GiB")
+    assert "assuming" not in given.out
+    assert given.out.splitlines()[-8:] == assumed.out.splitlines()[-8:], "the same plan"
+    (found, named) = (
+        json.loads(samestep(*command, "accelerator=cuda", "--json", *more).out)
+        for more in ((), ("--memory", "24GiB"))
+    )
+    assert (found["memory"], found["memory_assumed"]) == (80 * 2**30, True)
+    assert (named["memory"], named["memory_assumed"]) == (24 * 2**30, False)
+    # A number that the experiment sets needs no assumption.
+    fixed = samestep(*command, "accelerator=cuda", "training.micro_batch_size=2")
+    assert "assuming" not in fixed.out
+
+
+def test_an_automatic_micro_batch_on_a_cpu_is_the_one_of_training(
+    samestep: Samestep, experiment_file: str
+) -> None:
+    settings = ["training.micro_batch_size=auto", "training.global_batch_size=600"]
+    command = ["plan", experiment_file, "--devices", 2, "--strategy", "ddp", *settings]
+    result = samestep(*command, "model.layers=1", "accelerator=cpu")
+    assert result.code == 0, result.err
+    assert "memory is not measured" in " ".join(result.out.split())
+    # 4,096 positions in sequences of 32.
+    assert "128 x 3" in result.out
+
+
 def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: str) -> None:
     settings = ("accelerator=xla", "strategy={kind: xla_spmd, replicas: 4}", "model.layers=1")
     result = samestep("plan", experiment_file, "--devices", 8, "--strategy", "hsdp", *settings)

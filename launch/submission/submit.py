@@ -1,17 +1,14 @@
-"""From two files to a job: read, render, check, write, submit."""
+"""From two files to a job: read, render, write, submit. `checks` comes before the last two."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +16,10 @@ from typing import Annotated
 
 import yaml
 
-from launch import records, snapshot
+from launch import records
 from launch.environment import SECRET_ADDRESS
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
+from launch.submission import snapshot
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
 
@@ -148,65 +146,10 @@ def _check_names(files: Sequence[Path]) -> None:
         )
 
 
-def check(launch: Launch) -> None:
-    """Rejects a job that would fail only after it has waited in the queue.
-
-    Raises:
-        ConfigError: the run does not fit the devices, or its files do not exist.
-        LaunchError: there is no client, or another job works on the same output.
-    """
-    launch.cluster.check()
-    # Two jobs would write the same checkpoints, whatever kind of cluster each is on.
-    for record in records.newest_first():
-        if record.output != _place(launch):
-            continue
-        state = records.cluster_of(record).states([record]).get(record.id)
-        if state is not None and state.active:
-            raise LaunchError(
-                f"job {record.id} ({state.word}) works on {launch.output} already. "
-                f"`samestep cancel {record.id}` ends it, or choose another output."
-            )
-        break  # only the newest job of an output can be active
-    logger.info("checking whether this could start there")
-    if launch.job.action == "build":
-        _ask(["data", "build", *launch.arguments, "--check"], launch.cluster.environment.variables)
-        return
-    arguments = [*launch.arguments]
-    elsewhere = not launch.cluster.shares_files
-    if launch.cluster.waits_for_jobs:
-        # The weights of init_from may not exist yet. Without `model.kind` in the experiment they
-        # would say which model it is, so it is checked as one whose files are on other machines.
-        model = yaml.safe_load(launch.job.config).get("model") or {}
-        unknown = isinstance(model, dict) and "kind" not in model
-        elsewhere = elsewhere or unknown
-        arguments.append("init_from=of_the_job_before" if unknown else "init_from=null")
-    # The experiment must fit the least and the most devices that the cluster may give it.
-    devices = ",".join(map(str, launch.cluster.devices))
-    flags = ["--elsewhere"] if elsewhere else []
-    _ask(["config", *arguments, "--devices", devices, *flags], launch.cluster.environment.variables)
-
-
-def _place(launch: Launch) -> str:
-    """The output in a normalized form."""
+def output_of(launch: Launch) -> str:
+    """The output in a normalized form, by which two launches of the same one are recognized."""
     shared = launch.cluster.shares_files
     return os.path.abspath(launch.output) if shared else launch.output.rstrip("/")
-
-
-def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Runs a `samestep` command with the job's environment variables; raises its error."""
-    # A process of its own: it imports torch, and needs the job's variables from the start.
-    # -P: do not import from the current folder, which may have a `trainer` of its own.
-    command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
-    if done.returncode < 0:
-        raise LaunchError(
-            "checking whether the run could start was ended by "
-            f"{signal.Signals(-done.returncode).name}: has this machine too little memory? Try "
-            f"`{shlex.join(['samestep', *arguments])}` by itself."
-        )
-    if done.returncode:
-        _, found, message = done.stderr.partition("error: ")
-        raise ConfigError(message.strip() if found else done.stderr.strip())
 
 
 def submit(launch: Launch) -> Record:
@@ -221,7 +164,7 @@ def submit(launch: Launch) -> Record:
         _write(launch)
         id_, about = launch.cluster.submit(launch.submission, folder)
         record = Record(
-            id_, launch.kind, launch.job.name, _place(launch), folder, time.time(), about
+            id_, launch.kind, launch.job.name, output_of(launch), folder, time.time(), about
         )
         try:
             records.add(record)

@@ -1,0 +1,1 @@
+"""Scripts that show samestep at work. `make demo` runs `demo`."""

@@ -1,0 +1,81 @@
+"""What a launch reads in the file of an experiment or dataset, before anything has checked it.
+
+Sections may have any type here: `samestep config` and `samestep data build --check` reject what is
+invalid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from trainer.config import Tree
+
+_COMPONENTS = ("model", "objective", "optimizer", "strategy", "accelerator", "source")
+# Settings of sources that name files. Those of Hugging Face's datasets name repositories.
+_FILES = ("paths", "source_paths", "target_paths")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def kind_of(tree: Tree, section: str) -> str | None:
+    """The kind of a component, written as `section: KIND` or `section: {kind: KIND}`."""
+    value = tree.get(section)
+    kind = value.get("kind") if isinstance(value, dict) else value
+    return kind if isinstance(kind, str) else None
+
+
+def inputs(tree: Tree) -> dict[str, str]:
+    """Paths and URLs that a run or build reads, by setting."""
+    data, objective, tokenizer = (_mapping(tree, key) for key in ("data", "objective", "tokenizer"))
+    source = _mapping(tree, "source")
+    found: dict[str, object] = {
+        "init_from": tree.get("init_from"),
+        "objective.teacher": objective.get("teacher"),
+        "tokenizer.path": tokenizer.get("path"),
+        "data.path": data.get("path"),
+    }
+    for index, part in enumerate(_items(data.get("sources"))):
+        if isinstance(part, dict):
+            found[f"data.sources.{index}.path"] = part.get("path")
+    for setting in _FILES:
+        for index, path in enumerate(_items(source.get(setting))):
+            found[f"source.{setting}.{index}"] = path
+    return {setting: path for setting, path in found.items() if isinstance(path, str)}
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is one of a file system, rather than a URL."""
+    return "://" not in path
+
+
+def checkpoints(tree: Tree) -> tuple[str, str]:
+    """The setting that decides where checkpoints or shards are written, and the folder."""
+    folder = _mapping(tree, "checkpoint").get("folder")
+    if folder is None:
+        return "output", str(tree.get("output"))
+    return "checkpoint.folder", str(folder)
+
+
+def own_modules(tree: Tree) -> dict[str, str]:
+    """Modules outside this package, as my_package.my_objective, by the setting that names them."""
+    places: list[tuple[str, Tree]] = [("", tree)]
+    places += [
+        (f"phases.{index}.", phase)
+        for index, phase in enumerate(_items(tree.get("phases")))
+        if isinstance(phase, dict)
+    ]
+    kinds = {
+        f"{prefix}{section}": kind_of(part, section)
+        for prefix, part in places
+        for section in _COMPONENTS
+    }
+    return {setting: kind for setting, kind in kinds.items() if kind and _MODULE.fullmatch(kind)}
+
+
+def _mapping(tree: Tree, key: str) -> Tree:
+    value = tree.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: object) -> Iterator[object]:
+    return iter(value if isinstance(value, list) else ())

@@ -1,0 +1,42 @@
+"""`samestep recipes`: the list, one recipe, and a copy that stays valid in another folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.integration.commands import Samestep
+from trainer.config import read_tree, recipes
+
+
+def test_the_list_names_each_recipe_with_a_summary(samestep: Samestep) -> None:
+    lines = samestep("recipes").out.splitlines()
+    listed = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
+    assert list(listed) == recipes.names()
+    assert listed["recipes/pretrain/roberta_base"].startswith("RoBERTa")
+
+
+def test_show_prints_the_file(samestep: Samestep) -> None:
+    file = recipes.FOLDER / "pretrain" / "bert_base.yaml"
+    assert samestep("recipes", "show", "recipes/pretrain/bert_base").out == file.read_text()
+
+
+def test_copies_have_the_same_settings(samestep: Samestep, tmp_path: Path) -> None:
+    """A second copy does not replace the first, which may have been changed."""
+    for name in ("recipes/pretrain/bert_large_lamb", "recipes/tasks/glue/rte"):
+        copy = Path(samestep("recipes", "copy", name, tmp_path / "mine").out.strip())
+        assert copy.parent == tmp_path / "mine"
+        assert read_tree(copy) == read_tree(name)
+        copy.write_text("mine")
+        refused = samestep("recipes", "copy", name, tmp_path / "mine")
+        assert (refused.code, copy.read_text()) == (2, "mine")
+        assert f"{copy} exists already" in refused.message
+
+
+def test_what_is_no_recipe_is_refused(samestep: Samestep, tmp_path: Path) -> None:
+    typo = samestep("recipes", "show", "recipes/pretrain/bert_bse")
+    assert "Did you mean recipes/pretrain/bert_base?" in typo.message
+    outside = samestep("recipes", "show", "recipes/../pyproject")
+    assert "no recipe" in outside.message
+    file = samestep("recipes", "copy", "recipes/pretrain/bert_base", tmp_path / "mine.yaml")
+    assert "Name the folder" in file.message
+    assert not list(tmp_path.iterdir())

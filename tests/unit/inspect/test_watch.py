@@ -1,0 +1,240 @@
+"""The live page: what the server gives to whom, and that it reads each row once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from trainer.errors import ConfigError
+from trainer.inspect.watch import Server, watch
+from trainer.monitoring.jsonl import JsonlTracker, RowReader
+from trainer.monitoring.report import Report
+
+
+def start_run(folder: Path, steps: int = 100) -> JsonlTracker:
+    """A run's folder as its process writes it: a config, an owner, a start."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"output: x\ntraining: {{steps: {steps}}}\n")
+    (folder / "checkpoints" / ".owner").write_text("{}")
+    begin(folder, 0)
+    return JsonlTracker(folder / "metrics.jsonl")
+
+
+def begin(folder: Path, step: int) -> None:
+    starts = JsonlTracker(folder / "starts.jsonl", resume_step=None)
+    starts.log(step, {"devices": "2 x CPU", "nodes": "host"})
+    starts.close()
+
+
+@contextmanager
+def serving(*folders: Path) -> Iterator[Server]:
+    with Server(Report([str(folder) for folder in folders]), 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(server: Server, path: str, **headers: str) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response, text
+
+
+def run_of(server: Server) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(get(server, "/data")[1])["runs"][0]
+    return run
+
+
+def test_only_the_page_and_its_data_are_served_and_only_to_this_machine(tmp_path: Path):
+    start_run(tmp_path / "run").log(10, {"train/loss": 6.0})
+    with serving(tmp_path / "run") as server:
+        assert server.server_address[0] == "127.0.0.1"
+        response, page = get(server, "/")
+        assert (response.status, "<main>" in page) == (200, True)
+        port = server.server_address[1]
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "localhost:9000"):
+            assert get(server, "/data", Host=host)[0].status == 200
+        # A name elsewhere that was made to point to this machine, and no name at all.
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
+            response, text = get(server, "/data", Host=host)
+            assert response.status == 403
+            assert "loss" not in text
+        for path in ("/config.yaml", "/../config.yaml", "/metrics.jsonl", "//etc/passwd", "/data/"):
+            assert get(server, path)[0].status == 404
+
+
+def test_unchanged_data_are_not_sent_again(tmp_path: Path):
+    tracker = start_run(tmp_path / "run")
+    tracker.log(10, {"train/loss": 6.0})
+    with serving(tmp_path / "run") as server:
+        tag = str(get(server, "/data")[0].getheader("ETag"))
+        response, text = get(server, "/data", **{"If-None-Match": tag})
+        assert (response.status, text) == (304, "")
+        tracker.log(20, {"train/loss": 5.0})
+        assert get(server, "/data", **{"If-None-Match": tag})[0].status == 200
+
+
+def test_a_run_that_begins_restarts_fails_and_ends_while_it_is_watched(tmp_path: Path):
+    folder = tmp_path / "run"
+    with serving(folder) as server:
+        assert run_of(server)["status"]["state"] == "waiting"
+        tracker = start_run(folder, steps=30)
+        assert run_of(server)["status"]["state"] == "starting"
+        tracker.log(10, {"train/loss": 6.0, "perf/eta_seconds": 9.0})
+        tracker.log(20, {"train/loss": 5.0})
+        found = run_of(server)
+        assert found["status"]["state"] == "running"
+        assert found["series"]["train/loss"]["y"] == [6.0, 5.0]
+        # The eta of an earlier row says nothing about now.
+        assert found["status"]["eta"] == [None, None, None]
+        tracker.alert("ERROR", "The run has failed", "no space")
+        assert run_of(server)["status"]["state"] == "failed"
+        tracker.close()
+        # It goes back to step 10 and on: the row of step 20 is gone, and another one comes.
+        begin(folder, 10)
+        tracker = JsonlTracker(folder / "metrics.jsonl", resume_step=10)
+        tracker.log(20, {"train/loss": 4.0})
+        found = run_of(server)
+        assert found["status"]["state"] == "running"
+        assert found["series"]["train/loss"]["y"] == [6.0, 4.0]
+        assert found["summary"]["restarts"] == 1
+        assert [fault["text"] for fault in found["faults"]] == ["no space"]
+        (folder / "checkpoints" / ".owner").unlink()
+        assert run_of(server)["status"]["state"] == "stopped"
+        tracker.log(30, {"train/loss": 3.0})
+        assert run_of(server)["status"]["state"] == "finished"
+
+
+def test_a_run_without_rows_for_a_while_is_stalled(tmp_path: Path):
+    tracker = start_run(tmp_path / "run")
+    rows = [{"step": n, "time": time.time() - 600 + n, "train/loss": 1.0} for n in range(5)]
+    tracker.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    starts = tmp_path / "run" / "starts.jsonl"
+    starts.write_text(json.dumps({"step": 0, "time": time.time() - 700}) + "\n")
+    report = Report([str(tmp_path / "run")])
+    assert report.data()["runs"][0]["status"]["state"] == "stalled"
+    tracker.log(5, {"train/loss": 1.0})
+    assert report.data()["runs"][0]["status"]["state"] == "running"
+
+
+def test_each_row_is_read_once(tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    reader = RowReader(file)
+    assert reader.read() == ([], False)
+    tracker = JsonlTracker(file)
+    for step in range(1, 4):
+        tracker.log(step, {"a": 1.0})
+    rows, replaced = reader.read()
+    assert ([row["step"] for row in rows], replaced) == ([1, 2, 3], False)
+    # What was read is not looked at again: here it is overwritten, except for its last line.
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"#" * (len(lines[0]) + len(lines[1])) + lines[2])
+    with file.open("ab") as appended:
+        appended.write(b'{"step": 4, "time": 1.0}\n{"step": 5, "ti')
+    assert [row["step"] for row in reader.read()[0]] == [4]
+    with file.open("ab") as appended:
+        appended.write(b'me": 1.0}\n')
+    assert [row["step"] for row in reader.read()[0]] == [5]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_reader_notices_a_file_that_was_cut_back_and_has_grown_again(tmp_path: Path, kept: int):
+    file = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(file)
+    for step in (1, 2, 3, 4):
+        tracker.log(step, {"a": 1.0})
+    reader = RowReader(file)
+    reader.read()
+    again = JsonlTracker(file, resume_step=kept)
+    for step in range(kept + 1, 7):
+        again.log(step, {"a": 2.0})
+    rows, replaced = reader.read()
+    assert replaced
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_ledger_says_whether_restarts_are_joined(tmp_path: Path):
+    run = tmp_path / "run"
+    start_run(run).log(30, {"train/loss": 1.0})
+    begin(run, 20)
+    ledger = JsonlTracker(run / "ledger.jsonl", resume_step=None)
+    fed = {"kind": "fed", "order": 0, "examples": [], "digest": "", "head": "ab12"}
+    ledger.log(0, {"kind": "order", "order": 0})
+    ledger.log(20, {**fed, "first_step": 1})
+    report = Report([str(run)])
+    ledger.log(30, {**fed, "first_step": 21})
+    found = report.data()["runs"][0]["ledger"]
+    assert (found["steps"], found["edges"], found["joined"]) == ([[1, 30]], 1, 1)
+    begin(run, 30)
+    ledger.log(40, {**fed, "first_step": 33})
+    ledger.log(
+        40, {"kind": "excluded", "order": 0, "examples": [[5, 9]], "reason": "nan", "head": ""}
+    )
+    described = report.data()["runs"][0]
+    found = described["ledger"]
+    assert (found["steps"], found["edges"], found["joined"]) == ([[1, 30], [33, 40]], 2, 1)
+    assert [fault["text"] for fault in described["faults"]] == ["5 to 8: nan"]
+
+
+def test_a_suite_shows_its_runs_its_scores_and_when_it_ends(tmp_path: Path):
+    suite = tmp_path / "suite"
+    suite.mkdir()
+    runs = [
+        {"task": "rte", "run": f"seed-{i}", "digest": str(i), "folder": f"runs/rte/{i}"}
+        | {"score": "accuracy", "steps": 100}
+        for i in range(3)
+    ]
+    (suite / "suite.json").write_text(json.dumps({"slots": 1, "runs": runs}))
+    report = Report([str(suite)])
+    (found,) = report.data()["suites"]
+    assert (found["finished"], found["total"], found["eta"]) == (0, 3, None)
+    results = [
+        {"digest": str(i), "scores": {"accuracy": score}, "seconds": 50.0}
+        for i, score in enumerate((0.5, 0.7))
+    ]
+    (suite / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in results))
+    running = start_run(suite / "runs" / "rte" / "2")
+    running.log(40, {"train/loss": 1.0})
+    (found,) = report.data()["suites"]
+    assert found["running"] == [{"task": "rte", "run": "seed-2", "step": 40, "steps": 100}]
+    (task,) = found["tasks"]
+    assert (task["finished"], task["mean"], task["best"]) == (2, pytest.approx(0.6), 0.7)
+    low, middle, high = found["eta"]
+    assert low < 30 == middle < high
+
+
+def test_what_cannot_be_watched_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "file"
+    file.touch()
+    page = tmp_path / "page.html"
+    with pytest.raises(ConfigError, match=r"file is a file\. Name the output folder"):
+        watch([str(file)], page)
+    with pytest.raises(ConfigError, match=r"is named twice\. Leave one out"):
+        watch([str(tmp_path), f"{tmp_path}/"], page)
+    with pytest.raises(ConfigError, match="--port is 70000"):
+        watch([str(tmp_path)], page, port=70000)
+    for output in (tmp_path, file / "page.html"):
+        with pytest.raises(ConfigError, match="which cannot be written"):
+            watch([str(tmp_path / "never")], output)
+    with serving(tmp_path) as server:
+        port = int(server.server_address[1])
+        with pytest.raises(ConfigError, match=f"--port {port} cannot be used: Address already"):
+            watch([str(tmp_path)], page, port=port)
+    assert not watch([str(tmp_path / "never")], page, once=True)
+    assert "no run has metrics yet; nothing is written" in capsys.readouterr().out
+    assert not page.exists()

@@ -1,0 +1,72 @@
+"""Recipes that come with samestep: a list with summaries, and copies that stay valid."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.config import recipes
+from trainer.errors import ConfigError
+
+
+def listing() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields each folder with its recipes: name, and first sentence of the leading comment."""
+    for folder, names in itertools.groupby(recipes.names(), lambda name: name.rpartition("/")[0]):
+        yield folder, [(name, _summary(file_of(name))) for name in names]
+
+
+def _summary(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    # Up to the commands, which are indented.
+    lines = itertools.takewhile(re.compile("# ?[^ ]").match, text.splitlines())
+    comment = " ".join(line.lstrip("#").strip() for line in lines)
+    # "Devlin et al. 2019" does not end a sentence.
+    return re.split(r"(?<!\bal)\.(?:\s|$)", comment, maxsplit=1)[0]
+
+
+def file_of(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    # A local file needs no command to print or copy it, so this takes recipes only.
+    file = recipes.packaged(name)
+    if file is None or not file.is_file():
+        hint = recipes.suggestion(name) or " `samestep recipes` lists the recipes."
+        raise ConfigError(f"there is no recipe {name!r}.{hint}")
+    return file
+
+
+def copy(name: str, folder: Path) -> Path:
+    """Copies a recipe into a folder, which is created if missing; returns the new file.
+
+    Raises:
+        ConfigError: there is no such recipe, or the folder has a file of its name.
+    """
+    source = file_of(name)
+    target = folder / source.name
+    if folder.suffix in (".yaml", ".yml") and not folder.is_dir():
+        raise ConfigError(f"DIR is {folder}, the name of a file. Name the folder of the copy.")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(_with_named_bases(source))
+    except FileExistsError:
+        raise ConfigError(
+            f"{target} exists already. Remove it, or copy to another folder."
+        ) from None
+    return target
+
+
+def _with_named_bases(file: Path) -> str:
+    """The text of a recipe whose `base:` names recipes, which hold in any folder."""
+
+    def named(match: re.Match[str]) -> str:
+        base = recipes.locate(match["base"], file.parent)
+        return f"base: {recipes.name_of(base) or match['base']}"
+
+    text = file.read_text(encoding="utf-8")
+    return re.sub(r"^base: (?P<base>[\w./-]+)$", named, text, flags=re.MULTILINE)

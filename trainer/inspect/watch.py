@@ -1,0 +1,175 @@
+"""`samestep watch`: the report of one or several runs, served live to this machine's browser."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from types import FrameType
+from urllib.parse import urlsplit
+
+from trainer.config import Tree
+from trainer.errors import ConfigError
+from trainer.monitoring.report import Report, as_json, has_metrics, page
+from trainer.storage import write_text
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "127.0.0.1"
+PORT = 8700
+"""Used if it is free; fixed, so that `ssh -L` can name it."""
+
+# Of this machine, seen from itself or through `ssh -L`. A page elsewhere whose name was made to
+# point here (DNS rebinding) has that name in its requests, and gets nothing.
+_HOSTS = ("127.0.0.1", "localhost", "::1")
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `/`, the page, and `/data`, its data. No file is served.
+
+    Raises:
+        ConfigError: the port is not free or not a port.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, report: Report, port: int | None) -> None:
+        self._report, self._lock = report, Lock()
+        wanted = PORT if port is None else port
+        try:
+            super().__init__((ADDRESS, wanted), _Handler)
+        except OverflowError:
+            raise ConfigError(f"--port is {wanted}. Use a number from 0 to 65535.") from None
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            if port is not None:
+                raise ConfigError(
+                    f"--port {port} cannot be used: {error.strerror}. Name another, or leave "
+                    "--port out."
+                ) from None
+            super().__init__((ADDRESS, 0), _Handler)  # any free one
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+    def data(self) -> Tree:
+        """The page's data, now. Each reading continues where the last one ended."""
+        with self._lock:
+            return self._report.data(live=True)
+
+    def page(self) -> str:
+        """The page, with its data."""
+        return page(self._report.names, self.data())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "samestep", ""
+
+    def do_GET(self) -> None:
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        path = urlsplit(self.path).path
+        if host not in _HOSTS:
+            self._send(HTTPStatus.FORBIDDEN, "open this page as http://localhost:PORT/\n")
+        elif path == "/":
+            self._send(HTTPStatus.OK, self.server.page(), "text/html")
+        elif path == "/data":
+            self._send_data()
+        elif path == "/favicon.ico":
+            self._send(HTTPStatus.NO_CONTENT, "")
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "there is only / and /data\n")
+
+    def _send_data(self) -> None:
+        data = self.server.data()
+        # The time of the answer alone is no news.
+        digest = hashlib.sha256(as_json({**data, "now": 0}).encode()).hexdigest()
+        tag = f'"{digest[:32]}"'
+        if self.headers.get("If-None-Match") == tag:
+            self._send(HTTPStatus.NOT_MODIFIED, "", tag=tag)
+        else:
+            self._send(HTTPStatus.OK, as_json(data), "application/json", tag)
+
+    def _send(
+        self, status: HTTPStatus, text: str, kind: str = "text/plain", tag: str | None = None
+    ) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if tag is not None:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        try:
+            self.wfile.write(body)
+        except ConnectionError:  # the browser tab was closed
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)
+
+
+def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool = False) -> bool:
+    """Serves the page until Ctrl-C or SIGTERM, then writes it as one file.
+
+    Args:
+        runs: at most 10 run folders, or folders of suites; they need not exist yet.
+        output: the HTML file.
+        port: None for the usual one, or any if that is taken.
+        once: only write the file.
+
+    Returns:
+        Whether the file was written; it is not if no run has metrics.
+
+    Raises:
+        ConfigError: the file cannot be written; or see `Report` and `Server`.
+        StorageError: the file cannot be written.
+    """
+    report = Report(runs)
+    # Found now, rather than at the end of days. The folder of a run may not exist yet.
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    if output.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"--output is {output}, which cannot be written. Name another file.")
+    if not once:
+        with Server(report, port) as server:
+            for run in report.folders:
+                if not run.folder.exists():
+                    sys.stdout.write(f"{run.folder} does not exist yet; the page waits for it\n")
+            sys.stdout.write(f"{server.url} shows {', '.join(report.names)}\n")
+            sys.stdout.write(f"Ctrl-C ends this and writes {output}\n")
+            sys.stdout.flush()
+            signal.signal(signal.SIGTERM, _interrupt)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                sys.stdout.write("\n")
+    data = report.data()
+    if not has_metrics(data):
+        sys.stdout.write("no run has metrics yet; nothing is written\n")
+        return False
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, page(report.names, data))
+    sys.stdout.write(f"{output}\n")
+    return True
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

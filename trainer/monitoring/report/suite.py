@@ -1,0 +1,112 @@
+"""Progress of a suite of fine-tuning runs, from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Tree
+from trainer.monitoring.forecast import suite_left
+from trainer.monitoring.jsonl import RowReader
+from trainer.monitoring.report.status import has_owner
+
+PLAN = "suite.json"
+"""File in a suite's folder: the runs that it should have, see `PlannedRun`."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a suite, in suite.json.
+
+    Attributes:
+        task: its name.
+        run: its name among the task's runs.
+        digest: key of its result in results.jsonl.
+        folder: of its files, inside of the suite's.
+        score: name of the score that counts.
+        steps: optimizer steps.
+    """
+
+    task: str
+    run: str
+    digest: str
+    folder: str
+    score: str
+    steps: int
+
+
+class SuiteFolder:
+    """A suite: `describe` reads the small files again, and of running runs the new rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics: dict[str, RowReader] = {}
+        self._steps: dict[str, int] = {}
+
+    def describe(self, name: str) -> Tree:
+        """The suite, as page.js reads it."""
+        plan = _read(self._folder / PLAN)
+        runs = [PlannedRun(**run) for run in plan.get("runs", [])]
+        results = self._results()
+        finished = [run for run in runs if run.digest in results]
+        missing = [run for run in runs if run.digest not in results]
+        running = [run for run in missing if has_owner(self._folder / run.folder)]
+        done = {run.digest: self._step(run) for run in running}
+        left = suite_left(
+            [(run.task, run.steps, results[run.digest]["seconds"]) for run in finished],
+            [(run.task, max(0, run.steps - done.get(run.digest, 0))) for run in missing],
+            int(plan.get("slots", 1)),
+        )
+        return {
+            "name": name,
+            "path": str(self._folder.resolve()),
+            "finished": len(finished),
+            "total": len(runs),
+            "eta": left,
+            "running": [
+                {"task": run.task, "run": run.run, "step": done[run.digest], "steps": run.steps}
+                for run in running
+            ],
+            "tasks": [
+                _task(task, [run for run in runs if run.task == task], results)
+                for task in dict.fromkeys(run.task for run in runs)
+            ],
+        }
+
+    def _results(self) -> dict[str, dict[str, Any]]:
+        file = self._folder / "results.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        found = [json.loads(line) for line in lines]
+        return {result["digest"]: result for result in found}
+
+    def _step(self, run: PlannedRun) -> int:
+        reader = self._metrics.setdefault(
+            run.digest, RowReader(self._folder / run.folder / "metrics.jsonl")
+        )
+        rows, replaced = reader.read()
+        if rows or replaced:
+            self._steps[run.digest] = rows[-1]["step"] if rows else 0
+        return self._steps.get(run.digest, 0)
+
+
+def _task(name: str, runs: Sequence[PlannedRun], results: dict[str, dict[str, Any]]) -> Tree:
+    finished = [run for run in runs if run.digest in results]
+    scores = [results[run.digest]["scores"][run.score] for run in finished]
+    return {
+        "task": name,
+        "score": runs[0].score,
+        "finished": len(finished),
+        "total": len(runs),
+        "mean": statistics.mean(scores) if scores else None,
+        "best": max(scores, default=None),
+        "seconds": sum(results[run.digest]["seconds"] for run in finished),
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

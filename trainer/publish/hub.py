@@ -1,0 +1,259 @@
+"""`samestep publish`: the checkpoints of a run as revisions of a model repository on the Hub.
+
+Each checkpoint becomes a branch, step-000100, as for the models of Pythia and MultiBERTs; main is
+the newest. A commit appears as a whole, so a branch that names its checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from trainer.checkpoint import files, integrity, retention
+from trainer.checkpoint.files import Location
+from trainer.errors import CheckpointError, ConfigError, MissingExtra, SamestepError, StorageError
+from trainer.publish.export import export, export_weights
+from trainer.publish.step_zero import StepZero
+from trainer.training.weights import checkpoints_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+logger = logging.getLogger(__name__)
+
+Revisions: TypeAlias = Literal["all", "last", "best"]
+
+_MAIN = "main"
+_MARKER = "samestep.json"
+"""In each revision: the step and the checkpoint's digest."""
+_REPLACED = ("*.safetensors", "*.json", "*.txt", "*.model", "README.md")
+"""Files of an earlier export, which a commit removes if the new export lacks them."""
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class _Revision:
+    """A checkpoint to publish.
+
+    Attributes:
+        step: its number.
+        identity: a digest of its content.
+        source: the checkpoint, or the start of the run.
+    """
+
+    step: int
+    identity: str
+    source: Location | StepZero
+
+    @property
+    def branch(self) -> str:
+        return f"step-{self.step:06d}"
+
+    @property
+    def marker(self) -> dict[str, object]:
+        return {"step": self.step, "checkpoint": self.identity}
+
+    def write(self, run: str, repository: str, folder: Path) -> None:
+        """Exports the checkpoint to a new folder."""
+        if isinstance(self.source, StepZero):
+            export_weights(self.source.weights(), run, str(folder), name=repository)
+        else:
+            export(str(self.source), str(folder), name=repository)
+        (folder / _MARKER).write_text(json.dumps(self.marker, indent=2) + "\n", encoding="utf-8")
+
+
+def publish(
+    run: str,
+    repository: str,
+    revisions: Revisions = "all",
+    private: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Exports checkpoints of a run and pushes each as a revision of a repository on the Hub.
+
+    Revisions that have the checkpoint already are left as they are, so a publication that was
+    stopped at any moment is continued by the same command.
+
+    Args:
+        run: the run's output folder, or the folder or address of its checkpoints.
+        repository: OWNER/NAME; it is created if there is none.
+        revisions: all checkpoints and step 0, the last checkpoint, or the best one.
+        private: whether a new repository is private.
+        dry_run: only print what would be pushed.
+
+    Raises:
+        ConfigError: the name is malformed, there is no token, or it has no right to write there.
+        CheckpointError: the run has no such checkpoint, or one is damaged.
+        StorageError: the Hub cannot be reached, or a revision has other content.
+    """
+    try:
+        from huggingface_hub import HfApi, get_token
+    except ImportError:
+        raise MissingExtra("huggingface-hub", "hf", "samestep publish") from None
+    if not _REPOSITORY.fullmatch(repository):
+        raise ConfigError(f"REPO is {repository!r}. Write OWNER/NAME, as ada/bert_mini.")
+    chosen = _chosen(run, revisions)
+    api = HfApi()
+    if not dry_run and get_token() is None:
+        raise ConfigError(
+            "there is no token for the Hugging Face Hub. Log in with `hf auth login`, or set "
+            "HF_TOKEN to a token with write rights."
+        )
+    with _explained(repository):
+        missing = _missing(api, repository, chosen)
+    _print(repository, chosen, missing)
+    if dry_run or not missing:
+        return
+    with _explained(repository):
+        api.create_repo(repository, private=private, exist_ok=True)
+    for revision in chosen:
+        targets = missing.get(revision.step, [])
+        if targets:
+            _push(api, run, repository, revision, targets)
+    logger.info("published %s: %d checkpoints as revisions", repository, len(chosen))
+
+
+def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
+    """The checkpoints to publish, oldest first."""
+    root = checkpoints_of(files.location(run))
+    steps = integrity.committed_steps(root)
+    if not steps:
+        raise CheckpointError(f"{run} has no checkpoint yet. Wait for one, or name another run.")
+    start: list[_Revision] = []
+    if revisions == "last":
+        steps = steps[-1:]
+    elif revisions == "best":
+        best = retention.best_step(root)
+        if best is None:
+            raise CheckpointError(
+                f"{run} has no best checkpoint: it was trained without training.best. Use "
+                "--revisions last or all."
+            )
+        steps = [best]
+    elif steps[0] > 0:
+        start = _start(integrity.step_folder(root, steps[0]))
+    folders = ((step, integrity.step_folder(root, step)) for step in steps)
+    found = [_Revision(step, integrity.identity(folder), folder) for step, folder in folders]
+    return start + found
+
+
+def _start(oldest: Location) -> list[_Revision]:
+    """Step 0, computed again; nothing if the weights that the run started from are gone."""
+    try:
+        start = StepZero.of(oldest)
+        return [_Revision(0, start.identity, start)]
+    except SamestepError as error:
+        logger.warning("step 0 is left out, as its weights cannot be computed again: %s", error)
+        return []
+
+
+def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[int, list[str]]:
+    """The branches that each step has to be pushed to.
+
+    Raises:
+        StorageError: a branch has another checkpoint of this step.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        branches = {ref.name for ref in api.list_repo_refs(repository).branches}
+    except RepositoryNotFoundError:  # or a private one, without a token
+        branches = set()
+    missing: dict[int, list[str]] = {}
+    for revision in chosen:
+        there = _marker(api, repository, revision.branch) if revision.branch in branches else None
+        if there == revision.marker:
+            continue
+        # Of another step it is when it was made from main, and nothing was pushed to it yet.
+        if there is not None and there.get("step") == revision.step:
+            raise StorageError(
+                f"{repository} has a revision {revision.branch} of another run. Name another "
+                "repository, or delete that branch."
+            )
+        missing[revision.step] = [revision.branch]
+    newest = chosen[-1]
+    main = _marker(api, repository, _MAIN) if _MAIN in branches else None
+    if main != newest.marker:
+        missing.setdefault(newest.step, []).append(_MAIN)
+    return missing
+
+
+def _marker(api: HfApi, repository: str, branch: str) -> dict[str, object] | None:
+    """What a revision says about its checkpoint; None without a model.
+
+    Raises:
+        StorageError: there is a model that `samestep publish` has not pushed.
+    """
+    names = api.list_repo_files(repository, revision=branch)
+    if _MARKER in names:
+        path = api.hf_hub_download(repository, _MARKER, revision=branch)
+        found: dict[str, object] = json.loads(Path(path).read_text(encoding="utf-8"))
+        return found
+    if any(name.endswith((".safetensors", ".bin")) or name == "config.json" for name in names):
+        raise StorageError(
+            f"{repository} has a model in {branch} that samestep publish has not pushed. Name "
+            "another repository."
+        )
+    return None
+
+
+def _push(
+    api: HfApi, run: str, repository: str, revision: _Revision, branches: Sequence[str]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="samestep-publish-") as temporary:
+        folder = Path(temporary) / "export"
+        revision.write(run, repository, folder)
+        for branch in branches:
+            with _explained(repository):
+                if branch != _MAIN:
+                    api.create_branch(repository, branch=branch, exist_ok=True)
+                api.upload_folder(
+                    repo_id=repository,
+                    folder_path=folder,
+                    revision=branch,
+                    commit_message=f"Step {revision.step:,}",
+                    delete_patterns=list(_REPLACED),
+                )
+            logger.info("pushed %s to %s of %s", revision.branch, branch, repository)
+
+
+def _print(repository: str, chosen: Sequence[_Revision], missing: dict[int, list[str]]) -> None:
+    for revision in chosen:
+        branches = missing.get(revision.step)
+        state = "is there already" if branches is None else f"push to {' and '.join(branches)}"
+        sys.stdout.write(f"{repository} {revision.branch}: {state}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _explained(repository: str) -> Iterator[None]:
+    """Turns errors of the Hub's client into ours."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except SamestepError:
+        raise
+    except HFValidationError as error:
+        raise ConfigError(f"REPO is {repository!r}: {error}. Write OWNER/NAME.") from error
+    except Exception as error:  # the classes differ between versions of the Hub's client
+        response = error.response if isinstance(error, HfHubHTTPError) else None
+        status = getattr(response, "status_code", None)
+        if status in (401, 403):
+            raise ConfigError(
+                f"the Hub does not let this token write to {repository} (status {status}). Use a "
+                "token with write rights (`hf auth login`, or HF_TOKEN), or a repository of yours."
+            ) from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise StorageError(
+            f"{repository} cannot be published: {reason}. Run the same command again; it leaves "
+            "out what is on the Hub."
+        ) from error
