@@ -112,9 +112,8 @@ def _absent(name: str, kinds: Iterable[str]) -> str:
     if found:
         modules = [f"{found}.{module.name}" for module in pkgutil.iter_modules(folders)]
         close = difflib.get_close_matches(name, modules, n=1)
-        where = f"the package {found} in {', '.join(folders)}"
-        reason = f"no module {name!r}: {where} has {', '.join(modules) or 'no modules'}. "
-        fix = f"Did you mean {close[0]}?" if close else "Name one of these, or add the module."
+        reason = f"no module {name!r}: the package {found} in {', '.join(folders)} has none. "
+        fix = f"Did you mean {close[0]}?" if close else _others(modules)
     else:
         reason = f"no module {name!r}: the package {parts[0]} is not installed. "
         fix = (
@@ -123,6 +122,13 @@ def _absent(name: str, kinds: Iterable[str]) -> str:
         )
     built_in = difflib.get_close_matches(parts[-1], list(kinds), n=1)
     return reason + fix + (f" samestep itself has {built_in[0]!r}." if built_in else "")
+
+
+def _others(modules: list[str]) -> str:
+    if not modules:
+        return "Add the module."
+    more = ", ..." if len(modules) > 5 else ""
+    return f"Add the module, or name one of {', '.join(modules[:5])}{more}."
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:

@@ -14,9 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from trainer.errors import SamestepError
 from trainer.objectives import Objective
 from trainer.strategies import Strategy
+from trainer.training.experiment import Experiment
 from trainer.training.passes import Loader, accumulate_gradients
+from trainer.training.phases import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -107,3 +110,22 @@ def probe(
     budget = -over_ranks(-int(SHARE * memory))
     with torch.compiler.set_stance("force_eager"):  # or each size would be compiled for
         return largest(peak, budget, most)
+
+
+def out_of_memory(
+    experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception
+) -> SamestepError:
+    """Explains a lack of device memory, in a phase or (None) before the first step."""
+    lower = ""
+    size = None if phase is None else phase.micro_batch_size
+    if phase is not None and isinstance(size, int) and size > 1:
+        smaller = phase.fits if phase.fits is not None and phase.fits < size else size // 2
+        section = f"phases.{phase.index}" if experiment.phases else "training"
+        lower = (
+            f"set {section}.micro_batch_size={smaller} (it is {size}; it changes memory and speed "
+            "only), "
+        )
+    return SamestepError(
+        f"the memory of {strategy.accelerator.description} is used up: {error}; {lower}set "
+        "training.activation_checkpointing=true, or use more devices"
+    )

@@ -80,7 +80,7 @@ class Batches:
 
     def __next__(self) -> MicroBatches:
         phase = self.phase
-        if self.step == phase.end:
+        if self.step >= phase.end:  # beyond it, where training.steps was lowered since the save
             raise StopIteration
         micro_batches = next(iter(self._loaders.train(phase)))
         self.step += 1

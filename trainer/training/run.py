@@ -24,7 +24,7 @@ from trainer.checkpoint import files
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
-from trainer.errors import EXIT_DONE, ConfigError, SamestepError
+from trainer.errors import EXIT_DONE, ConfigError
 from trainer.metrics import check_installed
 from trainer.models import Model
 from trainer.monitoring import Tracker
@@ -39,7 +39,7 @@ from trainer.training.experiment import Experiment
 from trainer.training.finished import check_settings, reason_to_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
-from trainer.training.micro_batch import probe, without_probe
+from trainer.training.micro_batch import out_of_memory, probe, without_probe
 from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
@@ -105,7 +105,7 @@ def train(experiment: Experiment) -> int:
             return EXIT_DONE
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase
-            raise _out_of_memory(experiment, strategy, phase, error) from error
+            raise out_of_memory(experiment, strategy, phase, error) from error
         finally:
             if trainer is not None:
                 trainer.close()
@@ -497,22 +497,3 @@ def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
     dataset.tokenizer.save(folder / "tokenizer")
     if experiment.checkpoint.folder is not None:
         files.copy_folder(folder / "tokenizer", checkpoint_folder(experiment) / "tokenizer")
-
-
-def _out_of_memory(
-    experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception
-) -> SamestepError:
-    """Explains a lack of device memory, in a phase or (None) before the first step."""
-    lower = ""
-    size = None if phase is None else phase.micro_batch_size
-    if phase is not None and isinstance(size, int) and size > 1:
-        smaller = phase.fits if phase.fits is not None and phase.fits < size else size // 2
-        section = f"phases.{phase.index}" if experiment.phases else "training"
-        lower = (
-            f"set {section}.micro_batch_size={smaller} (it is {size}; it changes memory and speed "
-            "only), "
-        )
-    return SamestepError(
-        f"the memory of {strategy.accelerator.description} is used up: {error}; {lower}set "
-        "training.activation_checkpointing=true, or use more devices"
-    )

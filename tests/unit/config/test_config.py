@@ -158,11 +158,14 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
         ("absent.adamv", r"contains absent. samestep itself has 'adamw'.$"),
         (
             "theirs.sgdd",
-            r"no module 'theirs.sgdd': the package theirs in \S*theirs has theirs.broken, "
-            r"theirs.sgd. Did you mean theirs.sgd\?$",
+            r"no module 'theirs.sgdd': the package theirs in \S*theirs has none. "
+            r"Did you mean theirs.sgd\?$",
         ),
-        ("theirs.other_things", r"Name one of these, or add the module.$"),
-        ("theirs.sgd.inner", r"the package theirs in \S*theirs has theirs.broken, theirs.sgd"),
+        (
+            "theirs.other_things",
+            r"has none. Add the module, or name one of theirs.broken, theirs.sgd.$",
+        ),
+        ("theirs.sgd.inner", r"the package theirs in \S*theirs has none. Did you mean theirs.sgd"),
         (
             "theirs.broken",
             r"theirs.broken imports absent_library, which is not installed. Install it, or correct",

@@ -10,6 +10,7 @@ import torch
 
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
+from trainer.errors import SamestepError
 from trainer.training import run
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import largest, without_probe
@@ -141,7 +142,7 @@ def test_when_memory_runs_out_a_size_that_fits_is_named(
     fix: str,
 ) -> None:
     monkeypatch.setattr("trainer.training.loop.Trainer.train_step", _run_out)
-    with pytest.raises(run.SamestepError, match=re.escape(fix)):
+    with pytest.raises(SamestepError, match=re.escape(fix)):
         _run(experiment_file, tmp_path, *overrides)
 
 
@@ -150,6 +151,6 @@ def test_when_not_even_one_example_fits_the_rest_is_named(
 ) -> None:
     monkeypatch.setattr("trainer.training.run.probe", _run_out)
     with pytest.raises(
-        run.SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"
+        SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"
     ):
         _run(experiment_file, tmp_path)

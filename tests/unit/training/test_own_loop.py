@@ -90,3 +90,12 @@ def test_wrong_positions_are_rejected(experiment_file: str):
     skipping = opened(experiment_file, "data.on_corrupt=skip")
     with pytest.raises(ConfigError, match=r"data\.on_corrupt is skip"):
         open_batches(skipping, 0, 2)
+
+
+def test_a_position_beyond_the_last_step_has_no_batches(experiment_file: str):
+    with open_batches(opened(experiment_file, "training.steps=4"), start_step=3) as batches:
+        next(batches)
+        saved = batches.state_dict()
+    with open_batches(opened(experiment_file, "training.steps=2")) as shorter:
+        shorter.load_state_dict(saved)
+        assert list(shorter) == []
