@@ -37,7 +37,7 @@ FOLDER = Path("demo")
 RUN = FOLDER / "run"
 DATA = "configs/data/python_docs.yaml"
 EXPERIMENT = "configs/debug/demo.yaml"
-TASK = "configs/debug/wrong_words.yaml"
+TASK = "configs/tasks/tagging/wrong_words.yaml"
 KILL_AFTER_STEP = 800
 
 # Sentences, and the words that a reader would accept. Written before any model was trained.
