@@ -31,7 +31,7 @@ class Progress:
         console: standard error by default.
 
     Attributes:
-        on_terminal: whether the line is drawn.
+        on_terminal: whether the line is redrawn in place.
         console: prints above the line.
     """
 
@@ -141,7 +141,7 @@ class Progress:
         """The beginning of a note, as much as the line has space for."""
         if not self.on_terminal:
             return note
-        # Rich would break the line, and what is drawn over it would leave a part behind.
+        # Rich would break the line, and redrawing it would leave a part behind.
         shown = (self._title, self._bar_width * " ", self._count(), left)
         return note[: max(0, self.console.width - sum(len(each) + 1 for each in shown) - 1)]
 

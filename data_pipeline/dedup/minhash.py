@@ -27,8 +27,8 @@ _WORD = re.compile(r"\w+")
 class Config(dedup.Config):
     """Leaves out a document that is similar to an earlier one.
 
-    The similarity of two documents is that of their sets of n-grams: the size of the intersection
-    by that of the union (Jaccard), estimated from the signatures.
+    The similarity of two documents compares their sets of n-grams: the size of the intersection
+    by the size of the union (Jaccard), estimated from the signatures.
 
     Attributes:
         threshold: least similarity.

@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 KINDS = ("ConfigMap", "Service", "Job", "JobSet", "Pod")
 """`Job` is also the template inside a JobSet, and `Pod` the template inside a Job."""
 
-# The settings by which items of a list are the same, in order: those of volumeMounts have names,
+# The settings by which items of a list are the same, in order: volumeMounts have names,
 # too, but one volume may be mounted at two paths.
 _MERGE_KEYS = ("mountPath", "name")
 _DIRECTIVE = "$patch"

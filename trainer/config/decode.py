@@ -212,7 +212,7 @@ def _place(root: object, error: _UnknownKey) -> str:
 
 
 def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:
-    """Path -> keys of a dataclass and of the dataclasses in it, without those of kinds."""
+    """Path -> keys of a dataclass and of the dataclasses in it, without kinds."""
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
         return {}
     found = {path: tuple(field.name for field in dataclasses.fields(schema))}

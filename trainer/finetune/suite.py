@@ -166,7 +166,7 @@ class Suite:
         """Forecasts the seconds until the last run ends; None before the first has ended."""
         finished, missing = [], []
         for run in self._runs:
-            # Planned steps: those of a result may be of its best evaluation, before its end.
+            # Planned steps: a result's may be of its best evaluation, before its end.
             steps = int(run.experiment["training"]["steps"])
             if run.digest in self._unfinished:
                 missing.append((run.task, steps))

@@ -131,7 +131,7 @@ class Task:
         also: sources of further held-out rows, by name, on which finished runs are scored too. In
             the file, only the settings that differ from the task's own source.
         own_rows: sets of held-out rows (a name of `also`, or "" for the task's own) that are others
-            than those of the published scores: a file names other rows after the file that states
+            than the published scores': a file names other rows after the file that states
             the scores.
         generation: settings of `generation.Config` for finished runs that generate texts;
             max_new_tokens is by default the objective's target_length.

@@ -55,9 +55,9 @@ class Schedule:
     save_every: Sequence[int] = ()
 
     def pauses(self, step: int) -> dict[str, int]:
-        """Number of evaluations and checkpoints to come, those of `step` included."""
+        """Number of evaluations and checkpoints to come, `step` included."""
         # A row of metrics is written before its step's evaluation. Every 10 of 25 steps, at step
-        # 10: those of 10 and 20, and for checkpoints the one at the end.
+        # 10: at 10 and 20, and for checkpoints the one at the end.
         counts = {
             "checkpoint": sum(
                 self.steps // every - (step - 1) // every for every in self.save_every

@@ -105,7 +105,7 @@ def _write(
     settings = meta["config"]
     if isinstance(newest.folder, Path) and (Path(run) / "config.yaml").is_file():
         settings = read_tree(Path(run) / "config.yaml")
-    # The checkpoint of the average is in its own folder, wherever those of the run are.
+    # The checkpoint of the average is in its own folder, wherever the run's are.
     settings = {**settings, "checkpoint": {**settings.get("checkpoint", {}), "folder": None}}
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
     (target / "config.yaml").write_text(text, encoding="utf-8")

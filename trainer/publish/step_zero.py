@@ -94,5 +94,5 @@ class StepZero:
             else:
                 found = values(name, 0, size)
             tensors[name] = found.view(parameter.shape)
-        # Without a step: the facts in the checkpoint are those of a later one.
+        # Without a step: the checkpoint's facts are a later step's.
         return replace(self.begun, tensors=StoredTensors.of(tensors), step=None, base=None)

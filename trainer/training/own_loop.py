@@ -173,7 +173,7 @@ def _loaders(
 class LoopCheckpoints:
     """Checkpoints of a loop: parameters, optimizer state and the position in the data.
 
-    They are those of a run: `samestep export`, `samestep fill` and others read them.
+    A run writes the same: `samestep export`, `samestep fill` and others read them.
 
     Attributes:
         notes: what the loop saved with the checkpoint that it resumed from; empty at the start.

@@ -14,7 +14,7 @@ from trainer.config import Tree
 from trainer.monitoring.jsonl import Row
 
 _STALLED_SECONDS = 60.0  # without a row, at least
-_STALLED_ROWS = 5  # and the time of so many rows
+_STALLED_ROWS = 5  # and the time of this number of rows
 
 
 def state_of(
