@@ -297,6 +297,7 @@ CASES = {
         )
     },
     "tagging/conll2003": Case({"tokens": ["Ann", "did"], "ner": ["B-PER", "O"]}, ("Ann did",)),
+    "tagging/wrong_words": Case({"tokens": ["the", "cat"], "tags": ["O", "B-WRONG"]}, ("the cat",)),
 }
 CASES |= {f"from_mnli/{name}_from_mnli": CASES[f"glue/{name}"] for name in ("mrpc", "rte", "stsb")}
 
