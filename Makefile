@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[accelerate,dedup,deepspeed,dev,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb]'
 	@touch $@
 
-demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)
+demo: install  ## pre-train a tiny model, kill it, resume it on more processes, export it (CPU, a few minutes)
 	@$(BIN)/python -m examples.demo
 
 check: install
@@ -42,10 +42,10 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check  ## format, lint, types, import contracts and tests (8 minutes)
+test: check  ## format, lint, types, import contracts and tests (10 minutes)
 	$(PYTEST)
 
-test-all: test  ## the same, and the long proofs (16 minutes)
+test-all: test  ## the same, and the long proofs (22 minutes)
 	$(PYTEST) -m 'long and not chaos'
 
 test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
