@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.commands import Samestep
 from trainer.config import read_tree, recipes
 
 
 def test_the_list_names_each_recipe_with_a_summary(samestep: Samestep) -> None:
     lines = samestep("recipes").out.splitlines()
+    folders = [line for line in lines if line.startswith("recipes")]
+    assert len(folders) == len(set(folders))
     listed = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
     assert list(listed) == recipes.names()
     assert listed["recipes/pretrain/roberta_base"].startswith("RoBERTa")
@@ -17,7 +21,19 @@ def test_the_list_names_each_recipe_with_a_summary(samestep: Samestep) -> None:
 
 def test_show_prints_the_file(samestep: Samestep) -> None:
     file = recipes.FOLDER / "pretrain" / "bert_base.yaml"
-    assert samestep("recipes", "show", "recipes/pretrain/bert_base").out == file.read_text()
+    for name in ("recipes/pretrain/bert_base", "pretrain/bert_base", "configs/pretrain/bert_base"):
+        assert samestep("recipes", "show", name).out == file.read_text()
+
+
+def test_commands_of_the_documentation_work_where_there_is_no_checkout(
+    samestep: Samestep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "layers: 12" in samestep("config", "configs/pretrain/bert_base.yaml").out
+    own = tmp_path / "configs" / "pretrain" / "bert_base.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("base: recipes/pretrain/bert_base\nmodel: {layers: 3}\n")
+    assert "layers: 3" in samestep("config", "configs/pretrain/bert_base.yaml").out
 
 
 def test_copies_have_the_same_settings(samestep: Samestep, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from torch import Tensor
 from trainer.accelerators import host_memory
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, OtherModelError
 from trainer.partition import SegmentParameter, is_dtensor, local_rectangles, whole_shape
 
 _DTYPES = {
@@ -400,10 +400,10 @@ def check_same_tensors(
     found = []
     for what, names in differences.items():
         if names:
-            more = ", ..." if len(names) > _NAMES_SHOWN else ""
+            more = " and others" if len(names) > _NAMES_SHOWN else ""
             found.append(f"{len(names)} {what}: {', '.join(names[:_NAMES_SHOWN])}{more}")
     if found:
-        raise CheckpointError(
+        raise OtherModelError(
             f"{where} is a checkpoint of another model or optimizer. Tensors {'; '.join(found)}. "
             "Use the configuration that it was saved with (in its meta.json), or start in another "
             "output folder"

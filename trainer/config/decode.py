@@ -8,6 +8,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Iterable
@@ -86,10 +87,25 @@ class Kinds:
             raise ConfigError(
                 f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}"
             ) from error
+        except Exception as error:
+            if "." not in kind:
+                raise
+            raise ConfigError(
+                f"{path}.kind: {kind} cannot be imported: {type(error).__name__}: {error} "
+                f"({_place_of(error)})"
+            ) from error
         schema: object = vars(module).get("Config")
         if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
             raise ConfigError(f"{path}.kind: the module {name} has no dataclass named Config")
         return schema
+
+
+def _place_of(error: Exception) -> str:
+    """File and line where an exception was raised."""
+    if isinstance(error, SyntaxError):  # raised by the parser, which is not in that file
+        return f"{error.filename}, line {error.lineno}"
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.filename}, line {last.lineno}"
 
 
 def _absent(name: str, kinds: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path, PurePath
 
 PREFIX = "recipes"
+_PREFIXES = (PREFIX, "configs")  # of a checkout: the documentation's commands work everywhere
 _PACKAGE = Path(__file__).parents[1]
 # The wheel maps configs/ into the package. A checkout, also an editable install, has it beside.
 _INSTALLED = _PACKAGE / "recipes"
@@ -14,14 +15,15 @@ FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
 
 def names() -> list[str]:
     """Names of all recipes, sorted by folder, as recipes/pretrain/bert_base."""
-    inside = sorted(path.relative_to(FOLDER) for path in FOLDER.rglob("*.yaml"))
+    inside = [path.relative_to(FOLDER) for path in FOLDER.rglob("*.yaml")]
+    inside.sort(key=lambda path: (path.parent, path.name))  # a folder's files, then its folders
     return [f"{PREFIX}/{path.with_suffix('').as_posix()}" for path in inside]
 
 
 def packaged(name: str | Path) -> Path | None:
     """The file or folder of a recipe's name, with or without .yaml; None if nothing has it."""
     head, *inside = PurePath(name).parts or ("",)
-    if head != PREFIX or ".." in inside:
+    if head not in _PREFIXES or ".." in inside:
         return None
     place = FOLDER.joinpath(*inside).resolve()
     file = place.with_name(f"{place.name}.yaml")
@@ -38,7 +40,7 @@ def locate(name: str | Path, folder: Path | None = None) -> Path:
         An absolute path, which does not exist if nothing has that name.
     """
     path = ((folder or Path.cwd()) / name).resolve()
-    if path.is_file() or PurePath(name).parts[:1] != (PREFIX,):
+    if path.is_file() or PurePath(name).parts[:1] not in [(prefix,) for prefix in _PREFIXES]:
         return path
     local = path.with_name(f"{path.name}.yaml")
     # A local folder recipes/ hides none of the recipes that it has no file of.
@@ -59,7 +61,7 @@ def suggestion(name: str | Path) -> str:
         return " It is a folder: `samestep recipes` lists the recipes in it."
     # bert_base, pretrain/bert_base, configs/pretrain/bert_base.yaml: compare the ends first.
     parts = PurePath(name).parts
-    inside = [part for part in parts if part not in (PREFIX, "configs")]
+    inside = [part for part in parts if part not in _PREFIXES]
     wanted = "/".join(inside).removesuffix(".yaml").removesuffix(".yml")
     by_end = {each: each for each in names()}
     for each in by_end.copy():

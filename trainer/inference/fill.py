@@ -28,10 +28,14 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     model = weights.model(frozenset({"tokens"}))
     console = Console(highlight=False)
     for text in texts:
-        table = Table("probability", "token", "text", title=text, title_justify="left")
-        for candidates in fill_masks(model, tokenizer, text, top):
+        masks = fill_masks(model, tokenizer, text, top)
+        # Only a text with one mask can be shown with the mask filled in.
+        headings = ["probability", "token", "text"][: 3 if len(masks) == 1 else 2]
+        table = Table(*headings, title=text, title_justify="left")
+        for candidates in masks:
             for each in candidates:
-                table.add_row(f"{each.probability:.3f}", each.token, each.text)
+                row = [f"{each.probability:.3f}", each.token, each.text]
+                table.add_row(*row[: len(headings)])
             table.add_section()
         console.print(table)
 

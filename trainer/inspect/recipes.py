@@ -33,7 +33,7 @@ def file_of(name: str) -> Path:
         ConfigError: there is no such recipe.
     """
     # A local file needs no command to print or copy it, so this takes recipes only.
-    file = recipes.packaged(name)
+    file = recipes.packaged(name) or recipes.packaged(f"{recipes.PREFIX}/{name}")
     if file is None or not file.is_file():
         hint = recipes.suggestion(name) or " `samestep recipes` lists the recipes."
         raise ConfigError(f"there is no recipe {name!r}.{hint}")

@@ -12,6 +12,7 @@ from multiprocessing.queues import SimpleQueue
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer import accelerators, strategies
 from trainer.accelerators import Accelerator, Precision, cpu, cuda, detect, tpu, trial, xla
@@ -86,6 +87,8 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
         fix = "look at firewalls of the loopback"
         if gpus:
             fix = "NCCL_DEBUG=INFO tells more; look at /dev/shm and firewalls"
+        if isinstance(error, ProcessExitedException):
+            fix = "look into the kernel's log (dmesg): the system may have killed it for its memory"
         yield Finding("all-reduce", "failed", str(error).strip().splitlines()[-1], fix)
         return
     finally:

@@ -57,6 +57,7 @@ class World:
     store: Store | None
     timeout: timedelta
     _over: threading.Event = field(default_factory=threading.Event)
+    _watchers: list[threading.Thread] = field(default_factory=list)
 
     @classmethod
     def start(cls, timeout_seconds: float) -> World:
@@ -75,9 +76,11 @@ class World:
                 store = PrefixStore(f"{attempt}/{size}", store)
             store.set_timeout(timeout)
         world = cls(rank, size, store, timeout)
-        threading.Thread(
+        watcher = threading.Thread(
             target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True
-        ).start()
+        )
+        watcher.start()
+        world._watchers.append(watcher)
         return world
 
     def connect(self, backend: str) -> None:
@@ -107,7 +110,7 @@ class World:
             self.store.add(_ENDING, 1)
         # Rank 0 may host the store, and its end must not look like a failure to the others.
         dist.barrier()
-        self._over.set()
+        self._stop_watching()
         # A DDP module holds the group too. If it were the last owner, the group would be destroyed
         # with the module, under the interpreter's lock. The group's threads may wait for that lock
         # to release tensors: a deadlock.
@@ -122,7 +125,7 @@ class World:
         message.
         """
         explained = isinstance(error, SamestepError)
-        if self.store is None or explained:
+        if explained:
             self._over.set()
         if self.store is None:
             if dist.is_initialized():
@@ -142,7 +145,17 @@ class World:
             # The store is gone, so a broken collective is the consequence, not the cause.
             if not explained:
                 _leave("", EXIT_REGROUP)
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        """Ends the thread of `_watch`, which takes at most about two polls.
+
+        If the interpreter ended while the thread is inside the store's C++ code, the process would
+        abort.
+        """
         self._over.set()
+        for watcher in self._watchers:
+            watcher.join(timeout=10 * _POLL_SECONDS)
 
     def tell_progress(self, step: int) -> None:
         """Publishes the step that the run continues from, for the agent that started this run."""

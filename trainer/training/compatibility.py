@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from trainer.models.config import FEWEST_LABELS
 from trainer.objectives import Objective, Task
 from trainer.training.best import check_metric
 from trainer.training.experiment import Experiment
+
+logger = logging.getLogger(__name__)
 
 _HEAD = "model.head="
 
@@ -41,6 +44,12 @@ def check_compatibility(
         raise ConfigError(
             f"the dataset {dataset.name} has a vocabulary of {vocabulary} and model.vocab_size is "
             f"{config.vocab_size}; set model.vocab_size to {vocabulary} or more"
+        )
+    if config.vocab_size > 1.25 * vocabulary:  # more than padding to a multiple
+        logger.warning(
+            "the dataset has %s of the %s tokens of model.vocab_size; a smaller one saves memory",
+            f"{vocabulary:,}",
+            f"{config.vocab_size:,}",
         )
     _check_lengths(experiment, model)
     # As plain values: a strategy knows no class of the experiment, which contains its own.

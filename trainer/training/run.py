@@ -36,7 +36,7 @@ from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
-from trainer.training.finished import check_settings, reason_to_end
+from trainer.training.finished import check_settings, explained, reason_to_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, probe, without_probe
@@ -62,12 +62,14 @@ def train(experiment: Experiment) -> int:
         StopRequest(experiment.training.preemption) as stop,
         open_strategy(experiment) as strategy,
         run_folder.alert_on_failure(trackers),
-        only_writer_of(experiment, strategy.world.rank),
+        ExitStack() as locks,
     ):
+        # Before the lock, which makes the run's folder: a typo in data.path leaves nothing behind.
+        dataset = experiment.data.open()
+        locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             experiment.tracking.wandb.claim(Path(experiment.output))
         stop.join(strategy.world.size)
-        dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
@@ -89,7 +91,8 @@ def train(experiment: Experiment) -> int:
                     check_installed(each.objective.task.metrics)
                 check_best(experiment, trainer.objectives)
             if step is not None:
-                changes = trainer.restore(step, source)
+                with explained(experiment, source, step):
+                    changes = trainer.restore(step, source)
                 changed = f" with {changes}" if changes else ""
                 logger.info("continuing   at step %d%s", step, changed)
             strategy.world.tell_progress(trainer.state.step)
@@ -102,6 +105,7 @@ def train(experiment: Experiment) -> int:
                 return stop.exit_code
             if experiment.training.best is not None:
                 _report_best(experiment, trainer)
+            logger.info("finished     step %d, in %s", trainer.state.step, experiment.output)
             return EXIT_DONE
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase

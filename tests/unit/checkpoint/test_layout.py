@@ -309,7 +309,7 @@ def test_differences_are_named_and_counted() -> None:
     message = str(caught.value)
     assert "run/step-00000001 is a checkpoint of another model" in message
     assert "1 missing in it: new" in message
-    assert "4 unknown to this run: b, c, d, ..." in message
+    assert "4 unknown to this run: b, c, d and others" in message
     assert "1 different: a (float32 [2] in it, float32 [3] in this run)" in message
 
 

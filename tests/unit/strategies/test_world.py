@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import torch.distributed as dist
@@ -39,3 +40,15 @@ def end_slowly() -> None:
     dist.barrier = lambda: (barrier(), time.sleep(2 * rank))
     time.sleep(1)  # until they watch each other
     world.close()
+
+
+def test_no_thread_is_left_in_the_store() -> None:
+    """One that is inside its C++ code when the interpreter ends aborts the process."""
+    assert run_ranks(2, threads_after_the_end) == [[], []]
+
+
+def threads_after_the_end() -> list[str]:
+    world = World.start(20)
+    world.connect("gloo")
+    world.close()
+    return [each.name for each in threading.enumerate() if each.name == "failure-watch"]
