@@ -18,6 +18,7 @@ from data_pipeline.building import build
 from launch.records import KINDS
 from trainer.config import Kinds
 from trainer.config.decode import kinds_of
+from trainer.studies import study as study_file
 from trainer.training.experiment import Experiment
 
 HEADER = """# Settings
@@ -32,7 +33,14 @@ def render() -> str:
     """The whole page."""
     experiment = _section(Experiment, "", "An experiment: `samestep train FILE`", {})
     dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`", {})
-    return "\n".join([HEADER, *experiment, *dataset, *_clusters()])
+    study = _section(study_file.Config, "", "A study: `samestep study FILE`", {})
+    return "\n".join([HEADER, *experiment, *dataset, *study, *_stages(), *_clusters()])
+
+
+def _stages() -> Iterator[str]:
+    for kind in study_file.STAGES.available():
+        schema = study_file.STAGES.schema(kind, "stages")
+        yield from _section(schema, "stages.NAME", f"`stages.NAME.kind: {kind}`", {})
 
 
 def _clusters() -> Iterator[str]:

@@ -29,9 +29,9 @@ from rich.text import Text
 import samestep
 from data_pipeline.reading.dataset import Dataset
 from examples import wrong_words
-from trainer.finetune.suite import read_results
 from trainer.inference.fill import Candidate
 from trainer.monitoring.jsonl import read_rows
+from trainer.studies.finetune.suite import read_results
 
 FOLDER = Path("demo")
 RUN = FOLDER / "run"

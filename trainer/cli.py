@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import json
 import logging
 import os
 import signal
@@ -134,6 +135,9 @@ def _add_evaluate(commands: Commands) -> None:
         metavar="FILE",
         help="a new file for the predictions of a task's head, one line a row: .jsonl, .jsonl.gz "
         "or .jsonl.zst",
+    )
+    evaluate.add_argument(
+        "--scores", type=Path, metavar="FILE", help="also write the scores to this file, as JSON"
     )
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
@@ -327,13 +331,15 @@ def _evaluate(args: argparse.Namespace) -> int:
                 "--predictions writes the predictions of a head, and --generate writes texts; "
                 "leave one out, or let samestep generate write texts to a file"
             )
-        return _print_scores(
-            scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit)
+        return _show_scores(
+            scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit),
+            args.scores,
         )
     processes = _processes_to_start(args, experiment)
     if processes > 1:
         flags = [] if step is None else [f"--step={step}"]
         flags += [] if args.predictions is None else [f"--predictions={args.predictions}"]
+        flags += [] if args.scores is None else [f"--scores={args.scores}"]
         return agent.run_workers(
             main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes
         )
@@ -341,7 +347,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         experiment = experiment.in_one_process()
     from trainer.inference.evaluate import evaluate
 
-    return _print_scores(evaluate(experiment, step, args.predictions))
+    return _show_scores(evaluate(experiment, step, args.predictions), args.scores)
 
 
 def _step(said: str | None, experiment: Experiment) -> int | None:
@@ -360,8 +366,12 @@ def _step(said: str | None, experiment: Experiment) -> int | None:
     return step
 
 
-def _print_scores(scores: Mapping[str, float]) -> int:
+def _show_scores(scores: Mapping[str, float], file: Path | None) -> int:
     if os.environ.get("RANK", "0") == "0":
+        if file is not None:
+            from trainer.storage import write_text
+
+            write_text(file, json.dumps(dict(scores)) + "\n")
         for name, value in scores.items():
             sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
     return EXIT_DONE

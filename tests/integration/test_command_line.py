@@ -17,7 +17,7 @@ import pytest
 from data_pipeline.building import build
 from tests.integration.commands import SAMESTEP, Samestep, Start, losses
 from trainer.config import Kinds, decode, dump, load, to_tree
-from trainer.finetune.task import Task
+from trainer.studies.finetune.task import Task
 from trainer.training.experiment import Experiment
 
 CONFIGS = sorted(

@@ -23,9 +23,9 @@ from tests.processes import run_ranks
 from trainer.checkpoint.huggingface import load_folder
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.finetune.runs import list_runs
-from trainer.finetune.task import Task
 from trainer.models.peft import prompt
+from trainer.studies.finetune.runs import list_runs
+from trainer.studies.finetune.task import Task
 from trainer.training.experiment import Experiment
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import load_weights
@@ -344,7 +344,9 @@ def test_a_suite_makes_students_anew_when_their_teacher_has_changed(
     )
 
     def digest() -> str:
-        (run,) = list_runs(str(finished_run), [task], tmp_path / "suite", 1, False, [objective])
+        (run,) = list_runs(
+            str(finished_run), [task], tmp_path / "suite", range(1), False, [objective]
+        )
         return run.digest
 
     before = digest()

@@ -13,11 +13,11 @@ import pytest
 
 from tests.integration import tasks
 from trainer.errors import ConfigError
-from trainer.finetune.page import write_page
-from trainer.finetune.runs import Run, list_runs
-from trainer.finetune.suite import Result, Suite
-from trainer.finetune.table import as_table, notes, summarise
-from trainer.finetune.task import PublishedModel, Task
+from trainer.studies.finetune.page import write_page
+from trainer.studies.finetune.runs import Run, list_runs
+from trainer.studies.finetune.suite import Result, Suite
+from trainer.studies.finetune.table import as_table, notes, summarise
+from trainer.studies.finetune.task import PublishedModel, Task
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_another_setting_checkpoint_or_row_is_another_run(
     def runs(checkpoint: Path, *overrides: str) -> set[str]:
         return {
             run.folder.name
-            for run in list_runs(str(checkpoint), [task], folder, 2, False, overrides)
+            for run in list_runs(str(checkpoint), [task], folder, range(2), False, overrides)
         }
 
     first = runs(finished_run)
@@ -73,10 +73,10 @@ def test_another_setting_checkpoint_or_row_is_another_run(
 def test_what_is_set_on_the_command_line_is_not_varied(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
-    grid = list_runs(str(finished_run), [task], folder, 1, True, [])
+    grid = list_runs(str(finished_run), [task], folder, range(1), True, [])
     assert [dict(run.settings) for run in grid] == [{"optimizer.lr": 3e-3}, {"optimizer.lr": 1e-3}]
     (run,) = list_runs(
-        str(finished_run), [task], folder, 1, True, ["optimizer.lr=0.5", "training.steps=40"]
+        str(finished_run), [task], folder, range(1), True, ["optimizer.lr=0.5", "training.steps=40"]
     )
     assert (dict(run.settings), run.name, run.experiment["optimizer"]["lr"]) == ({}, "seed-0", 0.5)
     assert run.experiment["schedule"]["warmup_steps"] == 4, "a tenth of the steps that the run has"
@@ -85,8 +85,8 @@ def test_what_is_set_on_the_command_line_is_not_varied(
 def test_the_table_has_the_results_of_these_runs_alone(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
-    before = list_runs(str(finished_run), [task], folder, 3, False, ["model.dropout=0.5"])
-    runs = list_runs(str(finished_run), [task], folder, 3, False, [])
+    before = list_runs(str(finished_run), [task], folder, range(3), False, ["model.dropout=0.5"])
+    runs = list_runs(str(finished_run), [task], folder, range(3), False, [])
     results = {run.digest: scored(run, 1.0) for run in before}
     assert summarise([task], runs, results) == []
     results |= {
@@ -117,7 +117,7 @@ def test_the_table_says_who_has_published_what(
         others[1],
         replace(others[1], name="d", config=replace(task.config, published={})),
     ]
-    runs = list_runs(str(finished_run), tasks_, folder, 1, False, [])
+    runs = list_runs(str(finished_run), tasks_, folder, range(1), False, [])
     rows = summarise(tasks_, runs, {run.digest: scored(run, 1.0) for run in runs})
     assert "learned: runs whose selecting score exceeds it by more than chance" in notes(rows)
     whose = "Published: b, c: A & B; classification: BERT-base (Devlin et al. 2019)."
@@ -133,7 +133,7 @@ def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
         task, config=replace(task.config, score="f1"), also={"other": task.config.source}
     )
     second = replace(task, name="second")
-    runs = list_runs(str(finished_run), [first, second], folder, 1, True, [])
+    runs = list_runs(str(finished_run), [first, second], folder, range(1), True, [])
     assert len(runs) == 4
     more = {"matthews": 0.5, "f1": 0.8, "loss": 2.0, "other/matthews": 0.2, "other/loss": 1.0}
     rows = summarise([first, second], runs, {run.digest: scored(run, 0.9, **more) for run in runs})
@@ -162,7 +162,7 @@ def test_several_evaluations_make_the_best_one_count(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
     several = replace(task, config=replace(task.config, evaluations=4, patience=2))
-    (run,) = list_runs(str(finished_run), [several], folder, 1, False, [])
+    (run,) = list_runs(str(finished_run), [several], folder, range(1), False, [])
     training = run.experiment["training"]
     assert training["evaluate_every"] == training["steps"] // 4
     assert training["best"] == {"metric": "accuracy", "mode": "max", "patience": 2}
@@ -173,22 +173,30 @@ def test_runs_may_start_from_those_of_another_task(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
     after = Task("after", replace(task.config, start=task.name), task.experiment)
-    runs = list_runs(str(finished_run), [after, task], folder, 2, False, [])
+    runs = list_runs(str(finished_run), [after, task], folder, range(2), False, [])
     assert [run.task for run in runs] == [task.name] * 2 + ["after"] * 2
     first = tuple(run.digest for run in runs[:2])
     assert [run.start for run in runs] == [(), (), first, first]
     assert "init_from" not in runs[2].experiment
-    others = list_runs(str(finished_run), [after, task], folder, 2, False, ["model.dropout=0.3"])
+    others = list_runs(
+        str(finished_run), [after, task], folder, range(2), False, ["model.dropout=0.3"]
+    )
     assert not {run.digest for run in runs} & {run.digest for run in others}
     with pytest.raises(ConfigError, match="starts from classification, which is not among --tasks"):
-        list_runs(str(finished_run), [after], folder, 1, False, [])
+        list_runs(str(finished_run), [after], folder, range(1), False, [])
 
 
 def test_runs_from_random_weights_have_the_same_model_and_steps(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
     run, scratch = list_runs(
-        str(finished_run), [task], folder, 1, False, ["model.dropout=0.3"], scratch=True
+        str(finished_run),
+        [task],
+        folder,
+        range(1),
+        False,
+        ["model.dropout=0.3"],
+        starts=("checkpoint", "random"),
     )
     assert (run.scratch, scratch.scratch) == (False, True)
     assert scratch.experiment["training"] == run.experiment["training"]
@@ -230,7 +238,7 @@ def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_chec
     finished_run: Path, task: Task, tmp_path: Path
 ) -> None:
     after = Task("after", replace(task.config, start=task.name), task.experiment)
-    runs = list_runs(str(finished_run), [task, after], tmp_path, 2, False, [])
+    runs = list_runs(str(finished_run), [task, after], tmp_path, range(2), False, [])
     lines = [
         json.dumps(asdict(scored(run, accuracy)))
         for run, accuracy in zip(runs, (0.7, 0.9), strict=False)
@@ -246,7 +254,7 @@ def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_chec
 def test_the_best_run_of_a_task_keeps_its_checkpoint_or_all_do(
     finished_run: Path, task: Task, tmp_path: Path
 ) -> None:
-    runs = list_runs(str(finished_run), [task], tmp_path, 3, False, [])
+    runs = list_runs(str(finished_run), [task], tmp_path, range(3), False, [])
     lines = [
         json.dumps(asdict(scored(run, accuracy)))
         for run, accuracy in zip(runs, (0.7, 0.9, 0.8), strict=True)
@@ -267,7 +275,7 @@ def test_rows_of_several_sequences_are_not_grouped_by_length(
         task = Task.read(
             tasks.write_task(kind, tmp_path), {"experiment": {"data": {"group_by_length": 32}}}
         )
-        (run,) = list_runs(str(finished_run), [task], folder, 1, False, [])
+        (run,) = list_runs(str(finished_run), [task], folder, range(1), False, [])
         assert run.experiment["data"]["group_by_length"] == size
 
 
@@ -277,13 +285,19 @@ def test_controls_and_runs_from_another_task_start_with_all_that_they_have(
     after = Task("after", replace(task.config, start=task.name), task.experiment)
     changes = ["model.peft=lora", "redraw_layers=1"]
     first, control, second = list_runs(
-        str(finished_run), [task, after], folder, 1, False, changes, scratch=True
+        str(finished_run),
+        [task, after],
+        folder,
+        range(1),
+        False,
+        changes,
+        starts=("checkpoint", "random"),
     )
     assert (first.experiment["redraw_layers"], first.experiment["model"]["peft"]) == (1, "lora")
     assert (control.experiment["redraw_layers"], control.experiment["model"]["peft"]) == (0, None)
     assert second.experiment["redraw_layers"] == 0
     with pytest.raises(ConfigError, match=r"training\.best is for evaluations"):
-        list_runs(str(finished_run), [task], folder, 1, False, ["training.best.metric=loss"])
+        list_runs(str(finished_run), [task], folder, range(1), False, ["training.best.metric=loss"])
 
 
 def test_a_metric_that_no_run_has_is_left_out_of_the_table(
@@ -292,7 +306,7 @@ def test_a_metric_that_no_run_has_is_left_out_of_the_table(
     more = replace(
         task, config=replace(task.config, published={"accuracy": 50.0, "mismatched/accuracy": 40.0})
     )
-    runs = list_runs(str(finished_run), [more], folder, 1, False, [])
+    runs = list_runs(str(finished_run), [more], folder, range(1), False, [])
     (row,) = summarise([more], runs, {run.digest: scored(run, 0.9) for run in runs})
     assert row.metric == "accuracy"
 
@@ -300,7 +314,7 @@ def test_a_metric_that_no_run_has_is_left_out_of_the_table(
 def test_a_run_that_only_luck_lifts_above_a_constant_answer_has_not_learned(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
-    runs = list_runs(str(finished_run), [task], folder, 3, False, [])
+    runs = list_runs(str(finished_run), [task], folder, range(3), False, [])
     assert runs[0].constants["accuracy"] == 0.5
     assert 0.62 < runs[0].learns_above < 0.63, "Wilson's interval of 30 of 60 rows"
     scores = (0.55, 0.6, 0.61)
@@ -313,7 +327,7 @@ def test_published_scores_stand_beside_their_model_and_all_rows_alone(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
     def published(task: Task, *settings: str) -> float | None:
-        (run,) = list_runs(str(finished_run), [task], folder, 1, False, settings)
+        (run,) = list_runs(str(finished_run), [task], folder, range(1), False, settings)
         return summarise([task], [run], {run.digest: scored(run, 1.0)})[0].published
 
     def of(kind: str, layers: int | None = None) -> Task:
@@ -332,7 +346,7 @@ def test_the_page_links_to_each_run_and_follows_the_readers_colors(
     finished_run: Path, task: Task, tmp_path: Path
 ) -> None:
     name = replace(task, name="a <b> & c")
-    runs = list_runs(str(finished_run), [name], tmp_path, 3, True, [])
+    runs = list_runs(str(finished_run), [name], tmp_path, range(3), True, [])
     for run in runs[:2]:
         run.folder.mkdir(parents=True)
         (run.folder / "predictions.jsonl").write_text("")

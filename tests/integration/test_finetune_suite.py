@@ -18,8 +18,8 @@ import yaml
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start, children
 from tests.waiting import until
-from trainer.finetune.runs import list_runs
-from trainer.finetune.task import find_tasks
+from trainer.studies.finetune.runs import list_runs
+from trainer.studies.finetune.task import find_tasks
 
 MODULE = (sys.executable, "-m", "trainer.cli")
 
@@ -286,7 +286,7 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
     (task,) = find_tasks([str(file)], "t5")
     changes = [name for name in arguments if "=" in name]
     runs = [
-        list_runs(str(checkpoint), [each], tmp_path / "suite", 1, False, changes)[0]
+        list_runs(str(checkpoint), [each], tmp_path / "suite", range(1), False, changes)[0]
         for each in (task, replace(task, generation={}))
     ]
     assert [run.digest == result["digest"] for run in runs] == [True, False]

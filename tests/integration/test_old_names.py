@@ -17,9 +17,9 @@ from tests.integration import tasks
 from tests.integration.commands import Result, Samestep
 from trainer.checkpoint import files, integrity
 from trainer.config import to_tree
-from trainer.finetune.runs import list_runs
-from trainer.finetune.task import Task
 from trainer.storage import write_text
+from trainer.studies.finetune.runs import list_runs
+from trainer.studies.finetune.task import Task
 from trainer.training.weights import load_weights
 
 NEW, OLD = "question_answering", "span"
@@ -138,7 +138,15 @@ def test_digests_of_runs_of_a_suite_have_not_changed(both: Sequence[Path], tmp_p
     """
     task = Task.read(tasks.write_task(NEW, tmp_path))
     weights = load_weights(both[1] / f"run-{NEW}")
-    tuned, new = list_runs(weights.path, [task], tmp_path / "suite", 1, False, [], scratch=True)
+    tuned, new = list_runs(
+        weights.path,
+        [task],
+        tmp_path / "suite",
+        range(1),
+        False,
+        [],
+        starts=("checkpoint", "random"),
+    )
     rows = Dataset.open(Path(tuned.experiment["data"]["path"])).manifest.digest
     for run, made_of in (
         (tuned, [weights.identity(), {**to_tree(weights.config), "head": OLD}, rows]),

@@ -54,6 +54,7 @@ class Throughput:
             Without the time of `evaluation`: `perf/tokens_per_second` (positions),
             `perf/useful_tokens_per_second` (tokens), `perf/seconds_per_step`, and if the peak is
             known `perf/mfu` and `perf/mfu_useful`, 0 to 1. Also `data/padding_fraction`;
+            `train/flops`, of the whole run so far, at full width;
             `time/SECTION`, fractions that add up to 1; and once enough steps are measured, the
             time left: `perf/eta_seconds`, between `perf/eta_low_seconds` and
             `perf/eta_high_seconds`.
@@ -68,6 +69,7 @@ class Throughput:
             "perf/useful_tokens_per_second": tokens / training,
             "perf/seconds_per_step": training / (step - self._step),
             "data/padding_fraction": 1 - useful,
+            "train/flops": self._flops_until(step),
         }
         if self._peak_flops is not None:
             flops = self._flops_until(step) - self._flops_until(self._step)

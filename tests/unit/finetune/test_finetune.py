@@ -14,11 +14,11 @@ from data_pipeline.building.build import build
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import multiple_choice, question_answering, table_pairs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.finetune.chance import constant_scores, upper_end
-from trainer.finetune.cli import _slots
 from trainer.objectives import multiple_choice as choosing
 from trainer.objectives import question_answering as answering
 from trainer.objectives import seq2seq
+from trainer.studies.execution import slots
+from trainer.studies.finetune.chance import constant_scores, upper_end
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_each_run_has_a_gpu_of_those_that_are_visible(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [slot.get("CUDA_VISIBLE_DEVICES") for slot in _slots(parallel, on_cpu=False)] == devices
-    assert _slots(None, on_cpu=True) == [{}]
+    assert [slot.get("CUDA_VISIBLE_DEVICES") for slot in slots(parallel, on_cpu=False)] == devices
+    assert slots(None, on_cpu=True) == [{}]
 
 
 def built(source: type[Any], rows: list[dict[str, Any]], folder: Path, **settings: Any) -> Dataset:

@@ -20,7 +20,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.cli import main
 from trainer.config import read_tree
 from trainer.errors import ConfigError
-from trainer.finetune.task import Task, find_tasks
+from trainer.studies.finetune.task import Task, find_tasks
 
 FOLDER = Path(__file__).parents[3] / "configs" / "tasks"
 FILES = sorted(

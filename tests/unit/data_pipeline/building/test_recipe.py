@@ -14,8 +14,8 @@ from data_pipeline.reading.dataset import Dataset
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.errors import ConfigError
-from trainer.finetune.runs import list_runs
-from trainer.finetune.task import Config, Task
+from trainer.studies.finetune.runs import list_runs
+from trainer.studies.finetune.task import Config, Task
 
 FOLDER = Path(__file__).parents[4] / "configs" / "tasks"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.glob("*/*.yaml"))
@@ -96,7 +96,9 @@ def test_the_dataset_of_a_task_is_the_one_that_its_runs_have(
     file.write_text(yaml.safe_dump(tree))
     given = (f"tokenizer.path={dataset_folder}/tokenizer", f"output={tmp_path}/data")
     assert samestep("data", "build", file, *given).code == 0
-    (run, *_) = list_runs(str(finished_run), [Task.read(file)], tmp_path / "suite", 1, False, [])
+    (run, *_) = list_runs(
+        str(finished_run), [Task.read(file)], tmp_path / "suite", range(1), False, []
+    )
     built = Manifest.load(tmp_path / "data")
     assert built.splits["heldout"]
     assert dataclasses.replace(Dataset.open(Path(run.experiment["data"]["path"])).manifest) == built

@@ -6,10 +6,10 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from data_pipeline.building.build import Config as BuildConfig
 from data_pipeline.building.build import build
@@ -22,12 +22,16 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, renamed, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
-from trainer.finetune.chance import constant_scores, upper_end
-from trainer.finetune.task import Config as TaskConfig
-from trainer.finetune.task import Task
 from trainer.models import ModelConfig
+from trainer.studies.finetune.chance import constant_scores, upper_end
+from trainer.studies.finetune.task import Config as TaskConfig
+from trainer.studies.finetune.task import Task
+from trainer.studies.inputs import stamps
 from trainer.training.starting import model_of
 from trainer.training.weights import load_weights
+
+Start: TypeAlias = Literal["checkpoint", "random"]
+_CHECKPOINT: tuple[Start, ...] = ("checkpoint",)
 
 _MODELS = Kinds("trainer.models")
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
@@ -80,6 +84,11 @@ class Run:
     comparable: bool = False
 
     @property
+    def after(self) -> tuple[str, ...]:
+        """The runs that must be finished before this one."""
+        return self.start
+
+    @property
     def predicts(self) -> bool:
         """Whether a head predicts something for each row; a run that generates texts has none."""
         return "" not in self.evaluations
@@ -102,21 +111,22 @@ def list_runs(
     checkpoint: str,
     tasks: Sequence[Task],
     folder: Path,
-    seeds: int,
+    seeds: Sequence[int],
     whole_grid: bool,
     overrides: Sequence[str],
-    scratch: bool = False,
+    starts: Collection[Start] = _CHECKPOINT,
 ) -> list[Run]:
     """Builds missing datasets and lists the runs, each after the runs that it starts from.
 
     Args:
         checkpoint: the initial weights; see `load_weights`.
         folder: of the suite.
-        seeds: number of runs for each setting; their seeds count from 0.
+        seeds: of the runs of each setting.
         whole_grid: whether to try every point of the tasks' grids.
         overrides: settings of all runs, as on the command line; the grid does not vary them.
-        scratch: whether to add as many runs from random weights of the checkpoint's architecture,
-            for tasks that start from the checkpoint.
+        starts: "checkpoint" for runs that start from it, "random" for as many runs from random
+            weights of its architecture, or both; "random" adds none to a task that starts from
+            another task.
 
     Raises:
         ConfigError: a setting cannot be overridden, or has an invalid value.
@@ -124,8 +134,6 @@ def list_runs(
         DataError: the rows of a task cannot be read.
     """
     # All that the arguments can get wrong is found before the checkpoint is opened.
-    if seeds < 1:
-        raise ConfigError(f"--seeds must be at least 1, not {seeds}")
     changes = _overridden(overrides)
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
@@ -158,9 +166,11 @@ def list_runs(
                 )
                 for point in points
             ]
-            if scratch and not parents:
+            if "checkpoint" not in starts:
+                variants = []
+            if "random" in starts and not parents:
                 variants += [_from_scratch(point, checkpoint, rows) for point in points]
-            runs += [_seeded(run, seed) for run in variants for seed in range(seeds)]
+            runs += [_seeded(run, seed) for run in variants for seed in seeds]
     return runs
 
 
@@ -360,16 +370,12 @@ def _dataset(
         on_error=task.config.on_error,
     )
     tree = to_tree(config)
-    files = [Path(file) for file in source.build().files]
-    hub = tree["source"].get("dataset")
-    if hub and Path(hub["path"]).is_dir():  # a local copy of a dataset of the Hub
-        files += sorted(Path(hub["path"]).rglob("*"))
     depends_on = [
         tree["source"],
         tree["heldout_fraction"],
         tree["on_error"],
         Tokenizer.load(tokenizer).fingerprint,
-        *map(_stamp, files),
+        *stamps(source),
     ]
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
     parts = [task.name, name, digest] if name else [task.name, digest]
@@ -377,12 +383,3 @@ def _dataset(
     if not (output / MANIFEST).exists():
         build(replace(config, output=str(output)))
     return Dataset.open(output)
-
-
-def _stamp(file: Path) -> list[str | int]:
-    """What changes with a file's content, without reading it; of an address, only its name."""
-    # Reading all rows for a hash would delay each start of a suite by minutes for a large task.
-    if not file.is_file():
-        return [str(file)]
-    stat = file.stat()
-    return [str(file), stat.st_size, stat.st_mtime_ns]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,15 @@ from typing import Any
 import yaml
 
 from trainer.checkpoint import integrity
-from trainer.errors import EXIT_DONE, SamestepError
-from trainer.finetune.runs import Run
+from trainer.errors import SamestepError
 from trainer.metrics.texts import PERCENT
 from trainer.monitoring.forecast import Range, suite_left
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun
 from trainer.storage import write_text
+from trainer.studies.execution import Execution, Slot
+from trainer.studies.finetune.runs import Run
 
 PREDICTIONS, REPORT = "predictions.jsonl", "report.html"
 """Files of a finished run: a line for each held-out row, and the page of `samestep report`."""
@@ -78,8 +76,6 @@ class Suite:
         # Results of other settings, weights or rows stay in the file and are not used.
         self._results = read_results(folder)
         self._unfinished = {run.digest for run in self.missing()}
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
 
     def missing(self) -> list[Run]:
         """The runs without a result, and those to start from whose checkpoints are gone."""
@@ -93,58 +89,26 @@ class Suite:
                     missing.add(best.digest)
         return [run for run in self._runs if run.digest in missing]
 
-    def make(
-        self, slots: Sequence[Mapping[str, str]], tell: Callable[[Run, Result | None], None]
-    ) -> list[str]:
+    def make(self, slots: Sequence[Slot], tell: Callable[[Run, Result | None], None]) -> list[str]:
         """Executes the missing runs, one at a time for each slot.
 
         Args:
-            slots: environment variables of processes, each for one device.
+            slots: one for each run that is executed at a time.
             tell: called with a run and None when it starts, and with its result when it ends.
 
         Returns:
             An error message for each run that failed.
         """
-        problems: list[str] = []
         self._write_plan(len(slots))
-        free = list(slots)
-        waiting = [run for run in self._runs if run.digest in self._unfinished]
-        running: dict[Future[Result], tuple[Run, Mapping[str, str]]] = {}
         self._tidy()
-        with ThreadPoolExecutor(len(slots)) as pool:
-            try:
-                while True:
-                    # A failed run stays unfinished, so runs that start from it are never ready.
-                    ready = [run for run in waiting if self._unfinished.isdisjoint(run.start)]
-                    # With 2 GPUs and 3 runs that are ready, the third waits for the next round.
-                    for run in ready[: len(free)]:
-                        slot = free.pop(0)
-                        waiting.remove(run)
-                        tell(run, None)
-                        running[pool.submit(self._train, run, slot)] = run, slot
-                    if not running:
-                        break
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        run, slot = running.pop(future)
-                        free.append(slot)
-                        try:
-                            result = future.result()
-                        except SamestepError as error:
-                            problems.append(str(error))
-                            continue
-                        self._store(result)
-                        tell(run, result)
-            except BaseException:
-                # No new process may start from here on. SIGTERM makes those that run save a
-                # checkpoint, from which the same command resumes.
-                self._stopped = True
-                for process in list(self._processes):
-                    process.terminate()
-                raise
-        return problems + [
-            f"{run.folder} was not started: a run that it may start from has failed"
-            for run in waiting
-        ]
+
+        def store(run: Run, result: Result | None) -> None:
+            if result is not None:
+                self._store(result)
+            tell(run, result)
+
+        self._execution = Execution(slots, self._train, store)
+        return self._execution.run([run for run in self._runs if run.digest in self._unfinished])
 
     def _write_plan(self, slots: int) -> None:
         """Writes suite.json, from which `samestep watch` shows the progress of the whole."""
@@ -212,7 +176,7 @@ class Suite:
     def _train(
         self,
         run: Run,
-        environment: Mapping[str, str],
+        slot: Slot,
     ) -> Result:
         """Trains and evaluates a run, with all output in its log.txt.
 
@@ -239,36 +203,9 @@ class Suite:
         began = time.monotonic()
         (run.folder / "log.txt").unlink(missing_ok=True)
         for arguments in commands:
-            self._samestep(run, arguments, environment)
+            self._execution.command(run, arguments, slot)
         write_report([str(run.folder)], run.folder / REPORT)
         return _result(run, round(time.monotonic() - began, 1))
-
-    def _samestep(
-        self,
-        run: Run,
-        arguments: list[str],
-        environment: Mapping[str, str],
-    ) -> None:
-        # Between training and evaluation no process runs that an interruption could stop.
-        if self._stopped:
-            raise SamestepError(f"{run.folder} was stopped; run the same command again")
-        # -P: a folder trainer/ in the working folder is a user's own.
-        command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
-        if setpriv := shutil.which("setpriv"):
-            # A killed suite takes its processes with it, or they would hold devices and folders.
-            command = [setpriv, "--pdeathsig", "TERM", *command]
-        log = run.folder / "log.txt"
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=output, stderr=output
-            )
-        self._processes.add(process)
-        code = process.wait()
-        self._processes.remove(process)
-        if code != EXIT_DONE:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            reason = lines[-1] if lines else "no output"
-            raise SamestepError(f"{run.folder} ended with exit code {code}: {reason} (see {log})")
 
 
 def _result(run: Run, seconds: float) -> Result:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import signal
 import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.command import Commands, add_command
@@ -17,8 +14,8 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, MissingExtra
 from trainer.progress import Progress, ends_in
 
 if TYPE_CHECKING:
-    from trainer.finetune.runs import Run
-    from trainer.finetune.suite import Result, Suite
+    from trainer.studies.finetune.runs import Run
+    from trainer.studies.finetune.suite import Result, Suite
 
 
 def register(commands: Commands) -> None:
@@ -47,9 +44,12 @@ def register(commands: Commands) -> None:
     add("--recipe", metavar="NAME", help=recipes)
     seeds = "number of runs of each setting (default: 3)"
     add("--seeds", type=int, default=3, metavar="N", help=seeds)
+    first = "the first seed (default: 0); with --seeds 2 --first-seed 3, seeds 3 and 4"
+    add("--first-seed", type=int, default=0, metavar="N", help=first)
     add("--grid", action="store_true", help="try every point of the tasks' grids, not only one")
     scratch = "repeat the runs from random weights, to see what pre-training is worth"
     add("--scratch", action="store_true", help=scratch)
+    add("--scratch-only", action="store_true", help="only the runs from random weights")
     add("--keep", action="store_true", help="keep the checkpoints of all runs")
     output = "folder of datasets, runs and results (default: runs/suite)"
     add("--output", default="runs/suite", metavar="DIR", help=output)
@@ -63,7 +63,8 @@ def _suite(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from trainer.checkpoint.lock import only_writer
-    from trainer.finetune import page, runs, suite, table, task
+    from trainer.studies import execution
+    from trainer.studies.finetune import page, runs, suite, table, task
 
     if find_spec("scipy") is None:  # before training rather than after it
         raise MissingExtra("scipy", "tasks", "samestep finetune-suite")
@@ -73,11 +74,18 @@ def _suite(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, *(name for name in args.tasks if "=" in name)]
     tasks = task.find_tasks([name for name in args.tasks if "=" not in name], args.recipe)
     folder = Path(args.output)
-    slots = _slots(args.parallel, "accelerator=cpu" in overrides)
-    signal.signal(signal.SIGTERM, _interrupt)
-    listed = runs.list_runs(
-        args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch
-    )
+    slots = execution.slots(args.parallel, "accelerator=cpu" in overrides)
+    execution.interrupt_on_sigterm()
+    if args.seeds < 1 or args.first_seed < 0:
+        raise ConfigError(
+            f"--seeds must be at least 1 and --first-seed at least 0, not {args.seeds} and "
+            f"{args.first_seed}"
+        )
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    starts: list[runs.Start] = [] if args.scratch_only else ["checkpoint"]
+    if args.scratch or args.scratch_only:
+        starts.append("random")
+    listed = runs.list_runs(args.checkpoint, tasks, folder, seeds, args.grid, overrides, starts)
     # Two suites in one folder would remove each other's checkpoints.
     with only_writer(folder, f"--output={folder}"):
         whole = suite.Suite(folder, listed, args.keep)
@@ -115,20 +123,3 @@ def _tell(whole: Suite, slots: int, progress: Progress, run: Run, result: Result
         if not progress.on_terminal and forecast:
             text += f"; {whole.finished} of {len(whole)} runs, {forecast}"
     sys.stderr.write(f"{run.task} {run.name}: {text}\n")
-
-
-def _slots(
-    parallel: int | None,
-    on_cpu: bool,
-) -> list[dict[str, str]]:
-    """Environment variables of runs that share this machine: each sees one of the GPUs, if any."""
-    from trainer.accelerators import cpu, detect
-
-    devices = detect.processes(cpu.Config() if on_cpu else None)
-    # More runs than GPUs go around: 3 runs on GPUs 4 and 6 get 4, 6 and 4.
-    return list(itertools.islice(itertools.cycle(devices), parallel or len(devices)))
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """Handles SIGTERM like Ctrl-C: `Suite.make` stops its processes, which save checkpoints."""
-    raise KeyboardInterrupt

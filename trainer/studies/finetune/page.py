@@ -11,11 +11,11 @@ from urllib.parse import quote
 
 import jinja2
 
-from trainer.finetune.runs import Run
-from trainer.finetune.suite import PREDICTIONS, REPORT
-from trainer.finetune.table import HEADINGS, Row, columns, notes, percent
 from trainer.monitoring.report import MOST_RUNS, write_report
 from trainer.storage import write_text
+from trainer.studies.finetune.runs import Run
+from trainer.studies.finetune.suite import PREDICTIONS, REPORT
+from trainer.studies.finetune.table import HEADINGS, Row, columns, notes, percent
 
 _WIDTH, _MARGIN = 150, 6  # of a plot in pixels
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from trainer.finetune.runs import Run
-from trainer.finetune.suite import Result
-from trainer.finetune.task import Task
+from trainer.studies.finetune.runs import Run
+from trainer.studies.finetune.suite import Result
+from trainer.studies.finetune.task import Task
 
 HEADINGS = (
     *("task", "score", "mean", "std", "95 % interval", "constant", "learned", "of each seed"),

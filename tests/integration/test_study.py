@@ -1,0 +1,138 @@
+"""`samestep study`: killed in the middle and run again; the numbers and pages that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration import tasks
+from tests.integration.commands import Samestep, Start
+from tests.waiting import until
+
+MODULE = (sys.executable, "-m", "trainer.cli")
+EXPERIMENT = """
+data: {path: stage:corpus, sequence_length: 32, packing: best_fit}
+model: {kind: bert, vocab_size: 300, layers: 1, width: 16, heads: 2, ffn_width: 32, max_positions: 64}
+objective: {kind: mlm, mask_fraction: 0.15}
+optimizer: {kind: adamw, lr: 1e-3}
+training: {steps: 40, global_batch_size: 8, evaluate_every: 10, evaluate_batches: 2, log_every: 10}
+checkpoint: {every: 5}
+accelerator: cpu
+"""  # noqa: E501
+STUDY = """
+question: Does a larger rate help?
+figure: none
+scale: tiny
+seeds: 2
+stages:
+  corpus: {kind: build, recipe: corpus.yaml}
+  pretrain: {kind: train, experiment: pretrain.yaml}
+  often: {kind: evaluate, run: stage:pretrain, settings: {objective: {mask_fraction: 0.5}}}
+  topic: {kind: task, task: classification.yaml, start: stage:pretrain}
+arms:
+  small: {}
+  large: {pretrain: {settings: {optimizer: {lr: 3e-3}}}}
+  random: {pretrain: {settings: {optimizer: {lr: 3e-3}}}, topic: {scratch: true}}
+measures:
+  loss: {score: pretrain/loss, better: lower}
+  loss at half: {score: often/loss, better: lower}
+  topic: {score: topic/accuracy, percent: true}
+primary: {measure: loss, arms: [small, large], pilot_deviation: 0.1, detects: 0.6}
+curves: [{stage: pretrain, against: flops}]
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """A study of three arms, two of which share their pre-training."""
+    recipe = "source: python_docs\nlimit: 200KB\nshard_bytes: 32768\nheldout_fraction: 0.1\n"
+    tokenizer = "tokenizer: {path: unused, vocab_size: 300, lowercase: true}\noutput: unused\n"
+    (tmp_path / "corpus.yaml").write_text(recipe + tokenizer)
+    (tmp_path / "pretrain.yaml").write_text(EXPERIMENT)
+    tasks.write_task("classification", tmp_path)
+    file = tmp_path / "rates.yaml"
+    file.write_text(STUDY)
+    return file
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
+    study: Path, tmp_path: Path, start: Start, samestep: Samestep
+) -> None:
+    command = ["study", study, "--output", tmp_path / "one"]
+    listed = samestep(*command, "--list").out.splitlines()
+    # 1 dataset, 2 rates x 2 seeds of pre-training and evaluation, 3 arms x 2 seeds of the task.
+    assert listed[-1] == "0 of 15 jobs are finished"
+    process = start(*command, command=MODULE)
+    until(lambda: len(list(tmp_path.glob("one/jobs/train-*/result.json"))) >= 2, 200)
+    os.kill(process.popen.pid, signal.SIGKILL)
+    process.popen.wait()
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("one/jobs/*/result.json")}
+    page = tmp_path / "rates.md"
+    page.write_text("# Rates\n\n<!-- results -->\nstale\n<!-- /results -->\n\nWe conclude.\n")
+
+    done = samestep(*command, "--page", page)
+
+    assert done.code == 0, done.err
+    assert all(file.stat().st_mtime_ns == time for file, time in before.items())
+    # What a killed study has begun may run to its end once more; nothing finished does.
+    repeated = [file.parent.name for file in before if f"{file.parent.name} (" in done.err]
+    assert not repeated
+    assert "Found: " in done.out
+    text = page.read_text()
+    assert text.startswith("# Rates\n")
+    assert text.endswith("We conclude.\n")
+    assert "stale" not in text
+    assert "| random |" in text
+    for image in tmp_path.glob("images/*.svg"):
+        assert f"images/{image.name}" in text
+    assert len(list(tmp_path.glob("images/*.svg"))) == 4
+    assert "<svg" in (tmp_path / "one" / "rates" / "index.html").read_text()
+    scores = (tmp_path / "one" / "rates" / "scores.json").read_bytes()
+    costs = json.loads((tmp_path / "one" / "rates" / "costs.json").read_text())
+    assert costs["total"]["jobs"] == 15
+    assert costs["total"]["flops"] > 0
+    assert costs["total"]["kwh"] > 0
+
+    # The tokenizer's training breaks ties by chance, so the second study starts from the first's.
+    tokenizer = next(tmp_path.glob("one/jobs/build-*/tokenizer"))
+    other = study.with_name("again.yaml")
+    tree = yaml.safe_load(STUDY)
+    tree["stages"]["corpus"]["settings"] = {"tokenizer": {"path": str(tokenizer)}}
+    other.write_text(yaml.safe_dump(tree, sort_keys=False))
+    done = samestep("study", other, "--output", tmp_path / "two", "--parallel", "1")
+    assert done.code == 0, done.err
+    again = (tmp_path / "two" / "again" / "scores.json").read_bytes()
+    assert again.replace(b'"again"', b'"rates"') == scores
+
+
+def test_wrong_input_is_refused(study: Path, tmp_path: Path, samestep: Samestep) -> None:
+    for overrides, message in (
+        (["--parallel", "0"], "--parallel must be at least 1"),
+        (["arms.small.pretrain.settings.optimizer.lrr=1"], "optimizer.lrr is not a known key"),
+        (["stages.pretrain.settings.schedule.warmup_steps=90"], "warmup_steps"),
+    ):
+        failed = samestep("study", study, "--output", tmp_path / "out", *overrides)
+        assert failed.code == 2
+        assert message in failed.err
+        assert "Traceback" not in failed.err
+    assert not list(tmp_path.glob("out/jobs/*"))
+
+
+@pytest.mark.long
+def test_a_failed_job_is_named_and_the_rest_is_shown(
+    study: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    settings = "arms.large.pretrain.settings.data.sequence_length=4096"
+    done = samestep("study", study, "--output", tmp_path / "out", "seeds=1", settings)
+    assert done.code == 1
+    assert "ended with exit code" in done.err
+    assert "max_positions" in done.err
+    assert "small" in done.out

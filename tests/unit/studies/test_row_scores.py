@@ -1,0 +1,101 @@
+"""Scores as functions of sums over rows, against the libraries that compute them from rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import pearsonr, spearmanr
+from seqeval.metrics import f1_score as entity_f1
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from trainer.studies.row_scores import read_row_score
+
+RANDOM = np.random.Generator(np.random.PCG64(3))
+
+
+def written(rows: list[dict[str, Any]], folder: Path) -> Path:
+    file = folder / "predictions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def weights(counts: np.ndarray) -> np.ndarray:
+    return counts.astype(float)[None]
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("accuracy", accuracy_score),
+        ("f1", lambda true, predicted: f1_score(true, predicted, pos_label="yes")),
+        ("matthews", matthews_corrcoef),
+    ],
+)
+def test_classes(name: str, reference: Any, tmp_path: Path) -> None:
+    true, predicted = (RANDOM.choice(["no", "yes"], 60) for _ in range(2))
+    rows = [
+        {"label": str(a), "prediction": str(b), "probabilities": {"no": 0.5, "yes": 0.5}}
+        for a, b in zip(true, predicted, strict=True)
+    ]
+    score = read_row_score(written(rows, tmp_path), name)
+    assert score is not None
+    assert score.value == pytest.approx(reference(true, predicted))
+    counts = RANDOM.multinomial(60, np.full(60, 1 / 60))
+    sample = np.repeat(np.arange(60), counts)
+    expected = reference(true[sample], predicted[sample])
+    assert score.resampled(weights(counts)) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(("name", "reference"), [("pearson", pearsonr), ("spearman", spearmanr)])
+def test_numbers(name: str, reference: Any, tmp_path: Path) -> None:
+    true = RANDOM.normal(3, 1, 80)
+    predicted = true + RANDOM.normal(0, 1, 80)
+    rows = [
+        {"label": float(a), "prediction": float(b)} for a, b in zip(true, predicted, strict=True)
+    ]
+    score = read_row_score(written(rows, tmp_path), name)
+    assert score is not None
+    assert score.value == pytest.approx(reference(true, predicted).statistic)
+
+
+def test_tags(tmp_path: Path) -> None:
+    tags = ["O", "O", "B-PER", "I-PER", "B-LOC"]
+    rows = [
+        {
+            "words": ["x"] * 8,
+            "label": list(map(str, RANDOM.choice(tags, 8))),
+            "prediction": list(map(str, RANDOM.choice(tags, 8))),
+        }
+        for _ in range(40)
+    ]
+    score = read_row_score(written(rows, tmp_path), "entity_f1")
+    assert score is not None
+    expected = entity_f1([row["label"] for row in rows], [row["prediction"] for row in rows])
+    assert score.value == pytest.approx(expected)
+
+
+def test_answers(tmp_path: Path) -> None:
+    rows = [
+        {"prediction": "the cat", "answers": ["a cat", "dog"]},
+        {"prediction": "big dog", "answers": ["dog"]},
+        {"prediction": "", "answers": []},
+    ]
+    file = written(rows, tmp_path)
+    exact, overlap = read_row_score(file, "exact_match"), read_row_score(file, "f1")
+    assert exact is not None
+    assert overlap is not None
+    assert exact.value == pytest.approx(2 / 3)
+    assert overlap.value == pytest.approx((1 + 2 / 3 + 1) / 3)
+
+
+def test_scores_that_are_no_sums_over_rows_have_none(tmp_path: Path) -> None:
+    rows = [{"label": "a", "prediction": "a", "probabilities": {"a": 0.4, "b": 0.3, "c": 0.3}}]
+    file = written(rows, tmp_path)
+    assert read_row_score(file, "accuracy") is not None
+    assert read_row_score(file, "macro_f1") is None
+    assert read_row_score(file, "f1") is None  # three classes have no positive one
+    assert read_row_score(written([], tmp_path), "accuracy") is None

@@ -1,0 +1,57 @@
+"""Intervals against textbook formulas, and how often they are wrong by chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from trainer.studies.row_scores import RowScore
+from trainer.studies.statistics import detectable, estimate, rows_variance
+
+
+def test_without_rows_it_is_the_paired_t_test() -> None:
+    one, other = [0.81, 0.84, 0.79, 0.86], [0.80, 0.80, 0.78, 0.83]
+    found = estimate([a - b for a, b in zip(one, other, strict=True)])
+    interval = stats.ttest_rel(one, other).confidence_interval(0.95)
+    assert found.low == pytest.approx(interval.low)
+    assert found.high == pytest.approx(interval.high)
+    assert not found.excludes_zero
+
+
+def test_variance_over_rows_widens_the_interval_less_than_few_seeds_do() -> None:
+    values = [0.1, 0.2, 0.3]  # variance of the mean: 0.01 / 3
+    seeds, both = estimate(values), estimate(values, rows_variance=0.01 / 3)
+    assert seeds.high == pytest.approx(0.2 + stats.t.ppf(0.975, 2) * np.sqrt(0.01 / 3))
+    # Satterthwaite: twice the variance, of which half is known, has 2 * 2^2 degrees of freedom.
+    assert both.high == pytest.approx(0.2 + stats.t.ppf(0.975, 8) * np.sqrt(0.02 / 3))
+
+
+def test_one_seed_has_no_interval_and_equal_seeds_an_empty_one() -> None:
+    assert estimate([0.5]).low is None
+    assert not estimate([0.5]).excludes_zero
+    same = estimate([0.0, 0.0, 0.0])
+    assert (same.low, same.high, same.excludes_zero) == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_five_of_a_hundred_intervals_miss_a_true_difference_of_zero(seeds: int) -> None:
+    draws = np.random.Generator(np.random.PCG64(seeds)).normal(size=(2000, seeds))
+    wrong = np.mean([estimate(list(values)).excludes_zero for values in draws])
+    assert 0.035 < wrong < 0.065  # 2000 trials: a standard error of 0.5 %
+
+
+def test_bootstrap_over_rows_has_the_binomial_variance() -> None:
+    right = (np.arange(400) % 10 < 7).astype(float)  # 70 %
+    score = RowScore(np.stack([right, np.ones(400)], 1), lambda sums: sums[..., 0] / sums[..., 1])
+    assert rows_variance([(score, None)]) == pytest.approx(0.7 * 0.3 / 400, rel=0.15)
+    # The same rows for all seeds: three equal seeds vary as one does. Equal arms do not differ.
+    assert rows_variance([(score, None)] * 3) == pytest.approx(0.7 * 0.3 / 400, rel=0.15)
+    assert rows_variance([(score, score)] * 3) == 0
+
+
+def test_a_detectable_difference_is_found_in_80_of_100_studies() -> None:
+    smallest = detectable(0.02, seeds=4)
+    draws = np.random.Generator(np.random.PCG64(0)).normal(smallest, 0.02, size=(2000, 4))
+    found = np.mean([(estimate(list(values)).low or 0) > 0 for values in draws])
+    assert found == pytest.approx(0.8, abs=0.03)

@@ -1,0 +1,153 @@
+"""Which jobs a study has, and what its file may not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.errors import ConfigError
+from trainer.studies.costs import Config as Costs
+from trainer.studies.costs import CpuEnergy, Usage
+from trainer.studies.jobs import Jobs, list_jobs
+from trainer.studies.study import Study
+
+EXPERIMENT = {
+    "data": {"path": "stage:corpus", "sequence_length": 32},
+    "model": {"kind": "bert", "vocab_size": 300, "layers": 1, "width": 16, "heads": 2},
+    "objective": {"kind": "mlm"},
+    "optimizer": {"kind": "adamw", "lr": 1e-3},
+    "training": {"steps": 10, "global_batch_size": 4},
+}
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """The content of a study of two arms."""
+    (folder / "text.jsonl").write_text('{"text": "one"}\n')
+    recipe = {
+        "source": {"kind": "jsonl", "paths": [str(folder / "text.jsonl")]},
+        "tokenizer": {"path": "unused"},
+        "output": "unused",
+    }
+    (folder / "tiny-corpus.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(EXPERIMENT))
+    return {
+        "question": "Does it help?",
+        "figure": "none",
+        "scale": "tiny",
+        "seeds": 2,
+        "stages": {
+            "corpus": {"kind": "build", "recipe": "{scale}-corpus.yaml"},
+            "pretrain": {"kind": "train", "experiment": "{scale}.yaml"},
+            "again": {"kind": "evaluate", "run": "stage:pretrain"},
+        },
+        "arms": {
+            "a": {},
+            "b": {"pretrain": {"settings": {"optimizer": {"lr": 0.1}}}},
+        },
+        "measures": {"loss": {"score": "pretrain/loss", "better": "lower"}},
+    }
+
+
+def read(tree: dict[str, Any], folder: Path, *overrides: str) -> Study:
+    file = folder / "study.yaml"
+    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return Study.read(str(file), overrides)
+
+
+def jobs_of(tree: dict[str, Any], folder: Path, *overrides: str) -> Jobs:
+    return list_jobs(read(tree, folder, *overrides), folder / "jobs")
+
+
+def stages(jobs: Jobs) -> list[str]:
+    return [job.stage for job in jobs.all]
+
+
+def test_equal_jobs_are_made_once(tmp_path: Path) -> None:
+    jobs = jobs_of(content(tmp_path), tmp_path)
+    # One dataset for all; the first repetition of both arms comes before the second.
+    assert stages(jobs) == ["corpus", *["pretrain", "again"] * 4]
+    assert jobs.of["a", 0, "corpus"] is jobs.of["a", 0, "pretrain"].needs["corpus"]
+    assert [job.seed for job in jobs.all if job.stage == "pretrain"] == [0, 0, 1, 1]
+    one = jobs_of(content(tmp_path), tmp_path, "stages.pretrain.seed=7")
+    assert stages(one) == ["corpus", *["pretrain", "again"] * 2]
+
+
+def test_settings_name_folders_and_digests_do_not(tmp_path: Path) -> None:
+    study = read(content(tmp_path), tmp_path)
+    jobs = list_jobs(study, tmp_path / "jobs")
+    pretrain = jobs.of["b", 1, "pretrain"]
+    dataset = pretrain.needs["corpus"].folder / "dataset"
+    assert pretrain.settings()["data"]["path"] == str(dataset)
+    assert pretrain.settings()["optimizer"]["lr"] == 0.1
+    assert jobs.of["b", 1, "again"].settings()["run"] == str(pretrain.folder / "run")
+    moved = list_jobs(study, tmp_path / "elsewhere")
+    assert [job.digest for job in moved.all] == [job.digest for job in jobs.all]
+
+
+def test_changed_files_and_settings_make_new_jobs(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    first = jobs_of(tree, tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "another"}\n')
+    rewritten = jobs_of(tree, tmp_path)
+    assert not {job.digest for job in first.all} & {job.digest for job in rewritten.all}
+    first = rewritten
+    tree["arms"]["b"]["pretrain"]["settings"]["optimizer"]["lr"] = 0.2
+    second = jobs_of(tree, tmp_path)
+    assert first.of["a", 0, "pretrain"].digest == second.of["a", 0, "pretrain"].digest
+    assert first.of["b", 0, "pretrain"].digest != second.of["b", 0, "pretrain"].digest
+
+
+def test_an_arm_may_leave_out_a_stage(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["arms"]["b"]["again"] = None
+    jobs = jobs_of(tree, tmp_path)
+    assert ("a", 0, "again") in jobs.of
+    assert ("b", 0, "again") not in jobs.of
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seeds=0", "seeds is 0. Use at least 1"),
+        ("baseline=c", "baseline is 'c'. Use one of a, b"),
+        ("arms.b={other: {}}", "arms.b is 'other'. Use one of corpus, pretrain, again"),
+        ("measures.loss.score=pretrain", "Write the stage and the score, as pretrain/loss"),
+        ("measures.loss.score=fit/loss", "measures.loss.score is 'fit'. Use one of corpus"),
+        ("curves=[{stage: fit}]", "curves.0.stage is 'fit'"),
+        (
+            "primary={measure: loss, arms: [a], pilot_deviation: 1, detects: 1}",
+            "primary.arms names 1 arms. Name two",
+        ),
+        ("stages.again.run=stage:later", "uses stage:later, and there is no such stage"),
+        ("stages.pretrain.settings.seed=1", "a stage's own `seed` holds for all jobs"),
+        ("stages.pretrain.settings.data.path=stage:again", "which comes later or is left out"),
+        ("stages.pretrain.settings.optimizer.rate=1", "optimizer.rate is not a known key"),
+        ("stages.pretrain.kind=fit", "no module for 'fit'"),
+        ("scale=huge", "huge-corpus.yaml"),
+        ("stages.corpus.settings.source.paths=[missing.jsonl]", "missing.jsonl"),
+    ],
+)
+def test_refusals_come_before_any_work(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=message.replace("(", r"\(")) as caught:
+        jobs_of(content(tmp_path), tmp_path, override)
+    assert type(caught.value).__module__ == ConfigError.__module__
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_energy_is_measured_where_the_cpu_counts_it(tmp_path: Path) -> None:
+    counter = tmp_path / "intel-rapl:0"
+    counter.mkdir()
+    (counter / "max_energy_range_uj").write_text("9999999\n")
+    (counter / "energy_uj").write_text("9000000\n")
+    energy = CpuEnergy(tmp_path)
+    (counter / "energy_uj").write_text("1000000\n")  # after 9,999,999 it starts again from 0
+    assert energy.joules() == pytest.approx(2.0)
+    assert CpuEnergy(tmp_path / "nothing").joules() is None
+    costs = Costs(watts_per_core=10, overhead=2, grams_per_kwh=500)
+    assert costs.kwh(Usage(cpu_seconds=3600)) == pytest.approx(0.02)
+    measured = Usage(cpu_seconds=3600, device_joules=3.6e6, cpu_joules=1.8e6)
+    assert costs.kwh(measured) == pytest.approx(3.0)
+    assert costs.grams(measured) == pytest.approx(1500)

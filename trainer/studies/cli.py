@@ -1,0 +1,167 @@
+"""`samestep study`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.command import OVERRIDES, Commands, add_command
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, MissingExtra
+from trainer.progress import Progress, ends_in
+
+if TYPE_CHECKING:
+    from trainer.studies.execution import Slot
+    from trainer.studies.jobs import Job, Jobs, Result
+    from trainer.studies.results import Results
+
+
+def register(commands: Commands) -> None:
+    """Adds `samestep study`."""
+    parser = add_command(
+        commands,
+        "study",
+        _study,
+        "compare settings over seeds: pre-training, fine-tuning, and a page with the differences",
+        "A study is a file: stages (datasets, runs, tasks), arms that differ in some settings,\n"
+        "and measures. Each stage, arm and seed is a job. Equal jobs are made once, also for\n"
+        "other studies in the same DIR. A study that was stopped continues when the same command\n"
+        "is run again. DIR/NAME gets index.html, scores.json and costs.json.\n\n"
+        "examples:\n"
+        "  samestep study configs/studies/masking_rate.yaml\n"
+        "  samestep study configs/studies/masking_rate.yaml --list\n"
+        "  samestep study configs/studies/masking_rate.yaml scale=base seeds=5",
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="the study, a YAML file")
+    output = "folder of jobs and results (default: runs/studies)"
+    add("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help=output)
+    parallel = "number of jobs at a time (default: one for each GPU, else one for each CPU core)"
+    add("--parallel", type=int, metavar="N", help=parallel)
+    page = "also put the results into a Markdown page, between two lines that it must have: "
+    add("--page", type=Path, metavar="FILE", help=f"{page}<!-- results --> and <!-- /results -->")
+    add("--list", action="store_true", help="list the jobs and which are finished; run none")
+    add("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+
+def _study(args: argparse.Namespace) -> int:
+    from trainer.checkpoint.lock import only_writer
+    from trainer.studies import execution, page, plots, results, runner
+    from trainer.studies.jobs import list_jobs
+    from trainer.studies.study import Study
+
+    for package, extra in (("scipy", "tasks"), ("matplotlib", "plot")):  # before the work
+        if find_spec(package) is None:
+            raise MissingExtra(package, extra, "samestep study")
+    if args.parallel is not None and args.parallel < 1:
+        raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
+    study = Study.read(args.file, args.overrides)
+    jobs = list_jobs(study, args.output / "jobs")
+    if args.list:
+        return _list(jobs)
+    slots = _slots(args.parallel)
+    execution.interrupt_on_sigterm()
+    folder: Path = args.output / study.name
+    # Two studies in one folder would train in the same folders of jobs.
+    with only_writer(args.output, f"--output={args.output}"):
+        total, left = len(jobs.all), len(runner.missing(jobs))
+        progress = Progress(study.name, total, done=total - left, logs=False)
+        tell = partial(_tell, jobs, runner.arms_of(jobs), len(slots), progress)
+        try:
+            with progress:
+                problems = runner.execute(jobs, slots, tell)
+        except KeyboardInterrupt:
+            done = total - len(runner.missing(jobs))
+            sys.stderr.write(
+                f"{done} of {total} jobs are finished, and those that had begun are saved; the "
+                "same command continues\n"
+            )
+            raise
+        found = results.collect(study, jobs)
+        found.write(folder)
+        files = plots.write_plots(found, jobs, folder / "plots")
+        page.write_html(found, files, folder / "index.html")
+        if args.page is not None:
+            page.write_markdown(found, files, args.page)
+    _print(found, folder)
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return EXIT_FAILED if problems else EXIT_DONE
+
+
+def _slots(parallel: int | None) -> Sequence[Slot]:
+    """One for each GPU; without GPUs, one for each core."""
+    from trainer.accelerators import cpu, detect
+    from trainer.studies import execution
+
+    if isinstance(detect.best(), cpu.Config):
+        return execution.single_threaded(parallel)
+    return execution.slots(parallel, on_cpu=False)
+
+
+def _list(jobs: Jobs) -> int:
+    from trainer.studies.runner import arms_of
+
+    arms = arms_of(jobs)
+    for job in jobs.all:
+        state = "finished" if job.result() is not None else "to do"
+        sys.stdout.write(f"{job.name}  {state:8}  {job.stage}: {arms[job.digest]}\n")
+    done = sum(job.result() is not None for job in jobs.all)
+    sys.stdout.write(f"{done} of {len(jobs.all)} jobs are finished\n")
+    return EXIT_DONE
+
+
+def _tell(
+    jobs: Jobs,
+    arms: Mapping[str, str],
+    slots: int,
+    progress: Progress,
+    job: Job,
+    result: Result | None,
+) -> None:
+    text = "started"
+    if result is not None:
+        finished = [each for each in jobs.all if each.result() is not None]
+        forecast = _forecast(jobs, slots)
+        progress.update(len(finished), left=forecast)
+        text = f"{result.usage.seconds:.0f} s"
+        if not progress.on_terminal and forecast:
+            text += f"; {len(finished)} of {len(jobs.all)} jobs, {forecast}"
+    sys.stderr.write(f"{job.name} ({job.stage}: {arms[job.digest]}): {text}\n")
+
+
+def _forecast(jobs: Jobs, slots: int) -> str:
+    from trainer.monitoring.forecast import suite_left
+
+    # Jobs of a stage resemble each other, so a stage is to the forecast what a task of a suite is.
+    finished, missing = [], []
+    for job in jobs.all:
+        result = job.result()
+        if result is None:
+            missing.append((job.stage, 1))
+        else:
+            finished.append((job.stage, 1, result.usage.seconds))
+    left = suite_left(finished, missing, slots)
+    return "" if left is None or not left.high else ends_in(left.low, left.high)
+
+
+def _print(found: Results, folder: Path) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from trainer.studies import page
+
+    table = Table(*page.headings(found), box=box.SIMPLE)
+    for line in page.lines(found):
+        table.add_row(*(Text(each.strip("*"), "bold" * each.startswith("**")) for each in line))
+    # Without a terminal, rich would assume 80 columns and break the table.
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    plain = [note.replace("**", "") for note in page.notes(found)]
+    console.print(found.study.config.question, table, *map(Text, plain), sep="\n")
+    console.print(f"\n{folder / 'index.html'}")

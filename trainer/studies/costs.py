@@ -1,0 +1,92 @@
+"""What jobs cost: time, energy and CO2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_RAPL = Path("/sys/class/powercap")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What processes have used.
+
+    Attributes:
+        seconds: wall time.
+        cpu_seconds: CPU time, user and system.
+        device_joules: energy that GPUs have reported.
+        cpu_joules: energy that CPUs have reported; None if they report none.
+    """
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    device_joules: float = 0.0
+    cpu_joules: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How energy and CO2 follow from what was used.
+
+    Attributes:
+        watts_per_core: power of a busy CPU core with its share of memory and of the machine, where
+            the CPU does not report its energy. About 10: servers of two processors with 64 cores
+            take 0.6 to 0.8 kW under load.
+        grams_per_kwh: CO2 of the electricity. 473: average of the world in 2024 (Ember, Global
+            Electricity Review 2025).
+        overhead: energy of the building for each unit of the machine's (PUE). 1.5: average of
+            data centers (Uptime Institute, Global Data Center Survey 2024: 1.56).
+    """
+
+    watts_per_core: float = 10.0
+    grams_per_kwh: float = 473.0
+    overhead: float = 1.5
+
+    def kwh(self, used: Usage) -> float:
+        """Energy, with the building's overhead."""
+        cpu = used.cpu_joules
+        if cpu is None:
+            cpu = used.cpu_seconds * self.watts_per_core
+        return (used.device_joules + cpu) * self.overhead / 3.6e6
+
+    def grams(self, used: Usage) -> float:
+        """CO2."""
+        return self.kwh(used) * self.grams_per_kwh
+
+
+class CpuEnergy:
+    """Energy of this machine's processors since this object exists.
+
+    Args:
+        folder: of the counters of Intel and AMD processors (RAPL). They need root, and virtual
+            machines have none.
+    """
+
+    def __init__(self, folder: Path = _RAPL) -> None:
+        self._folder = folder
+        self._began = self._read()
+
+    def joules(self) -> float | None:
+        """Returns the energy; None without counters that can be read."""
+        now = self._read()
+        if not self._began or now.keys() != self._began.keys():
+            return None
+        # Counters start again from 0 after their largest value: 90 to 10 of 100 is 20.
+        return (
+            sum((value - self._began[name][0]) % largest for name, (value, largest) in now.items())
+            / 1e6
+        )
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """The value and the largest value of each processor's counter, in microjoules."""
+        try:
+            return {
+                counter.name: (
+                    int((counter / "energy_uj").read_text()),
+                    int((counter / "max_energy_range_uj").read_text()) + 1,
+                )
+                for counter in self._folder.glob("*-rapl:[0-9]")
+            }
+        except (OSError, ValueError):
+            return {}

@@ -1,0 +1,184 @@
+"""Executes jobs that depend on each other, as many at a time as there are devices.
+
+A job is a sequence of samestep commands. Each command is a process of its own, so that a job that
+runs out of memory or hangs cannot harm the others, and its CPU time can be measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from trainer.errors import EXIT_DONE, SamestepError
+from trainer.studies.costs import Usage
+
+Slot: TypeAlias = Mapping[str, str]
+"""Environment variables of the processes that use one device."""
+
+
+class Job(Protocol):
+    """Something to execute once.
+
+    Attributes:
+        digest: names the job and everything that its result depends on.
+        folder: of its log, and of all other files that it writes.
+        after: digests of the jobs that must be finished before.
+    """
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def after(self) -> Sequence[str]: ...
+
+
+J = TypeVar("J", bound=Job)
+R = TypeVar("R")
+
+
+class Execution(Generic[J, R]):
+    """Executes jobs, each in one slot.
+
+    Args:
+        slots: one for each job that runs at a time.
+        work: executes a job with `command`, and returns its result.
+        tell: called with a job and None when it starts, and with its result when it ends.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        work: Callable[[J, Slot], R],
+        tell: Callable[[J, R | None], None],
+    ) -> None:
+        self._slots, self._work, self._tell = slots, work, tell
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(self, jobs: Sequence[J]) -> list[str]:
+        """Executes jobs, each when those before it are finished.
+
+        A job that is not among `jobs` counts as finished.
+
+        Returns:
+            An error message for each job that failed.
+        """
+        problems: list[str] = []
+        free, waiting = list(self._slots), list(jobs)
+        unfinished = {job.digest for job in jobs}
+        running: dict[Future[R], tuple[J, Slot]] = {}
+        with ThreadPoolExecutor(len(self._slots)) as pool:
+            try:
+                while True:
+                    # A failed job stays unfinished, so jobs after it are never ready.
+                    ready = [job for job in waiting if unfinished.isdisjoint(job.after)]
+                    # With 2 GPUs and 3 jobs that are ready, the third waits for the next round.
+                    for job in ready[: len(free)]:
+                        slot = free.pop(0)
+                        waiting.remove(job)
+                        self._tell(job, None)
+                        running[pool.submit(self._work, job, slot)] = job, slot
+                    if not running:
+                        break
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        job, slot = running.pop(future)
+                        free.append(slot)
+                        try:
+                            result = future.result()
+                        except SamestepError as error:
+                            problems.append(str(error))
+                            continue
+                        unfinished.discard(job.digest)
+                        self._tell(job, result)
+            except BaseException:
+                # No new process may start from here on. SIGTERM makes those that run save a
+                # checkpoint, from which the same command resumes.
+                self._stopped = True
+                for process in list(self._processes):
+                    # Not process.terminate(): it may take the exit status that wait4 waits for.
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGTERM)
+                raise
+        return problems + [
+            f"{job.folder} was not started: a run that it may start from has failed"
+            for job in waiting
+        ]
+
+    def command(self, job: J, arguments: Sequence[str], slot: Slot) -> Usage:
+        """Runs a samestep command, with its output in the job's log.txt.
+
+        Returns:
+            What the process and all its children have used.
+
+        Raises:
+            SamestepError: it failed, or `run` is being stopped.
+        """
+        # Between two commands of a job no process runs that an interruption could stop.
+        if self._stopped:
+            raise SamestepError(f"{job.folder} was stopped; run the same command again")
+        # -P: a folder trainer/ in the working folder is a user's own.
+        command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
+        if setpriv := shutil.which("setpriv"):
+            # If this process is killed, its children end with it, or they would hold devices.
+            command = [setpriv, "--pdeathsig", "TERM", *command]
+        log = job.folder / "log.txt"
+        began = time.monotonic()
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command, env={**os.environ, **slot}, stdout=output, stderr=output
+            )
+        self._processes.add(process)
+        # Unlike Popen.wait, wait4 also returns the times of the process and its children.
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        self._processes.remove(process)
+        if code != EXIT_DONE:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else "no output"
+            raise SamestepError(f"{job.folder} ended with exit code {code}: {reason} (see {log})")
+        return Usage(time.monotonic() - began, used.ru_utime + used.ru_stime)
+
+
+def slots(parallel: int | None, on_cpu: bool) -> list[Slot]:
+    """Returns slots that share this machine: each sees one of its GPUs, if there are any.
+
+    Args:
+        parallel: number of slots; None is one for each GPU, or one.
+        on_cpu: leave the GPUs alone.
+    """
+    from trainer.accelerators import cpu, detect
+
+    devices = detect.processes(cpu.Config() if on_cpu else None)
+    # More slots than GPUs go around: 3 slots on GPUs 4 and 6 get 4, 6 and 4.
+    return list(itertools.islice(itertools.cycle(devices), parallel or len(devices)))
+
+
+def single_threaded(parallel: int | None) -> list[Slot]:
+    """Returns slots of one CPU thread each; None is as many as this process may use cores.
+
+    The order of sums depends on the number of threads. With one, a job's result has the same bits
+    however many jobs run beside it.
+    """
+    count = parallel or len(os.sched_getaffinity(0))
+    return [{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}] * count
+
+
+def interrupt_on_sigterm() -> None:
+    """Handles SIGTERM like Ctrl-C: `Execution.run` stops its processes, which save checkpoints."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)

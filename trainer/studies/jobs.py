@@ -1,0 +1,200 @@
+"""The jobs of a study: one for each stage, arm and seed, made once where several are equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Tree
+from trainer.errors import ConfigError
+from trainer.storage import write_text
+from trainer.studies.costs import Usage
+from trainer.studies.stages import StageConfig
+from trainer.studies.study import REFERENCE, Study
+
+RESULT = "result.json"
+"""File of a finished job: its scores, and what it used."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage with the settings of an arm, for one seed.
+
+    Attributes:
+        stage: its name.
+        config: its settings.
+        seed: of the samestep commands.
+        resolved: all settings, with stages named.
+        needs: the jobs whose products it uses, by stage.
+        digest: of the settings, the seed, the content of files and the digests of `needs`.
+        folder: of its files, named by the digest. Studies in one folder share equal jobs.
+    """
+
+    stage: str
+    config: StageConfig
+    seed: int
+    resolved: Tree
+    needs: Mapping[str, Job]
+    digest: str
+    folder: Path
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The jobs that must be finished before."""
+        return tuple(job.digest for job in self.needs.values())
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def settings(self) -> Tree:
+        """All settings, with folders in place of stages."""
+        products = {name: str(job.folder / job.config.product) for name, job in self.needs.items()}
+        found: Tree = _replaced(self.resolved, products)
+        return found
+
+    def result(self) -> Result | None:
+        """The result, if the job is finished."""
+        file = self.folder / RESULT
+        if not file.exists():
+            return None
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        return Result(tree["scores"], Usage(**tree["usage"]), tree["flops"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished job has found and used.
+
+    Attributes:
+        scores: by name.
+        usage: of all its commands, without those of an attempt that was stopped.
+        flops: of training, as the model counts them.
+    """
+
+    scores: Mapping[str, float]
+    usage: Usage
+    flops: float = 0.0
+
+    def save(self, folder: Path) -> None:
+        """Marks a job as finished."""
+        write_text(folder / RESULT, json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of a study.
+
+    Attributes:
+        of: by arm, seed of the study (from 0) and stage; an arm may leave out stages.
+    """
+
+    of: Mapping[tuple[str, int, str], Job]
+
+    @property
+    def all(self) -> list[Job]:
+        """Each job once, after those that it needs."""
+        return list({job.digest: job for job in self.of.values()}.values())
+
+    def of_arm(self, arm: str) -> list[Job]:
+        """Each job of an arm once."""
+        found = {job.digest: job for (name, *_), job in self.of.items() if name == arm}
+        return list(found.values())
+
+
+def list_jobs(study: Study, root: Path) -> Jobs:
+    """Lists the jobs of a study.
+
+    Args:
+        root: folder of the jobs.
+
+    Raises:
+        ConfigError: a setting is invalid, or names a stage that does not come before.
+    """
+    jobs: dict[tuple[str, int, str], Job] = {}
+    for arm in study.config.arms:
+        stages = study.stages_of(arm)
+        resolved = {name: _resolved(arm, name, config) for name, config in stages.items()}
+        inputs = {name: list(config.inputs()) for name, config in stages.items()}
+        # By repetition and not by stage, so that the first results of all arms come early.
+        for repetition in range(study.config.seeds):
+            own: dict[str, Job] = {}
+            for name, config in stages.items():
+                seed = repetition if config.seed is None else config.seed
+                needed = sorted(set(_named(resolved[name])))
+                for other in needed:
+                    _check_order(other, name, arm, own, study)
+                needs = {other: own[other] for other in needed}
+                job = Job(name, config, seed, resolved[name], needs, "", root)
+                own[name] = _addressed(job, inputs[name], root)
+            jobs |= {(arm, repetition, name): job for name, job in own.items()}
+    # Repetition first: all arms have their first seed before any has its second.
+    order = sorted(jobs, key=lambda key: key[1])
+    return Jobs({key: jobs[key] for key in order})
+
+
+def _resolved(arm: str, name: str, config: StageConfig) -> Tree:
+    try:
+        return config.resolved()
+    except ConfigError as error:
+        raise ConfigError(f"arm {arm!r}, stage {name}: {error}") from error
+
+
+def _check_order(other: str, name: str, arm: str, before: Mapping[str, Job], study: Study) -> None:
+    if other in before:
+        return
+    if other in study.config.stages:
+        raise ConfigError(
+            f"stages.{name} uses stage:{other}, which comes later or is left out in the arm "
+            f"{arm!r}. Put it before {name}."
+        )
+    raise ConfigError(
+        f"stages.{name} uses stage:{other}, and there is no such stage. "
+        f"Use one of {', '.join(before) or 'none'}."
+    )
+
+
+def _addressed(job: Job, inputs: list[object], root: Path) -> Job:
+    """The job with its digest and its folder."""
+    kind = type(job.config).__module__.rpartition(".")[2]
+    digests = {name: need.digest for name, need in job.needs.items()}
+    settings = _replaced(job.resolved, digests)
+    # The result of a build does not depend on the seed, and then nor does its digest.
+    seed = job.seed if job.config.random else None
+    content = json.dumps([kind, settings, seed, inputs], sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return replace(job, digest=digest, folder=root / f"{kind}-{digest[:10]}")
+
+
+def _named(value: object) -> Iterator[str]:
+    """Names of the stages that are used in settings."""
+    for text in _texts(value):
+        if found := REFERENCE.match(text):
+            yield found[1]
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _replaced(value: Any, by: Mapping[str, str]) -> Any:
+    """Settings with each stage:NAME replaced by `by[NAME]`."""
+    # Example: stage:corpus/tokenizer becomes runs/study/corpus-1f2e3d/dataset/tokenizer.
+    if isinstance(value, str):
+        return REFERENCE.sub(lambda found: by[found[1]], value) if REFERENCE.match(value) else value
+    if isinstance(value, dict):
+        return {key: _replaced(each, by) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(each, by) for each in value]
+    return value

@@ -1,0 +1,181 @@
+"""The page of a study, as HTML and as Markdown."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+
+from trainer.errors import ConfigError
+from trainer.storage import write_text
+from trainer.studies.results import Cost, Results, Row
+from trainer.studies.statistics import Estimate
+from trainer.studies.study import Measure
+
+_BEGIN, _END = "<!-- results -->", "<!-- /results -->"
+_MINUS = "\N{MINUS SIGN}"
+
+
+def write_html(results: Results, plots: Sequence[Path], file: Path) -> None:
+    """Writes a page that needs no other file."""
+    template = jinja2.Template(
+        files("trainer.studies").joinpath("page.html").read_text(encoding="utf-8"),
+        autoescape=True,
+        keep_trailing_newline=True,
+    )
+    config = results.study.config
+    text = template.render(
+        title=results.study.name.replace("_", " "),
+        config=config,
+        headings=headings(results),
+        lines=[[_plain(text) for text in line] for line in lines(results)],
+        notes=[_plain(note) for note in notes(results)],
+        cost_headings=_COST_HEADINGS,
+        costs=_cost_lines(results),
+        # SVG without its XML header, inside of the page.
+        plots=[re.sub(r"^.*?(?=<svg)", "", plot.read_text("utf-8"), flags=re.S) for plot in plots],
+    )
+    write_text(file, text)
+
+
+def write_markdown(results: Results, plots: Sequence[Path], file: Path) -> None:
+    """Puts the results into a page, between two lines `<!-- results -->` and `<!-- /results -->`.
+
+    The rest of the page is what people have written about the results, and stays. Plots go to the
+    folder images/ beside the page.
+
+    Raises:
+        ConfigError: the page has not both lines.
+    """
+    page = f"# {results.study.config.question}\n\n{_BEGIN}\n{_END}\n"
+    if file.exists():
+        page = file.read_text(encoding="utf-8")
+    found = re.search(f"(?<={_BEGIN}\n).*(?={_END})", page, re.DOTALL)
+    if found is None:
+        raise ConfigError(f"{file} has no lines {_BEGIN} and {_END}. Add them where results go.")
+    images = file.parent / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    shown = []
+    for plot in plots:
+        copy = images / f"{results.study.name}-{plot.name}"
+        shutil.copyfile(plot, copy)
+        shown.append(f"![{plot.stem.replace('_', ' ')}]({images.name}/{copy.name})")
+    parts = [
+        _table(headings(results), lines(results)),
+        *notes(results),
+        "\n".join(shown),
+        _table(_COST_HEADINGS, _cost_lines(results)),
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    write_text(file, f"{page[: found.start()]}\n{text}\n\n{page[found.end() :]}")
+
+
+def headings(results: Results) -> list[str]:
+    """The arm, and for each measure its mean and the difference from the baseline."""
+    names = ["arm"]
+    for name, measure in results.study.config.measures.items():
+        names += [f"{name}{', %' * measure.percent}", f"against {results.study.baseline}"]
+    return names
+
+
+def lines(results: Results) -> list[list[str]]:
+    """A line for each arm that has results; differences that exclude zero are bold."""
+    found = []
+    for arm in results.study.config.arms:
+        line = [arm]
+        for name, measure in results.study.config.measures.items():
+            row = next((row for row in results.of(name) if row.arm == arm), None)
+            line += ["", ""] if row is None else [_mean(row, measure), _difference(row, measure)]
+        if any(line[1:]):
+            found.append(line)
+    return found
+
+
+def notes(results: Results) -> list[str]:
+    """Sentences that a reader of the table needs."""
+    config = results.study.config
+    found = [
+        f"Means over {config.seeds} seed{'s' * (config.seeds > 1)}, with the standard deviation. "
+        f"Differences from {results.study.baseline} are paired by seed: both arms have the same "
+        "data order, masks, initial weights and dropout where their settings agree. In brackets: "
+        "95 % interval, over seeds (Student's t)"
+        + (" and held-out rows (bootstrap)" if any(row.rows for row in results.rows) else "")
+        + "; bold if it excludes zero. Each comparison stands alone: of 20 arms without any "
+        "effect, one is bold."
+    ]
+    stated = config.primary
+    if stated is not None:
+        measure = config.measures[stated.measure]
+        text = (
+            f"Primary comparison, stated before the runs: {stated.arms[1]} against "
+            f"{stated.arms[0]} in {stated.measure}. By a pilot (standard deviation of the paired "
+            f"difference {_number(stated.pilot_deviation, measure)}), {config.seeds} seeds detect "
+            f"a difference of {_number(stated.detects, measure)} in 80 of 100 cases. "
+        )
+        if results.primary is not None:
+            text += f"Found: {_estimate(results.primary, measure)}."
+        found.append(text)
+    return found
+
+
+_COST_HEADINGS = ["arm", "jobs", "FLOPs", "wall time, h", "CPU time, h", "kWh", "CO2, g"]
+
+
+def _cost_lines(results: Results) -> list[list[str]]:
+    costs = [*results.costs, results.total]
+    return [_cost_line(cost) for cost in costs]
+
+
+def _cost_line(cost: Cost) -> list[str]:
+    return [
+        "all, each job once" if cost.arm == "all" else cost.arm,
+        str(cost.jobs),
+        f"{cost.flops:.2e}",
+        f"{cost.usage.seconds / 3600:.2f}",
+        f"{cost.usage.cpu_seconds / 3600:.2f}",
+        f"{cost.kwh:.4f}",
+        f"{cost.grams:.1f}",
+    ]
+
+
+def _mean(row: Row, measure: Measure) -> str:
+    text = _number(row.mean.mean, measure)
+    if row.mean.deviation is None:
+        return text
+    return f"{text} ± {_number(row.mean.deviation, measure)}"
+
+
+def _difference(row: Row, measure: Measure) -> str:
+    if row.difference is None:
+        return ""
+    return _estimate(row.difference, measure)
+
+
+def _estimate(estimate: Estimate, measure: Measure) -> str:
+    text = _signed(estimate.mean, measure)
+    if estimate.low is None or estimate.high is None:
+        return text
+    text += f" [{_signed(estimate.low, measure)}, {_signed(estimate.high, measure)}]"
+    return f"**{text}**" if estimate.excludes_zero else text
+
+
+def _number(value: float, measure: Measure) -> str:
+    return f"{100 * value:.1f}" if measure.percent else f"{value:.3f}"
+
+
+def _signed(value: float, measure: Measure) -> str:
+    sign = _MINUS if value < 0 else "+"
+    return sign + _number(abs(value), measure)
+
+
+def _plain(text: str) -> str:
+    return text.replace("**", "")
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---", *["---:"] * (len(names) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (names, ruler, *rows))

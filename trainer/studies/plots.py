@@ -1,0 +1,117 @@
+"""Plots of a study, as SVG files that look right on light and dark pages."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import MissingExtra
+from trainer.storage import write_text
+from trainer.studies.jobs import Jobs
+from trainer.studies.results import Results, Row, curve
+from trainer.studies.study import Curves, Measure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = ("#2563eb", "#dc6803", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#db2777")
+_GRAY = "#7b8494"  # of text and lines: readable on white and on black
+_STYLE: Any = {
+    "axes.edgecolor": _GRAY,
+    "axes.labelcolor": _GRAY,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.labelcolor": _GRAY,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "samestep",  # the same file for the same numbers
+    "text.color": _GRAY,
+    "xtick.color": _GRAY,
+    "ytick.color": _GRAY,
+}
+_AXES = {"step": "step", "tokens": "tokens", "flops": "FLOPs"}
+
+
+def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
+    """Writes a plot for each measure and each entry of `curves`.
+
+    Returns:
+        The files, in the order in which a page shows them.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtra("matplotlib", "plot", "samestep study") from None
+    config = results.study.config
+    files = []
+    with matplotlib.rc_context(_STYLE):
+        for name, measure in config.measures.items():
+            if rows := results.of(name):
+                files.append(folder / f"{_slug(name)}.svg")
+                _save(_of_measure(rows, name, measure), files[-1])
+        for curves in config.curves:
+            files.append(folder / f"{_slug(curves.stage)}-{_slug(curves.metric)}.svg")
+            _save(_of_curves(results, jobs, curves), files[-1])
+    return files
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name.lower()).strip("_")
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Figure, file: Path) -> None:
+    content = io.StringIO()
+    figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    write_text(file, content.getvalue())
+
+
+def _of_measure(rows: Sequence[Row], name: str, measure: Measure) -> Figure:
+    """A line for each arm: a point for each seed, the mean and its interval."""
+    figure, axes = _figure(0.9 + 0.32 * len(rows))
+    scale = 100 if measure.percent else 1
+    for place, row in enumerate(rows):
+        if row.mean.low is not None and row.mean.high is not None:
+            ends = [scale * row.mean.low, scale * row.mean.high]
+            axes.plot(ends, [place, place], color=_GRAY, linewidth=1.5)
+        axes.plot(scale * row.mean.mean, place, "|", color=_GRAY, markersize=11)
+        values = [scale * value for value in row.values]
+        axes.plot(values, [place] * len(values), "o", color=_COLORS[0], alpha=0.75, markersize=5)
+    axes.set_yticks(range(len(rows)), [row.arm for row in rows])
+    axes.invert_yaxis()
+    axes.margins(y=0.15)
+    axes.grid(axis="x")
+    axes.set_xlabel(f"{name}{', %' * measure.percent} ({measure.better} is better)")
+    return figure
+
+
+def _of_curves(results: Results, jobs: Jobs, curves: Curves) -> Figure:
+    """A color for each arm, a line for each seed."""
+    figure, axes = _figure(3.4)
+    for number, arm in enumerate(results.study.config.arms):
+        color, label = _COLORS[number % len(_COLORS)], arm
+        for seed in range(results.study.config.seeds):
+            job = jobs.of.get((arm, seed, curves.stage))
+            if job is None or job.result() is None:
+                continue
+            xs, ys = curve(job, curves.metric, curves.against)
+            style = "-" if number < len(_COLORS) else "--"
+            axes.plot(xs, ys, style, color=color, label=label, linewidth=1.2, alpha=0.8)
+            label = ""  # once for each arm
+    axes.set_xlabel(_AXES[curves.against])
+    axes.set_ylabel(f"{curves.stage}: {curves.metric}")
+    axes.grid()
+    if axes.lines:
+        axes.legend(fontsize=8)
+    return figure

@@ -1,0 +1,144 @@
+"""Scores as functions of sums over held-out rows, so that rows can be resampled.
+
+Example: entity F1 is 2 * true positives / (predicted + real entities), of the sums over rows. A
+bootstrap sample gives each row a weight (how often it was drawn), so all samples are one matrix
+product, weights @ rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.metrics import squad
+
+Floats: TypeAlias = NDArray[np.float64]
+_Line: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """A score of one model.
+
+    Attributes:
+        rows: numbers that are summed over rows, [rows, k].
+        of_sums: turns sums, [..., k], into scores, [...].
+    """
+
+    rows: Floats
+    of_sums: Callable[[Floats], Floats]
+
+    def resampled(self, weights: Floats) -> Floats:
+        """Returns the score of each sample.
+
+        Args:
+            weights: of the rows, [samples, rows].
+        """
+        return self.of_sums(weights @ self.rows)
+
+    @property
+    def value(self) -> float:
+        return float(self.of_sums(self.rows.sum(0)))
+
+
+def read_row_score(file: Path, name: str) -> RowScore | None:
+    """Reads a score from the predictions of a task; None if it is no function of sums over rows.
+
+    Args:
+        file: as `samestep evaluate --predictions` writes it.
+        name: of the score.
+    """
+    with file.open(encoding="utf-8") as content:
+        lines = [json.loads(line) for line in content]
+    if not lines:
+        return None
+    if "answers" in lines[0]:
+        return _of_answers(lines, name)
+    if "words" in lines[0]:
+        return _of_tags(lines) if name == "entity_f1" else None
+    if isinstance(lines[0]["label"], float):
+        return _of_numbers(lines, name)
+    return _of_classes(lines, name)
+
+
+def _of_answers(lines: Sequence[_Line], name: str) -> RowScore | None:
+    if name not in ("exact_match", "f1"):
+        return None
+    scored = squad.raw_scores(
+        [line["prediction"] for line in lines], [line["answers"] for line in lines]
+    )
+    return _mean_of(scored.exact if name == "exact_match" else scored.f1)
+
+
+def _of_tags(lines: Sequence[_Line]) -> RowScore:
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    counts = []
+    for line in lines:
+        true, predicted = set(get_entities(line["label"])), set(get_entities(line["prediction"]))
+        counts.append((len(true & predicted), len(true) + len(predicted)))
+    return RowScore(
+        np.array(counts, np.float64),
+        lambda sums: _ratio(2 * sums[..., 0], sums[..., 1]),
+    )
+
+
+def _of_numbers(lines: Sequence[_Line], name: str) -> RowScore | None:
+    true = np.array([line["label"] for line in lines])
+    predicted = np.array([line["prediction"] for line in lines])
+    if name == "spearman":
+        # Of the ranks among all rows: those within a sample would be no function of sums.
+        from scipy.stats import rankdata
+
+        true, predicted = rankdata(true), rankdata(predicted)
+    elif name != "pearson":
+        return None
+    x, y = true - true.mean(), predicted - predicted.mean()
+    rows = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
+
+    def correlation(sums: Floats) -> Floats:
+        n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
+        return _ratio(n * xy - x * y, np.sqrt((n * xx - x * x) * (n * yy - y * y)))
+
+    return RowScore(rows, correlation)
+
+
+def _of_classes(lines: Sequence[_Line], name: str) -> RowScore | None:
+    true, predicted = ([line[key] for line in lines] for key in ("label", "prediction"))
+    if name == "accuracy":
+        return _mean_of(np.array([a == b for a, b in zip(true, predicted, strict=True)], float))
+    probabilities = lines[0].get("probabilities")
+    if name not in ("f1", "matthews") or not isinstance(probabilities, dict):
+        return None
+    labels = list(probabilities)
+    if len(labels) != 2:
+        return None
+    # [true negatives, false positives, false negatives, true positives] of the second label.
+    places = [2 * labels.index(a) + labels.index(b) for a, b in zip(true, predicted, strict=True)]
+    rows = np.eye(4)[places]
+
+    def f1(sums: Floats) -> Floats:
+        return _ratio(2 * sums[..., 3], 2 * sums[..., 3] + sums[..., 1] + sums[..., 2])
+
+    def matthews(sums: Floats) -> Floats:
+        tn, fp, fn, tp = np.moveaxis(sums, -1, 0)
+        product = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
+        return _ratio(tp * tn - fp * fn, np.sqrt(product))
+
+    return RowScore(rows, f1 if name == "f1" else matthews)
+
+
+def _mean_of(values: Floats) -> RowScore:
+    rows = np.stack([values, np.ones_like(values)], axis=1)
+    return RowScore(rows, lambda sums: _ratio(sums[..., 0], sums[..., 1]))
+
+
+def _ratio(above: Floats, below: Floats) -> Floats:
+    """0 where nothing is divided by nothing, as the metrics define it."""
+    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)

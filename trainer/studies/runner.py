@@ -1,0 +1,76 @@
+"""Executes the jobs of a study that have no result yet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from trainer.monitoring.jsonl import read_rows
+from trainer.storage import write_text
+from trainer.studies.costs import CpuEnergy, Usage
+from trainer.studies.execution import Execution, Slot
+from trainer.studies.jobs import Job, Jobs, Result
+
+
+def execute(
+    jobs: Jobs, slots: Sequence[Slot], tell: Callable[[Job, Result | None], None]
+) -> list[str]:
+    """Executes the jobs that are not finished, and those that they need.
+
+    Args:
+        slots: one for each job that runs at a time.
+        tell: called with a job and None when it starts, and with its result when it ends.
+
+    Returns:
+        An error message for each job that failed.
+    """
+
+    def work(job: Job, slot: Slot) -> Result:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        settings = job.settings()
+        described = {"stage": job.stage, "seed": job.seed, "settings": settings}
+        write_text(job.folder / "job.json", json.dumps(described, indent=1) + "\n")
+        (job.folder / "log.txt").unlink(missing_ok=True)
+        energy = CpuEnergy()
+        usages = [
+            execution.command(job, arguments, slot)
+            for arguments in job.config.commands(job.folder, job.seed, settings)
+        ]
+        job.config.finish(job.folder)
+        joules = energy.joules()
+        rows = list(read_rows(job.folder / job.config.product / "metrics.jsonl"))
+        usage = Usage(
+            sum(usage.seconds for usage in usages),
+            sum(usage.cpu_seconds for usage in usages),
+            sum(row.get("perf/energy_joules", 0.0) for row in rows),
+            # Counters are of the whole machine, which the other slots use as well.
+            None if joules is None else joules / len(slots),
+        )
+        flops = max((row.get("train/flops", 0.0) for row in rows), default=0.0)
+        result = Result(job.config.scores(job.folder), usage, flops)
+        result.save(job.folder)
+        return result
+
+    execution: Execution[Job, Result] = Execution(slots, work, tell)
+    return execution.run(missing(jobs))
+
+
+def missing(jobs: Jobs) -> list[Job]:
+    """The jobs without a result, each after those that it needs."""
+    return [job for job in jobs.all if job.result() is None]
+
+
+def arms_of(jobs: Jobs) -> Mapping[str, str]:
+    """Describes each job by the arms and the repetition that use it first, by digest."""
+    arms: dict[str, list[str]] = {}
+    seeds: dict[str, int] = {}
+    for (arm, seed, _), job in jobs.of.items():
+        used = arms.setdefault(job.digest, [])
+        seeds.setdefault(job.digest, seed)
+        if arm not in used:
+            used.append(arm)
+    total = len({arm for arm, *_ in jobs.of})
+    return {
+        digest: f"{'all arms' if len(used) == total > 1 else ', '.join(used)}, seed {seeds[digest]}"
+        for digest, used in arms.items()
+    }

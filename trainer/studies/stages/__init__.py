@@ -1,0 +1,66 @@
+"""Kinds of stages of a study: each becomes jobs that run samestep commands.
+
+A stage's settings may name another stage: `stage:pretrain` stands for the folder of what that stage
+makes (a dataset, a run), in the same arm and with the same seed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from trainer.config import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig(ABC):
+    """A stage.
+
+    Attributes:
+        seed: of all jobs of this stage; null is the study's, which differs between repetitions.
+    """
+
+    seed: int | None = None
+
+    random: ClassVar[bool] = True
+    """Whether the result depends on the seed itself, and not only on the stages that it uses."""
+
+    @property
+    @abstractmethod
+    def product(self) -> str:
+        """What other stages use of this one: a file or folder in a job's folder."""
+
+    @abstractmethod
+    def resolved(self) -> Tree:
+        """Everything that the result depends on, except the seed and the stages that are named."""
+
+    def inputs(self) -> Sequence[object]:
+        """What tells whether the content of files that the stage reads has changed."""
+        return ()
+
+    @abstractmethod
+    def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
+        """Writes what the commands read, and returns the arguments of each.
+
+        Args:
+            folder: of the job, which may have files of an attempt that was stopped.
+            settings: `resolved`, with folders in place of stages.
+        """
+
+    @abstractmethod
+    def scores(self, folder: Path) -> Mapping[str, float]:
+        """Returns the scores of a finished job by name.
+
+        Raises:
+            SamestepError: there are none.
+        """
+
+    def finish(self, folder: Path) -> None:  # noqa: B027
+        """Completes `product` after the commands of a job have succeeded."""
+
+    def predictions(self, folder: Path) -> Path | None:
+        """The file with a line for each held-out row; None without one."""
+        return None

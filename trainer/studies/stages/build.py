@@ -1,0 +1,61 @@
+"""Trains a tokenizer, if the recipe names none that exists, and builds a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from data_pipeline.format.manifest import Manifest
+from trainer.config import Tree, read_tree
+from trainer.config.tree import merge
+from trainer.storage import write_text
+from trainer.studies.inputs import stamps_of
+from trainer.studies.stages import StageConfig
+
+PRODUCT = "dataset"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(StageConfig):
+    """A dataset.
+
+    Attributes:
+        recipe: file of `samestep data build`.
+        settings: that replace the file's. Without `tokenizer.path`, a tokenizer is trained.
+    """
+
+    recipe: str
+    settings: Tree = field(default_factory=dict)
+
+    random = False
+
+    @property
+    def product(self) -> str:
+        return PRODUCT
+
+    def resolved(self) -> Tree:
+        return merge(read_tree(self.recipe), self.settings)
+
+    def inputs(self) -> Sequence[object]:
+        return stamps_of(self.resolved())
+
+    def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
+        own = "path" in (self.settings.get("tokenizer") or {})
+        tokenizer = {} if own else {"path": str(folder / "tokenizer")}
+        tree = merge(settings, {"tokenizer": tokenizer, "output": str(folder / PRODUCT)})
+        file = folder / "recipe.yaml"
+        write_text(file, yaml.safe_dump(tree, sort_keys=False))
+        build = ["data", "build", str(file)]
+        if own or (folder / "tokenizer").exists():  # made before the job was stopped
+            return [build]
+        return [["data", "tokenizer", str(file)], build]
+
+    def scores(self, folder: Path) -> Mapping[str, float]:
+        shards = Manifest.load(folder / PRODUCT).shards
+        return {
+            "documents": float(sum(shard.documents for shard in shards)),
+            "tokens": float(sum(shard.tokens for shard in shards)),
+        }

@@ -1,0 +1,69 @@
+"""Fine-tunes a checkpoint on a task, by `samestep finetune-suite`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from trainer.config import Tree, read_tree
+from trainer.config.tree import merge
+from trainer.storage import write_text
+from trainer.studies.finetune.suite import PREDICTIONS, read_results
+from trainer.studies.inputs import stamps_of
+from trainer.studies.stages import StageConfig
+
+PRODUCT = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(StageConfig):
+    """A fine-tuning run.
+
+    Attributes:
+        task: file of the task.
+        start: the checkpoint, as stage:pretrain.
+        scratch: start from random weights of the checkpoint's architecture instead.
+        settings: that replace those of the task's file, as epochs or experiment.model.dropout.
+    """
+
+    task: str
+    start: str
+    scratch: bool = False
+    settings: Tree = field(default_factory=dict)
+
+    @property
+    def product(self) -> str:
+        return PRODUCT
+
+    def resolved(self) -> Tree:
+        tree = merge(read_tree(self.task), self.settings)
+        return {"task": tree, "start": self.start, "scratch": self.scratch}
+
+    def inputs(self) -> Sequence[object]:
+        return stamps_of(self.resolved()["task"])
+
+    def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
+        file = folder / f"{Path(self.task).stem}.yaml"
+        write_text(file, yaml.safe_dump(settings["task"], sort_keys=False))
+        chosen = ["--seeds", "1", "--first-seed", str(seed), "--parallel", "1"]
+        chosen += ["--scratch-only"] * self.scratch
+        suite = ["--output", str(folder / "suite")]
+        return [["finetune-suite", settings["start"], "--tasks", str(file), *chosen, *suite]]
+
+    def finish(self, folder: Path) -> None:
+        # The run's folder is named by a digest that only the suite knows.
+        (run,) = (folder / "suite").glob("runs/*/*/")
+        link = folder / PRODUCT
+        link.unlink(missing_ok=True)
+        link.symlink_to(run.relative_to(folder), target_is_directory=True)
+
+    def scores(self, folder: Path) -> Mapping[str, float]:
+        (result,) = read_results(folder / "suite").values()
+        return result.scores
+
+    def predictions(self, folder: Path) -> Path | None:
+        file = folder / PRODUCT / PREDICTIONS
+        return file if file.exists() else None

@@ -1,0 +1,64 @@
+"""A run of `samestep train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from trainer.config import Tree, decode, read_tree
+from trainer.config.tree import merge
+from trainer.errors import ConfigError, SamestepError
+from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.storage import write_text
+from trainer.studies.stages import StageConfig
+from trainer.training.experiment import Experiment
+
+PRODUCT = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(StageConfig):
+    """A run.
+
+    Attributes:
+        experiment: file of `samestep train`.
+        settings: that replace the file's.
+    """
+
+    experiment: str
+    settings: Tree = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("output", "seed"):
+            if name in self.settings:
+                raise ConfigError(
+                    f"settings.{name} is chosen by the study for each job. Leave it out"
+                    + ("; a stage's own `seed` holds for all jobs." if name == "seed" else ".")
+                )
+
+    @property
+    def product(self) -> str:
+        return PRODUCT
+
+    def resolved(self) -> Tree:
+        tree = merge(read_tree(self.experiment), self.settings)
+        tree = {name: value for name, value in tree.items() if name not in ("output", "seed")}
+        if "init_from" not in tree:  # else the model is known only when the other stage has run
+            decode(Experiment, {"output": PRODUCT, **tree})
+        return tree
+
+    def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
+        file = folder / "experiment.yaml"
+        tree = {"output": str(folder / PRODUCT), "seed": seed, **settings}
+        write_text(file, yaml.safe_dump(tree, sort_keys=False))
+        return [["train", str(file), "--processes", "1"]]
+
+    def scores(self, folder: Path) -> Mapping[str, float]:
+        rows = list(read_rows(folder / PRODUCT / "metrics.jsonl"))
+        evaluated = [row for row in rows if any(name.startswith("heldout/") for name in row)]
+        if not evaluated:
+            raise SamestepError(f"{folder} has no evaluation. Set training.evaluate_every.")
+        return {**scores_of(evaluated[-1], of_tokens=False), "steps": float(rows[-1]["step"])}

@@ -1,0 +1,200 @@
+"""A study in one file: arms that differ in some settings, and what is compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from trainer.config import Kinds, Tree, decode, read_tree, recipes
+from trainer.config.tree import merge
+from trainer.errors import ConfigError
+from trainer.studies import costs
+from trainer.studies.stages import StageConfig
+
+STAGES = Kinds("trainer.studies.stages")
+_STAGE = Annotated[Any, STAGES]
+REFERENCE = re.compile(r"stage:([\w-]+)")
+"""A stage named in the settings of another: stage:pretrain, stage:corpus/tokenizer."""
+
+_FILES = ("recipe", "experiment", "task")  # settings of stages that name a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A number by which arms are compared.
+
+    Attributes:
+        score: stage and score, as pretrain/loss or sst2/accuracy.
+        better: whether a higher or a lower number is better.
+        percent: show fractions as percentages.
+    """
+
+    score: str
+    better: Literal["higher", "lower"] = "higher"
+    percent: bool = False
+
+    @property
+    def stage(self) -> str:
+        return self.score.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The score's name in its stage."""
+        return self.score.partition("/")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Primary:
+    """The comparison that the study was made for, stated before it is run.
+
+    Attributes:
+        measure: name of a measure.
+        arms: the two arms.
+        pilot_deviation: standard deviation of the paired difference in a pilot, over seeds.
+        detects: smallest difference that is found in 80 of 100 such studies.
+    """
+
+    measure: str
+    arms: tuple[str, str]
+    pilot_deviation: float
+    detects: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """A plot of evaluations during training.
+
+    Attributes:
+        stage: whose runs are shown.
+        metric: of metrics.jsonl.
+        against: the horizontal axis.
+    """
+
+    stage: str
+    metric: str = "heldout/loss"
+    against: Literal["step", "tokens", "flops"] = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A study.
+
+    Attributes:
+        question: that the study answers.
+        figure: what it reproduces: the paper or lecture, and the figure or table.
+        scale: size of the models and of the data. `{scale}` in the name of a stage's file is
+            replaced by it.
+        seeds: number of repetitions.
+        stages: what every arm does, in this order; see `trainer.studies.stages`. A stage may use
+            those before it.
+        arms: settings of stages that differ in this arm, by the arm's name.
+        baseline: the arm that the others are compared with; null is the first.
+        measures: what is compared, by name.
+        primary: the main comparison; null for a study that only explores.
+        curves: plots of runs.
+        cpu_hours: what the whole study takes, in hours of one core.
+        costs: how energy and CO2 are estimated.
+    """
+
+    question: str
+    figure: str
+    scale: str
+    seeds: int
+    stages: dict[str, Tree]
+    arms: dict[str, Tree]
+    measures: dict[str, Measure]
+    baseline: str | None = None
+    primary: Primary | None = None
+    curves: tuple[Curves, ...] = ()
+    cpu_hours: float = 0.0
+    costs: costs.Config = field(default_factory=costs.Config)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ConfigError(f"seeds is {self.seeds}. Use at least 1.")
+        for name in ("stages", "arms", "measures"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty. Name at least one.")
+        _among(self.baseline or self.first, self.arms, "baseline")
+        for name, measure in self.measures.items():
+            _among(measure.stage, self.stages, f"measures.{name}.score")
+            if not measure.name:
+                raise ConfigError(
+                    f"measures.{name}.score is {measure.score!r}. Write the stage and the score, "
+                    f"as {measure.stage}/loss."
+                )
+        for number, curves in enumerate(self.curves):
+            _among(curves.stage, self.stages, f"curves.{number}.stage")
+        for arm, changes in self.arms.items():
+            for stage in changes or {}:
+                _among(stage, self.stages, f"arms.{arm}")
+        if self.primary is not None:
+            _among(self.primary.measure, self.measures, "primary.measure")
+            if len(self.primary.arms) != 2:
+                raise ConfigError(f"primary.arms names {len(self.primary.arms)} arms. Name two.")
+            for arm in self.primary.arms:
+                _among(arm, self.arms, "primary.arms")
+
+    @property
+    def first(self) -> str:
+        """The first arm."""
+        return next(iter(self.arms))
+
+
+def _among(name: str, known: Mapping[str, object], setting: str) -> None:
+    if name not in known:
+        raise ConfigError(f"{setting} is {name!r}. Use one of {', '.join(known)}.")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study and the file that it comes from.
+
+    Attributes:
+        name: of its file.
+        config: its content.
+        folder: that the names of files in it are relative to.
+    """
+
+    name: str
+    config: Config
+    folder: Path
+
+    @classmethod
+    def read(cls, file: str, overrides: Sequence[str] = ()) -> Study:
+        """Reads a study.
+
+        Args:
+            file: path, or the name of a recipe.
+            overrides: settings that replace the file's, as seeds=1.
+
+        Raises:
+            ConfigError: the file does not describe a study.
+        """
+        path = recipes.locate(file)
+        return cls(path.stem, decode(Config, read_tree(path, overrides)), path.parent)
+
+    @property
+    def baseline(self) -> str:
+        return self.config.baseline or self.config.first
+
+    def stages_of(self, arm: str) -> dict[str, StageConfig]:
+        """Returns the stages of an arm, in order, without those that it sets to null."""
+        trees = merge(self.config.stages, self.config.arms[arm] or {})
+        stages: dict[str, StageConfig] = {}
+        for name, tree in trees.items():
+            if tree is not None:
+                stages[name] = decode(_STAGE, self._located(tree), f"stages.{name}")
+        return stages
+
+    def _located(self, tree: Tree) -> Tree:
+        """A stage with the paths of its files."""
+        files = {
+            key: str(recipes.locate(value.replace("{scale}", self.config.scale), self.folder))
+            for key, value in tree.items()
+            if key in _FILES and isinstance(value, str)
+        }
+        return tree | files
