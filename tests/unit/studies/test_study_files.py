@@ -1,0 +1,45 @@
+"""The studies in configs/studies: their jobs can be listed, and what they state is so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import recipes
+from trainer.studies.jobs import list_jobs
+from trainer.studies.statistics import detectable
+from trainer.studies.study import Study
+
+FILES = sorted((recipes.FOLDER / "studies").glob("*.yaml"))
+SCALES = sorted(path.name for path in (recipes.FOLDER / "studies" / "scales").iterdir())
+PAGES = Path(__file__).parents[3] / "docs" / "studies"
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_arm_has_its_jobs(file: Path, scale: str, tmp_path: Path) -> None:
+    study = Study.read(str(file), [f"scale={scale}"])
+    jobs = list_jobs(study, tmp_path)
+    assert {arm for arm, *_ in jobs.of} == set(study.config.arms)
+    # Arms whose jobs are the same would compare a thing with itself.
+    of_arms = [frozenset(job.digest for job in jobs.of_arm(arm)) for arm in study.config.arms]
+    assert len(set(of_arms)) == len(of_arms)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_states_what_it_can_detect_and_what_it_costs(file: Path) -> None:
+    config = Study.read(str(file)).config
+    assert config.seeds >= 3
+    assert config.cpu_hours > 0
+    assert config.primary is not None
+    found = detectable(config.primary.pilot_deviation, config.seeds)
+    assert config.primary.detects == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_has_a_page_with_results(file: Path) -> None:
+    page = (PAGES / f"{file.stem}.md").read_text(encoding="utf-8")
+    _, results, _ = page.replace("<!-- /results -->", "<!-- results -->").split("<!-- results -->")
+    assert "| arm |" in results
+    assert f"({file.stem}.md)" in (PAGES / "README.md").read_text(encoding="utf-8")
