@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.studies.execution import Slot
     from trainer.studies.jobs import Job, Jobs, Result
     from trainer.studies.results import Results
+    from trainer.studies.study import Study
 
 
 def register(commands: Commands) -> None:
@@ -37,7 +38,7 @@ def register(commands: Commands) -> None:
         "  samestep study configs/studies/masking_rate.yaml scale=base seeds=5",
     )
     add = parser.add_argument
-    add("file", metavar="FILE", help="the study, a YAML file")
+    add("study", metavar="FILE", help="the study, a YAML file")
     output = "folder of jobs and results (default: runs/studies)"
     add("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help=output)
     parallel = "number of jobs at a time (default: one for each GPU, else one for each CPU core)"
@@ -59,10 +60,10 @@ def _study(args: argparse.Namespace) -> int:
             raise MissingExtra(package, extra, "samestep study")
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
-    study = Study.read(args.file, args.overrides)
+    study = Study.read(args.study, args.overrides)
     jobs = list_jobs(study, args.output / "jobs")
     if args.list:
-        return _list(jobs)
+        return _list(study, jobs)
     slots = _slots(args.parallel)
     execution.interrupt_on_sigterm()
     folder: Path = args.output / study.name
@@ -103,7 +104,7 @@ def _slots(parallel: int | None) -> Sequence[Slot]:
     return execution.slots(parallel, on_cpu=False)
 
 
-def _list(jobs: Jobs) -> int:
+def _list(study: Study, jobs: Jobs) -> int:
     from trainer.studies.runner import arms_of
 
     arms = arms_of(jobs)
@@ -111,7 +112,9 @@ def _list(jobs: Jobs) -> int:
         state = "finished" if job.result() is not None else "to do"
         sys.stdout.write(f"{job.name}  {state:8}  {job.stage}: {arms[job.digest]}\n")
     done = sum(job.result() is not None for job in jobs.all)
-    sys.stdout.write(f"{done} of {len(jobs.all)} jobs are finished\n")
+    takes = study.config.cpu_hours
+    hours = f"; the whole study takes about {takes:g} hours of one core" if takes else ""
+    sys.stdout.write(f"{done} of {len(jobs.all)} jobs are finished{hours}\n")
     return EXIT_DONE
 
 

@@ -95,7 +95,7 @@ class Config:
         measures: what is compared, by name.
         primary: the main comparison; null for a study that only explores.
         curves: plots of runs.
-        cpu_hours: what the whole study takes, in hours of one core.
+        cpu_hours: what the whole study takes, in hours of one core; shown by --list.
         costs: how energy and CO2 are estimated.
     """
 

@@ -16,10 +16,15 @@ from data_pipeline.building.recipe import load_recipe
 from launch.submission import submit
 from trainer.cli import build_parser
 from trainer.config import load
+from trainer.studies.study import Study
 from trainer.training.experiment import Experiment
 
 ROOT = Path(__file__).parents[3]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs" / "studies").glob("*.md"),
+]
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|(?<=`)|(?<=^\$ ))samestep [^`\n]*(?:[A-Z]{2}|/)[^`\n]*", re.MULTILINE)
 WRONG_ON_PURPOSE = "training.step=5"
@@ -75,6 +80,8 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
         if hasattr(args, "config"):
             if args.config.startswith("configs/"):
                 load_recipe(args.config, overrides)
+        elif hasattr(args, "study"):
+            Study.read(args.study, overrides)
         elif (
             str(file := vars(args).get("file")).startswith("configs/")
             and WRONG_ON_PURPOSE not in overrides

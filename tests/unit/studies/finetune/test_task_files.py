@@ -22,7 +22,7 @@ from trainer.config import read_tree
 from trainer.errors import ConfigError
 from trainer.studies.finetune.task import Task, find_tasks
 
-FOLDER = Path(__file__).parents[3] / "configs" / "tasks"
+FOLDER = Path(__file__).parents[4] / "configs" / "tasks"
 FILES = sorted(
     str(path.relative_to(FOLDER)).removesuffix(".yaml") for path in FOLDER.glob("*/*.yaml")
 )
