@@ -36,10 +36,6 @@ class CheckpointError(SamestepError):
     """A checkpoint cannot be written, is damaged, or belongs to another model."""
 
 
-class OtherModelError(CheckpointError):
-    """A checkpoint has other tensors than the model or the optimizer."""
-
-
 class StorageError(DataError, CheckpointError):
     """A file cannot be read or written: data and checkpoints share disks and object stores."""
 

@@ -215,6 +215,32 @@ def test_empty_heldout_split_is_refused_before_training(
     assert samestep("train", experiment_file, *overrides, "training.steps=4").code == 0
 
 
+def test_a_refused_start_leaves_no_folder(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    result = samestep("train", experiment_file, f"output={output}", "data.path=nowhere")
+    assert result.code == 1
+    assert not output.exists()
+
+
+def test_an_own_module_that_fails_is_named(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "faulty_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "raising.py").write_text("\nraise RuntimeError('boom')\n")
+    (package / "torn.py").write_text("def broken(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, reason, line in (("raising", "RuntimeError: boom", 2), ("torn", "SyntaxError", 1)):
+        kind = f"faulty_package.{name}"
+        result = samestep("config", experiment_file, f"objective.kind={kind}")
+        assert result.code == 2
+        assert f"objective.kind: {kind} cannot be imported: {reason}" in result.message
+        assert f"{name}.py, line {line}" in result.message
+
+
 def test_checkpoint_of_another_model(
     samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
@@ -226,9 +252,9 @@ def test_checkpoint_of_another_model(
     result = samestep(
         "train", experiment_file, f"output={run}", "model.width=64", "training.steps=13"
     )
-    assert result.code == 1
-    assert "is a checkpoint of another model" in result.message
-    assert "start in another output folder" in result.message
+    assert result.code == 2
+    assert "the checkpoint is of another model (model.width: 32 -> 64" in result.message
+    assert "another output" in result.message
     result = samestep(
         "train",
         experiment_file,

@@ -46,7 +46,7 @@ from torch import Tensor
 from trainer.accelerators import host_memory
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
-from trainer.errors import CheckpointError, OtherModelError
+from trainer.errors import CheckpointError
 from trainer.partition import SegmentParameter, is_dtensor, local_rectangles, whole_shape
 
 _DTYPES = {
@@ -403,7 +403,7 @@ def check_same_tensors(
             more = " and others" if len(names) > _NAMES_SHOWN else ""
             found.append(f"{len(names)} {what}: {', '.join(names[:_NAMES_SHOWN])}{more}")
     if found:
-        raise OtherModelError(
+        raise CheckpointError(
             f"{where} is a checkpoint of another model or optimizer. Tensors {'; '.join(found)}. "
             "Use the configuration that it was saved with (in its meta.json), or start in another "
             "output folder"

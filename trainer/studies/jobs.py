@@ -72,7 +72,7 @@ class Result:
 
     Attributes:
         scores: by name.
-        usage: of all its commands, without those of an attempt that was stopped.
+        usage: of all its commands; of an attempt that was stopped, nothing is counted.
         flops: of training, as the model counts them.
     """
 

@@ -1,15 +1,12 @@
-"""A run that is found in its folder: whether it is finished, and its settings."""
+"""A run that is found finished: the reason, and the settings that it was trained with."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import differences, to_tree
 from trainer.config.tree import of_kinds
-from trainer.errors import ConfigError, OtherModelError
+from trainer.errors import ConfigError
 from trainer.training.best import Best
 from trainer.training.experiment import Experiment
 
@@ -39,41 +36,15 @@ def check_settings(experiment: Experiment, source: Checkpointer, step: int) -> N
     Raises:
         ConfigError: lists the differences.
     """
-    listed = _listed(experiment, source, step, lambda section: section not in _FREE)
+    trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
+    changes = of_kinds(differences(trained, to_tree(experiment)))
+    listed = [
+        f"{key}: {old} -> {new}"
+        for key, (old, new) in changes.items()
+        if key.partition(".")[0] not in _FREE
+    ]
     if listed:
         raise ConfigError(
             f"{experiment.output} is finished, and was trained with other settings "
-            f"({listed}). Set output to a new folder, or use its settings"
+            f"({', '.join(listed)}). Set output to a new folder, or use its settings"
         )
-
-
-@contextmanager
-def explained(experiment: Experiment, source: Checkpointer, step: int) -> Iterator[None]:
-    """Explains a checkpoint of other tensors by the settings that have changed.
-
-    Raises:
-        ConfigError: lists the differences of the model and the optimizer.
-    """
-    try:
-        yield
-    except OtherModelError as error:
-        listed = _listed(experiment, source, step, lambda name: name in ("model", "optimizer"))
-        if not listed:
-            raise
-        raise ConfigError(
-            f"{experiment.output} holds the run of another model or optimizer ({listed}). Set "
-            "output to a new folder, or use its settings"
-        ) from error
-
-
-def _listed(
-    experiment: Experiment, source: Checkpointer, step: int, section: Callable[[str], bool]
-) -> str:
-    """The settings of some sections that differ from those of a checkpoint, as text."""
-    trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
-    changes = of_kinds(differences(trained, to_tree(experiment)))
-    return ", ".join(
-        f"{key}: {old} -> {new}"
-        for key, (old, new) in changes.items()
-        if section(key.partition(".")[0])
-    )

@@ -36,7 +36,7 @@ from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
-from trainer.training.finished import check_settings, explained, reason_to_end
+from trainer.training.finished import check_settings, reason_to_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, probe, without_probe
@@ -91,8 +91,7 @@ def train(experiment: Experiment) -> int:
                     check_installed(each.objective.task.metrics)
                 check_best(experiment, trainer.objectives)
             if step is not None:
-                with explained(experiment, source, step):
-                    changes = trainer.restore(step, source)
+                changes = trainer.restore(step, source)
                 changed = f" with {changes}" if changes else ""
                 logger.info("continuing   at step %d%s", step, changed)
             strategy.world.tell_progress(trainer.state.step)
@@ -103,9 +102,9 @@ def train(experiment: Experiment) -> int:
                     "stopped      saved step %d; the same command continues", trainer.state.step
                 )
                 return stop.exit_code
+            logger.info("finished     step %d, in %s", trainer.state.step, experiment.output)
             if experiment.training.best is not None:
                 _report_best(experiment, trainer)
-            logger.info("finished     step %d, in %s", trainer.state.step, experiment.output)
             return EXIT_DONE
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase

@@ -81,7 +81,8 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
             if args.config.startswith("configs/"):
                 load_recipe(args.config, overrides)
         elif hasattr(args, "study"):
-            Study.read(args.study, overrides)
+            if args.study.startswith("configs/"):
+                Study.read(args.study, overrides)
         elif (
             str(file := vars(args).get("file")).startswith("configs/")
             and WRONG_ON_PURPOSE not in overrides
