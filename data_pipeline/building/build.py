@@ -39,6 +39,7 @@ from data_pipeline.building.units import (
     Unit,
     UnitWriter,
     cut,
+    first_rows,
     limited,
     outcome_path,
     texts_path,
@@ -80,6 +81,8 @@ class Config:
         shard_bytes: bytes of raw text in a shard, which is also the unit of work.
         limit: how much of the source is read, decompressed, such as "1GB": its first documents;
             None means all of it.
+        rows: number of rows to train on: the first ones; None means all. Held-out rows, which have
+            files of their own then, are not counted.
         sentences: how documents are split into sentences, which `packing: pairs` needs: "rules"
             (marks and blank lines) or "lines" (each line is a sentence); None omits boundaries.
         workers: number of processes; None means one per core.
@@ -95,6 +98,7 @@ class Config:
     heldout_fraction: float = 0.005
     shard_bytes: int = 2**25
     limit: str | None = None
+    rows: int | None = None
     sentences: Splitter | None = None
     dedup: Annotated[dedup.Config, Kinds("data_pipeline.dedup")] | None = None
     decontaminate: decontamination.Config | None = None
@@ -114,6 +118,8 @@ class Config:
             raise ConfigError(
                 f"workers must be at least 1, not {self.workers}. Leave it out for one per core."
             )
+        if self.rows is not None and self.rows < 1:
+            raise ConfigError(f"rows is {self.rows}. Use at least 1, or leave it out for all rows.")
         _ = self.limit_bytes  # rejects text that is no size
 
     @property
@@ -170,6 +176,13 @@ class _Build:
         # Optional settings are left out, so the digests of datasets without them never change.
         if config.limit_bytes is not None:
             self.settings["limit"] = config.limit_bytes
+        if config.rows is not None:
+            if self.source.first_heldout is None:
+                raise ConfigError(
+                    f"rows is {config.rows}, and the source holds out rows by their hash. Name "
+                    "held-out files or a held-out split, so that they stay the same."
+                )
+            self.settings["rows"] = config.rows
         if isinstance(self.source, PairSource):
             self.settings["target_file"] = self.source.target_file
         if isinstance(self.source, TaskSource):
@@ -289,7 +302,10 @@ class _Build:
                 file.write(json.dumps(entry).encode() + b"\n")
 
     def _all_units(self) -> Iterator[Unit]:
-        records = limited(self.source.records(), self.config.limit_bytes)
+        records = self.source.records()
+        if self.config.rows is not None and self.source.first_heldout is not None:
+            records = first_rows(records, self.config.rows, self.source.first_heldout)
+        records = limited(records, self.config.limit_bytes)
         return cut(records, self.config.shard_bytes)
 
     def _build_units(self) -> Meter:

@@ -40,12 +40,14 @@ class TaskData:
     Attributes:
         source: the rows, held-out ones included.
         heldout_fraction: fraction of the rows that is held out, if the source names none.
+        rows: number of rows to train on: the first ones; None means all.
         on_error: whether a bad row stops the build ("stop"), or is counted, listed and left out
             ("skip").
     """
 
     source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
     heldout_fraction: float = 0.1
+    rows: int | None = None
     on_error: Literal["stop", "skip"] = "stop"
 
 

@@ -80,6 +80,20 @@ def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
             return
 
 
+def first_rows(records: Iterable[Record], count: int, first_heldout: int) -> Iterator[Record]:
+    """Yields the first `count` records to train on, and all held-out ones.
+
+    Args:
+        first_heldout: index of the first held-out file; files are read in order.
+    """
+    for record in records:
+        if record.file >= first_heldout:
+            yield record
+        elif count:
+            count -= 1
+            yield record
+
+
 def _grouped(
     items: Iterable[Item], size_of: Callable[[Item], int], size: int
 ) -> Iterator[list[Item]]:

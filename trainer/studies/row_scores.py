@@ -1,8 +1,8 @@
 """Scores as functions of sums over held-out rows, so that rows can be resampled.
 
 Example: entity F1 is 2 * true positives / (predicted + real entities), of the sums over rows. A
-bootstrap sample gives each row a weight (how often it is in the sample), so all samples are one matrix
-product, weights @ rows.
+bootstrap sample gives each row a weight (how often it is in the sample), so all samples are one
+matrix product, weights @ rows.
 """
 
 from __future__ import annotations

@@ -367,6 +367,7 @@ def _dataset(
         TokenizerConfig(str(tokenizer)),
         output="",
         heldout_fraction=task.config.heldout_fraction,
+        rows=None if name else task.config.rows,
         on_error=task.config.on_error,
     )
     tree = to_tree(config)
@@ -376,6 +377,7 @@ def _dataset(
         tree["on_error"],
         Tokenizer.load(tokenizer).fingerprint,
         *stamps(source),
+        *([] if config.rows is None else [config.rows]),
     ]
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
     parts = [task.name, name, digest] if name else [task.name, digest]

@@ -19,7 +19,7 @@ from trainer.metrics.texts import METRICS
 _FOLDER = Path("configs", "tasks")
 # Tasks and recipes are looked up here first, then among the files that come with samestep.
 _FOLDERS = (_FOLDER, recipes.FOLDER / "tasks")
-_ROWS = ("source", "heldout_fraction")  # settings that choose rows
+_ROWS = ("source", "heldout_fraction", "rows")  # settings that choose rows
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 

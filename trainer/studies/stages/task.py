@@ -26,7 +26,7 @@ class Config(StageConfig):
         task: file of the task.
         start: the checkpoint, as stage:pretrain.
         scratch: start from random weights of the checkpoint's architecture instead.
-        settings: that replace the settings of the task's file, as epochs or experiment.model.dropout.
+        settings: that replace the task file's, as epochs or experiment.model.dropout.
     """
 
     task: str

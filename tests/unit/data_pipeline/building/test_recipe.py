@@ -102,3 +102,31 @@ def test_the_dataset_of_a_task_is_the_one_that_its_runs_have(
     built = Manifest.load(tmp_path / "data")
     assert built.splits["heldout"]
     assert dataclasses.replace(Dataset.open(Path(run.experiment["data"]["path"])).manifest) == built
+
+
+def test_a_number_of_rows_leaves_the_held_out_ones_and_other_suites_as_they_are(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    file = tasks.write_task("classification", tmp_path)
+    whole = Task.read(file)
+    file.write_text(file.read_text() + "rows: 7\n")
+    given = (f"tokenizer.path={dataset_folder}/tokenizer", f"output={tmp_path}/data")
+    assert samestep("data", "build", file, *given).code == 0
+    built = Manifest.load(tmp_path / "data")
+    assert sum(shard.documents for shard in built.splits["train"]) == 7
+    folder = tmp_path / "suite"
+    few, all_rows = (
+        list_runs(str(finished_run), [task], folder, range(1), False, [])[0]
+        for task in (Task.read(file), whole)
+    )
+    assert few.digest != all_rows.digest
+    assert few.experiment["training"]["steps"] < all_rows.experiment["training"]["steps"]
+    of_few, of_all = (Dataset.open(Path(run.experiment["data"]["path"])) for run in (few, all_rows))
+    assert of_few.manifest.splits["heldout"] == of_all.manifest.splits["heldout"]
+    tree = yaml.safe_load(file.read_text())
+    tree["source"].pop("heldout")
+    file.write_text(yaml.safe_dump(tree))
+    refused = samestep("data", "build", file, given[0], f"output={tmp_path}/other")
+    assert refused.code == 2
+    assert "rows is 7, and the source holds out rows by their hash" in refused.message
+    assert "Use at least 1" in samestep("data", "build", file, *given, "rows=0").message
