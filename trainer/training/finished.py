@@ -11,10 +11,25 @@ from trainer.config import differences, to_tree
 from trainer.config.tree import of_kinds
 from trainer.errors import ConfigError, OtherModelError
 from trainer.training.best import Best
+from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment
 
 _FREE = ("output", "tracking", "checkpoint", "strategy", "accelerator")
 """Sections that change no result."""
+
+
+def check_origin(experiment: Experiment, source: Checkpointer, step: int) -> None:
+    """Rejects the checkpoint of a loop of one's own: nobody knows its optimizer and its rates here.
+
+    Raises:
+        ConfigError: says how to continue it.
+    """
+    if "state" not in integrity.read_meta(integrity.step_folder(source.folder, step)):
+        raise ConfigError(
+            f"output={experiment.output} holds step {step} of a loop of one's own, and only such a "
+            "loop (open_parts) continues it. Start that program again, or set output to a new "
+            f"folder and init_from={experiment.output}"
+        )
 
 
 def reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
@@ -70,8 +85,8 @@ def _listed(
     experiment: Experiment, source: Checkpointer, step: int, section: Callable[[str], bool]
 ) -> str:
     """The settings of some sections that differ from those of a checkpoint, as text."""
-    trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
-    changes = of_kinds(differences(trained, to_tree(experiment)))
+    trained = integrity.read_meta(integrity.step_folder(source.folder, step))
+    changes = of_kinds(differences(stored_config(trained), to_tree(experiment)))
     return ", ".join(
         f"{key}: {old} -> {new}"
         for key, (old, new) in changes.items()

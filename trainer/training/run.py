@@ -36,7 +36,7 @@ from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
-from trainer.training.finished import check_settings, explained, reason_to_end
+from trainer.training.finished import check_origin, check_settings, explained, reason_to_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, probe, without_probe
@@ -73,6 +73,8 @@ def train(experiment: Experiment) -> int:
         checkpointer = open_checkpointer(experiment, strategy.world)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
+        if step is not None:
+            check_origin(experiment, source, step)
         if step is not None and (reason := reason_to_end(experiment, source, step)):
             check_settings(experiment, source, step)
             logger.info("nothing to do: %s %s", experiment.output, reason)
@@ -261,7 +263,7 @@ class Prepared(NamedTuple):
     Attributes:
         objectives: of each phase.
         model: as `Strategy.prepare` returns it, with its initial values.
-        optimizer: with its state.
+        optimizer: of the model's parameters.
         description: how the run is configured, as the meta.json of every checkpoint stores it.
     """
 
@@ -283,7 +285,8 @@ def prepare(
 
     Args:
         weights, to_restore: see `build_trainer`.
-        build_optimizer: None builds the experiment's optimizer.
+        build_optimizer: None builds the experiment's optimizer, with its state. The state of others
+            is left to their first step, as it may depend on its learning rate.
 
     Raises:
         ConfigError, CheckpointError: see `build_trainer`.
@@ -295,11 +298,11 @@ def prepare(
     initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
     if weights is None and to_restore:
         initial = _zeros
-    if build_optimizer is None:
-        build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
+    own = partial(experiment.optimizer.build, structure=Structure.of(model))
     with strategy.accelerator.graph("start"):
-        wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
-        groups.prime(optimizer)
+        wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
+        if build_optimizer is None:
+            groups.prime(optimizer)
     teacher = attach_teacher(experiment, dataset, objectives, strategy)
     description: dict[str, object] = {"config": to_tree(experiment), "teacher": None}
     if base is not None:
