@@ -76,9 +76,9 @@ class Config:
 class Checkpointer:
     """Saves and restores named tensors, sharded or not, together with a JSON description.
 
-    All methods but `steps` are collective: all ranks call them in the same order, and either all
-    return or all raise. The background threads use no collectives; they communicate through files
-    (see `writer`).
+    All methods but `steps` and `join` are collective: all ranks call them in the same order, and
+    either all return or all raise. The background threads use no collectives; they communicate
+    through files (see `writer`).
 
     If a save fails, because of a full disk or an unreachable store, it logs a warning and removes
     what it wrote. Earlier checkpoints stay, and the next save tries again. A caller that needs the
@@ -200,6 +200,11 @@ class Checkpointer:
         """The step of the last save if it failed on any rank, as of the last wait for it."""
         return None if self._error is None else self._saving
 
+    def join(self) -> None:
+        """Waits until this rank writes nothing, after an error. Not collective; does not raise."""
+        if self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
         """Waits until the last save is committed.
 
@@ -310,6 +315,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another model.
         """
+        self.settle()  # otherwise the step of the save under way would count as the last one
         if step is None and (step := self.latest()) is None:
             raise CheckpointError(
                 f"there is no checkpoint in {self.folder}. Check the output folder"

@@ -61,25 +61,38 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def prime(optimizer: Optimizer) -> None:
-    """Creates the state that `torch.optim` creates at the first step, and changes no parameter.
+    """Creates the state that `torch.optim` creates at the first step, where there is none yet.
 
-    A checkpoint can then be copied into it; without one, it is the state of a new optimizer.
+    It changes no parameter and no state that exists. A checkpoint can then be copied into the new
+    state. Without one, it is the state of a new optimizer for all optimizers of this package, but
+    not for some of torch's: the step sizes of Rprop, for example, are the first step's rate.
     """
+    new = stateless(optimizer)
+    if not new:
+        return
     settings: list[Group] = [
-        {name: group[name] for name in ("lr", "weight_decay") if name in group}
+        {name: group[name] for name in ("lr", "weight_decay", "updates") if name in group}
         for group in optimizer.param_groups
     ]
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(dict.fromkeys(setting, 0.0))
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    optimizer.zero_grad(set_to_none=True)
+    for group in optimizer.param_groups:
+        group.update({name: 0.0 for name in ("lr", "weight_decay") if name in group})
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
-        for parameter in group["params"]:
-            _ = optimizer.state[parameter]  # an empty one if there is none, as in plain SGD
-    set_step(optimizer, 0)
+    for parameter in new:
+        state = optimizer.state[parameter]  # an empty one if there is none, as in plain SGD
+        if "step" in state:
+            state["step"].fill_(0)
+
+
+def stateless(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters for which an optimizer has no state yet."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return [each for each in parameters if each not in optimizer.state]
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
@@ -99,7 +112,8 @@ def state_tensors(
     """The state of a primed optimizer as "exp_avg/<parameter name>"; step counts are left out.
 
     The tensors share the optimizer's memory: fill them in place. They are partitioned like their
-    parameters, except for Adafactor's means over rows and columns, which every process holds whole.
+    parameters, except for scalars and Adafactor's means over rows and columns, which every process
+    holds whole.
     """
     tensors = {}
     for name, parameter in named_parameters:
@@ -107,6 +121,6 @@ def state_tensors(
             assert parameter in optimizer.state, f"{name} has no optimizer state; call prime first"
             for key, value in optimizer.state[parameter].items():
                 if key != "step":
-                    whole = key in _UNPARTITIONED
+                    whole = key in _UNPARTITIONED or value.ndim == 0
                     tensors[f"{key}/{name}"] = state_like(value, parameter, whole)
     return tensors

@@ -1,8 +1,9 @@
-"""Where a run saves its state and after which steps: durable checkpoints and in-memory snapshots.
+"""A run's checkpoints: where, after which steps, what is in them, and what may have changed since.
 
-A snapshot is a checkpoint in the memory of two machines, taken every few steps between the durable
-ones. The agents of an elastic run keep it outside of the workers (`trainer.storage.keeper`), so
-restarted workers find it; it is lost when both machines are.
+They are durable checkpoints and in-memory snapshots. A snapshot is a checkpoint in the memory of
+two machines, taken every few steps between the durable ones. The agents of an elastic run keep it
+outside of the workers (`trainer.storage.keeper`), so restarted workers find it; it is lost when
+both machines are.
 """
 
 from __future__ import annotations
@@ -11,17 +12,30 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from trainer.checkpoint import integrity
 from trainer.checkpoint.collective import gather
 from trainer.checkpoint.files import Url
 from trainer.checkpoint.manager import Checkpointer, Config
+from trainer.config import Tree, decode, differences, to_tree
+from trainer.config.tree import of_kinds
+from trainer.errors import CheckpointError, ConfigError
+from trainer.examples import LoaderState
+from trainer.optim import groups
 from trainer.storage import keeper
+from trainer.strategies import Strategy
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
+from trainer.training.state import Meta, state_tensors
 
 logger = logging.getLogger(__name__)
+
+_INITIAL = ("initialization", "initializer_range")
+"""Settings of a model that have no effect after step 0."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +110,115 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
         world_size=world.size,
         peer_timeout=experiment.training.collective_timeout / 2,
     )
+
+
+def capture(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    description: Meta,
+    order: int,
+    data: LoaderState,
+) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """Returns the tensors that steps change, and the meta that every checkpoint has. Collective.
+
+    Args:
+        description: how the run is configured.
+        order: number of the data order of the next step.
+        data: state of the loader of the next step.
+    """
+    meta = {**description, "order": order, "data": data}
+    if strategy.loss_scale is not None:
+        meta["loss_scale"] = strategy.loss_scale.state_dict()
+    return strategy.to_host(state_tensors(strategy.parameters, optimizer)), meta
+
+
+def restore(
+    checkpointer: Checkpointer,
+    step: int | None,
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    description: Meta,
+) -> tuple[Tree, str]:
+    """Restores what `capture` returned, at any world size and under any strategy. Collective.
+
+    Args:
+        step: of the checkpoint; None takes the newest.
+        optimizer: with its state, see `groups.prime`.
+        description: how the run is configured now.
+
+    Returns:
+        The content of meta.json, and the settings that have changed since, as text.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it belongs to another run.
+    """
+    if step is not None:
+        # First: of another model, settings say more than the tensors that do not fit.
+        stored = integrity.read_meta(integrity.step_folder(checkpointer.folder, step))
+        changes_since(stored, description)
+    tensors = state_tensors(strategy.parameters, optimizer)
+    # Values are written in place. On devices that the host cannot write to, `host` has buffers
+    # instead, and `from_host` copies them.
+    host = strategy.to_host(tensors, copy=False)
+    meta = checkpointer.restore(host, step)
+    strategy.from_host(tensors)
+    strategy.refresh()
+    changes = changes_since(meta, description)
+    groups.set_step(optimizer, meta["step"])
+    if strategy.loss_scale is not None and "loss_scale" in meta:
+        strategy.loss_scale.load_state_dict(meta["loss_scale"])
+    return meta, changes
+
+
+def stored_config(meta: Meta) -> Tree:
+    """The configuration in a checkpoint; settings that did not exist then have their defaults."""
+    stored: Tree = meta["config"]
+    try:
+        return to_tree(decode(Experiment, stored))
+    except ConfigError:  # it has a setting that no longer exists
+        return stored
+
+
+def changes_since(meta: Meta, description: Meta) -> str:
+    """Lists the settings that have changed since a checkpoint, as "key: old -> new".
+
+    The model (except its dropout and its initial weights), the teacher and the weights of frozen
+    parameters must not change: the run would no longer be one experiment.
+
+    Args:
+        description: the keys config, base and teacher as they are now.
+
+    Raises:
+        CheckpointError: one of these has changed.
+    """
+    # By identity, not by path: the same weights may have been moved.
+    before, now = meta.get("base"), description.get("base")
+    if before is not None and now is not None and before["identity"] != now["identity"]:
+        raise CheckpointError(
+            f"the run began with the frozen weights of {before['path']}, and init_from, "
+            f"{now['path']}, has others; set init_from={before['path']}, and restore what it held "
+            "if that has changed"
+        )
+    teacher, new_teacher = meta.get("teacher"), description["teacher"]
+    if teacher is not None and new_teacher is None:
+        raise CheckpointError(
+            f"the run has learnt from a teacher until step {meta['step']}, and the objective has "
+            "none now. Put it back, or start a new run with init_from"
+        )
+    if teacher != new_teacher:
+        raise CheckpointError(
+            "objective.teacher names other weights than the run has learnt from until step "
+            f"{meta['step']}. Name those weights (by their own checkpoint if the teacher's run has "
+            "gone on), or start a new run with init_from"
+        )
+    changes = differences(stored_config(meta), description["config"])
+    shown = of_kinds(changes)
+    listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in shown.items())
+    if any(
+        key.startswith("model.") and "dropout" not in key and not key.endswith(_INITIAL)
+        for key in changes
+    ):
+        raise CheckpointError(
+            f"the checkpoint is of another model ({listed}). Use its settings, or another output"
+        )
+    return listed

@@ -1,6 +1,8 @@
-"""A run that is found finished: the reason, and the settings that it was trained with."""
+"""A run that is found in its folder: whether it is finished, and its settings."""
 
 from __future__ import annotations
+
+import logging
 
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
@@ -8,10 +10,27 @@ from trainer.config import differences, to_tree
 from trainer.config.tree import of_kinds
 from trainer.errors import ConfigError
 from trainer.training.best import Best
+from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment
+
+logger = logging.getLogger(__name__)
 
 _FREE = ("output", "tracking", "checkpoint", "strategy", "accelerator")
 """Sections that change no result."""
+
+
+def check_origin(experiment: Experiment, source: Checkpointer, step: int) -> None:
+    """Rejects the checkpoint of a loop of one's own: nobody knows its optimizer and its rates here.
+
+    Raises:
+        ConfigError: says how to continue it.
+    """
+    if "state" not in integrity.read_meta(integrity.step_folder(source.folder, step)):
+        raise ConfigError(
+            f"output={experiment.output} holds step {step} of a loop of one's own, and only such a "
+            "loop (open_parts) continues it. Start that program again, or set output to a new "
+            f"folder and init_from={experiment.output}"
+        )
 
 
 def reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
@@ -36,8 +55,8 @@ def check_settings(experiment: Experiment, source: Checkpointer, step: int) -> N
     Raises:
         ConfigError: lists the differences.
     """
-    trained = integrity.read_meta(integrity.step_folder(source.folder, step))["config"]
-    changes = of_kinds(differences(trained, to_tree(experiment)))
+    trained = integrity.read_meta(integrity.step_folder(source.folder, step))
+    changes = of_kinds(differences(stored_config(trained), to_tree(experiment)))
     listed = [
         f"{key}: {old} -> {new}"
         for key, (old, new) in changes.items()
@@ -48,3 +67,13 @@ def check_settings(experiment: Experiment, source: Checkpointer, step: int) -> N
             f"{experiment.output} is finished, and was trained with other settings "
             f"({', '.join(listed)}). Set output to a new folder, or use its settings"
         )
+
+
+def report_end(experiment: Experiment, step: int, best: Best) -> None:
+    """Logs where the result of a finished run is."""
+    if experiment.training.best is None:
+        logger.info("finished     step %d, in %s", step, experiment.output)
+        return
+    early = f"stopped early at step {step}: " if best.out_of_patience else ""
+    checkpoint = f"{experiment.output}/best"
+    logger.info("finished     %s%s; its checkpoint is %s", early, best, checkpoint)

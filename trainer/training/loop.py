@@ -46,7 +46,7 @@ from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
 from trainer.strategies.heartbeat import Heartbeat
 from trainer.training.best import Best
-from trainer.training.checkpoints import Checkpoints
+from trainer.training.checkpoints import Checkpoints, capture, restore
 from trainer.training.faults import Faults
 from trainer.training.passes import (
     Batch,
@@ -62,7 +62,7 @@ from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import Recorder
 from trainer.training.settings import Config
-from trainer.training.state import Meta, TrainState, changes_since, state_tensors
+from trainer.training.state import Meta, TrainState, state_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -369,20 +369,13 @@ class Trainer:
             # The previous save must have ended: if it failed, its step cannot be the best.
             durable.settle()
             self.best.discard(durable.failed)
-        meta = {
-            **self.description,
-            "state": self.state.state_dict(),
-            "order": self.phase.order,
-            "data": self.loader.state_dict(),
-            **({"faults": self.faults.state_dict()} if self.config.faults.checks_steps else {}),
-            **self.best.state_dict(),
-            **recorded,
-        }
-        if self.strategy.loss_scale is not None:
-            meta["loss_scale"] = self.strategy.loss_scale.state_dict()
         # Corrupt state must not replace the valid checkpoints before it.
         self.state_check.before_save(self.state.step)
-        tensors = self.strategy.to_host(self._tensors())
+        order, data = self.phase.order, self.loader.state_dict()
+        tensors, meta = capture(self.strategy, self.optimizer, self.description, order, data)
+        meta |= {"state": self.state.state_dict(), **self.best.state_dict(), **recorded}
+        if self.config.faults.checks_steps:
+            meta["faults"] = self.faults.state_dict()
         for checkpointer in checkpointers:
             keep = self.best.step if checkpointer is durable else None
             checkpointer.save(self.state.step, tensors, meta, keep)
@@ -398,18 +391,9 @@ class Trainer:
             The settings that have changed since then, as text.
         """
         self.state_check.forget()
-        tensors = self._tensors()
-        # Values are written in place. On devices that the host cannot write to, `host` has
-        # buffers instead, and `from_host` copies them.
-        host = self.strategy.to_host(tensors, copy=False)
-        meta = (checkpointer or self.checkpoints.durable).restore(host, step)
-        self.strategy.from_host(tensors)
-        self.strategy.refresh()
-        changes = changes_since(meta, self.description)
+        source = checkpointer or self.checkpoints.durable
+        meta, changes = restore(source, step, self.strategy, self.optimizer, self.description)
         self.state.load_state_dict(meta["state"])
-        groups.set_step(self.optimizer, self.state.step)
-        if self.strategy.loss_scale is not None and "loss_scale" in meta:
-            self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
         if "faults" in meta:
             self.faults.load_state_dict(meta["faults"])
         self.best.load_state_dict(meta, self.checkpoints.durable.holds)

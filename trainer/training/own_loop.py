@@ -17,6 +17,7 @@ same steps at any world size, and resumes from its checkpoints.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from torch import nn
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, SamestepError
 from trainer.examples import LoaderState
 from trainer.objectives import Objective
 from trainer.optim import groups
+from trainer.partition import whole_norms
 from trainer.strategies import BuildOptimizer, Replica, Strategy
+from trainer.training.checkpoints import capture, restore
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phase_loaders import PhaseLoaders
@@ -46,7 +49,7 @@ from trainer.training.run import (
     prepare,
     write_description,
 )
-from trainer.training.state import Meta, changes_since, state_tensors
+from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +176,8 @@ def _loaders(
 class LoopCheckpoints:
     """Checkpoints of a loop: parameters, optimizer state and the position in the data.
 
-    A run writes the same: `samestep export`, `samestep fill` and others read them.
+    `samestep export`, `fill`, `evaluate` and others read them like those of a run. `samestep train`
+    does not continue them.
 
     Attributes:
         notes: what the loop saved with the checkpoint that it resumed from; empty at the start.
@@ -190,38 +194,49 @@ class LoopCheckpoints:
         self._checkpointer, self._strategy, self._optimizer = checkpointer, strategy, optimizer
         self._batches, self._description = batches, description
         self.notes: Mapping[str, Any] = {}
+        # State that is created in the first step, from its gradient or learning rate.
+        self._lazy = groups.stateless(optimizer)
 
     def save(self, notes: Mapping[str, Any] | None = None) -> None:
         """Starts a checkpoint of the state after this step. Collective.
 
         Args:
             notes: what else the loop needs to resume, as JSON; the same on all ranks.
+
+        Raises:
+            SamestepError: a parameter is not finite.
         """
         position = self._batches.state_dict()
-        step = position.pop("step")  # which every checkpoint has
-        meta = {**self._description, **position, "notes": dict(notes or {})}
-        if self._strategy.loss_scale is not None:
-            meta["loss_scale"] = self._strategy.loss_scale.state_dict()
-        tensors = self._strategy.to_host(self._tensors())
-        self._checkpointer.save(step, tensors, meta)
+        step, order, data = position["step"], position["order"], position["data"]
+        self._require_finite(step)
+        groups.prime(self._optimizer)
+        tensors, meta = capture(self._strategy, self._optimizer, self._description, order, data)
+        self._checkpointer.save(step, tensors, {**meta, "notes": dict(notes or {})})
+        self._forget_primed()
 
     def restore(self, step: int | None = None) -> None:
         """Goes back to a checkpoint, the newest by default, of any world size. Collective.
 
+        The checkpoints after a `step` are removed, so that a restart continues from it, too.
+
         Raises:
             CheckpointError: there is none, or it belongs to another model or data order.
         """
-        tensors = self._tensors()
-        host = self._strategy.to_host(tensors, copy=False)
-        meta = self._checkpointer.restore(host, step)
-        self._strategy.from_host(tensors)
-        self._strategy.refresh()
-        if changes := changes_since(meta, self._description):
+        self._load(step)
+        if step is not None:
+            self._checkpointer.discard_after(step)
+
+    def _load(self, step: int | None) -> None:
+        groups.prime(self._optimizer)
+        try:
+            meta, changes = restore(
+                self._checkpointer, step, self._strategy, self._optimizer, self._description
+            )
+            self._batches.load_state_dict(meta)
+        finally:
+            self._forget_primed()
+        if changes:
             logger.info("continuing with %s", changes)
-        groups.set_step(self._optimizer, meta["step"])
-        if self._strategy.loss_scale is not None and "loss_scale" in meta:
-            self._strategy.loss_scale.load_state_dict(meta["loss_scale"])
-        self._batches.load_state_dict(meta)
         self.notes = meta.get("notes", {})
 
     def wait(self) -> None:
@@ -232,8 +247,24 @@ class LoopCheckpoints:
         """
         self._checkpointer.wait()
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return state_tensors(self._strategy.parameters, self._optimizer)
+    def _forget_primed(self) -> None:
+        """Leaves the optimizer's state to its first step again, if that is the next one."""
+        if self._batches.step == 0:
+            for parameter in self._lazy:
+                self._optimizer.state.pop(parameter, None)
+
+    def _require_finite(self, step: int) -> None:
+        """Stops a loop before valid checkpoints are replaced by useless ones."""
+        parameters = self._strategy.parameters.items()
+        trained = {name: each for name, each in parameters if each.requires_grad}
+        norms = whole_norms(trained.values(), next(iter(trained.values()))).tolist()
+        for name, norm in zip(trained, norms, strict=True):
+            if not math.isfinite(norm):
+                raise SamestepError(
+                    f"the parameter {name} is not finite after step {step}, so it is not saved. "
+                    "The checkpoints before it are valid: lower the learning rate or the maximum "
+                    "gradient norm, and start again"
+                )
 
 
 @dataclass(frozen=True)
@@ -262,7 +293,7 @@ def open_parts(
     """Opens the parts of a run, from its newest checkpoint if there is one. Collective.
 
     In one process, or in each process that torchrun starts. The output folder is locked, and the
-    last checkpoint is complete when the context ends.
+    last checkpoint is complete when the context ends, also by an error.
 
     Args:
         build_optimizer: takes (name, parameter) pairs and returns a `torch.optim.Optimizer` that is
@@ -281,6 +312,12 @@ def open_parts(
                 f"{strategy.accelerator.description} compiles whole steps, which a loop of one's "
                 "own does not mark; use samestep.train, or accelerator=cpu"
             )
+        sizes = [phase.micro_batch_size for phase in experiment.resolved_phases()]
+        if "auto" in sizes and strategy.accelerator.memory() and strategy.world.rank == 0:
+            logger.warning(
+                "micro_batch_size is auto, which open_parts does not measure: it takes small "
+                "micro-batches. Set training.micro_batch_size to the number that a run logs"
+            )
         dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world)
         newest = checkpointer.latest()
@@ -296,7 +333,11 @@ def open_parts(
             if strategy.world.rank == 0:
                 write_description(experiment, dataset)
             if newest is not None:
-                checkpoints.restore(newest)
+                checkpoints._load(newest)
             prepared.model.train()
-            yield Parts(strategy, prepared.model, prepared.optimizer, batches, checkpoints)
-            checkpoints.wait()
+            try:
+                yield Parts(strategy, prepared.model, prepared.optimizer, batches, checkpoints)
+                checkpoints.wait()
+            finally:
+                # While the folder is locked. After an error, ranks agree on nothing anymore.
+                checkpointer.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from trainer.errors import CheckpointError
@@ -25,6 +24,8 @@ class PhaseLoaders:
         self._open = open_loader
         # All at once, so an error in the data of a later phase shows at the start of the run.
         self._loaders = [open_loader(phase) for phase in phases]
+        # Number of first loaders that are closed, or no longer at the start of their phase.
+        self._moved = 0
 
     def train(self, phase: Phase) -> Loader:
         """The training batches of a phase."""
@@ -38,11 +39,14 @@ class PhaseLoaders:
         """Closes a phase's loader; the next phase of the same data order continues its position."""
         ended = self.train(phase)
         ended.close()
+        self._moved = following.index + 1
         if phase.index < following.index and phase.order == following.order:
             self.train(following).load_state_dict(ended.state_dict())
 
     def resume(self, step: int, order: int, state: LoaderState) -> None:
         """Continues the data order of a checkpoint, or begins the order of the next phase.
+
+        The checkpoint may be from an earlier phase than the steps since.
 
         Args:
             step: of the checkpoint.
@@ -54,15 +58,20 @@ class PhaseLoaders:
             DataError: the state belongs to another order of the data.
         """
         phase = phase_of(self.phases, step)
-        if order == phase.order:
-            self.train(phase).load_state_dict(state)
-        elif order > phase.order or step != phase.first_step:
+        if order > phase.order or (order < phase.order and step != phase.first_step):
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved in data order {order}, and "
                 f"by this run's phases the step belongs to order {phase.order} (each change of "
                 "the sequence length begins one). Keep the phases that have begun, or start a new "
                 "run from the checkpoint's weights with init_from"
             )
+        # Ended loaders are closed. A later one may have been read, and must begin its order again.
+        for moved in self.phases[phase.index : self._moved]:
+            self.train(moved).close()
+            self._loaders[moved.index] = self._open(moved)
+        self._moved = phase.index + 1
+        if order == phase.order:
+            self.train(phase).load_state_dict(state)
 
     def start_at(self, step: int) -> None:
         """Moves new loaders to the batch of the update of `step`, from 0."""
@@ -70,11 +79,7 @@ class PhaseLoaders:
         loader = self.train(phase)
         taken = examples_after(self.phases, phase.order, step)
         loader.load_state_dict({**loader.state_dict(), "example": taken})
-
-    def reopen(self, phases: Sequence[Phase]) -> None:
-        """Reopens the loaders of ended phases that a rewind trains again."""
-        for phase in phases:
-            self._loaders[phase.index] = self._open(phase)
+        self._moved = phase.index + 1
 
     def close(self) -> None:
         """Stops the loaders' background threads."""

@@ -31,7 +31,6 @@ def rewind(trainer: Trainer, fault: str) -> None:
         return
     # The loader's position counts the faulty step: its examples end at `end`.
     fault_place, end = trainer.loader.state_dict(), trainer.loader.consumed[-1][1]
-    trainer.loaders.reopen(trainer.phases[target.index : phase.index])
     trainer.checkpoints.discard_after(step)
     trainer.restore(step)
     trainer.record_order()

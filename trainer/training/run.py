@@ -36,7 +36,7 @@ from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
-from trainer.training.finished import check_settings, reason_to_end
+from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, probe, without_probe
@@ -64,7 +64,7 @@ def train(experiment: Experiment) -> int:
         run_folder.alert_on_failure(trackers),
         ExitStack() as locks,
     ):
-        # Before the lock, which makes the run's folder: a typo in data.path leaves nothing behind.
+        # Before the lock makes the run's folder, so that a typo in data.path leaves none behind.
         dataset = experiment.data.open()
         locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
@@ -73,6 +73,8 @@ def train(experiment: Experiment) -> int:
         checkpointer = open_checkpointer(experiment, strategy.world)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
+        if step is not None:
+            check_origin(experiment, source, step)
         if step is not None and (reason := reason_to_end(experiment, source, step)):
             check_settings(experiment, source, step)
             logger.info("nothing to do: %s %s", experiment.output, reason)
@@ -102,9 +104,7 @@ def train(experiment: Experiment) -> int:
                     "stopped      saved step %d; the same command continues", trainer.state.step
                 )
                 return stop.exit_code
-            logger.info("finished     step %d, in %s", trainer.state.step, experiment.output)
-            if experiment.training.best is not None:
-                _report_best(experiment, trainer)
+            report_end(experiment, trainer.state.step, trainer.best)
             return EXIT_DONE
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase
@@ -144,14 +144,6 @@ def _fit(
         if fault is None:
             return
         rewind(trainer, fault)
-
-
-def _report_best(experiment: Experiment, trainer: Trainer) -> None:
-    early = ""
-    if trainer.best.out_of_patience:
-        early = f"stopped early at step {trainer.state.step}: "
-    checkpoint = f"{experiment.output}/best"
-    logger.info("finished     %s%s; its checkpoint is %s", early, trainer.best, checkpoint)
 
 
 @contextmanager
@@ -260,7 +252,7 @@ class Prepared(NamedTuple):
     Attributes:
         objectives: of each phase.
         model: as `Strategy.prepare` returns it, with its initial values.
-        optimizer: with its state.
+        optimizer: of the model's parameters.
         description: how the run is configured, as the meta.json of every checkpoint stores it.
     """
 
@@ -282,7 +274,8 @@ def prepare(
 
     Args:
         weights, to_restore: see `build_trainer`.
-        build_optimizer: None builds the experiment's optimizer.
+        build_optimizer: None builds the experiment's optimizer, with its state. The state of others
+            is left to their first step, as it may depend on its learning rate.
 
     Raises:
         ConfigError, CheckpointError: see `build_trainer`.
@@ -294,11 +287,11 @@ def prepare(
     initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
     if weights is None and to_restore:
         initial = _zeros
-    if build_optimizer is None:
-        build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
+    own = partial(experiment.optimizer.build, structure=Structure.of(model))
     with strategy.accelerator.graph("start"):
-        wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
-        groups.prime(optimizer)
+        wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
+        if build_optimizer is None:
+            groups.prime(optimizer)
     teacher = attach_teacher(experiment, dataset, objectives, strategy)
     description: dict[str, object] = {"config": to_tree(experiment), "teacher": None}
     if base is not None:

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint's meta.json, and which settings may change on resume."""
+"""The state that steps change: counts in a checkpoint's meta.json, and tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainer.config import differences
-from trainer.config.tree import of_kinds
-from trainer.errors import CheckpointError
 from trainer.optim import groups
 
 Meta: TypeAlias = Mapping[str, Any]
@@ -53,45 +50,3 @@ def state_tensors(
     }
     moments = groups.state_tensors(optimizer, parameters.items())
     return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
-
-
-def changes_since(meta: Meta, description: Meta) -> str:
-    """Lists the settings that have changed since a checkpoint, as "key: old -> new".
-
-    The model (except its dropout), the teacher and the weights of frozen parameters must not
-    change: the run would no longer be one experiment.
-
-    Args:
-        description: the keys config, base and teacher as they are now.
-
-    Raises:
-        CheckpointError: one of these has changed.
-    """
-    # By identity, not by path: the same weights may have been moved.
-    before, now = meta.get("base"), description.get("base")
-    if before is not None and now is not None and before["identity"] != now["identity"]:
-        raise CheckpointError(
-            f"the run began with the frozen weights of {before['path']}, and init_from, "
-            f"{now['path']}, has others; set init_from={before['path']}, and restore what it held "
-            "if that has changed"
-        )
-    teacher, new_teacher = meta.get("teacher"), description["teacher"]
-    if teacher is not None and new_teacher is None:
-        raise CheckpointError(
-            f"the run has learnt from a teacher until step {meta['step']}, and the objective has "
-            "none now. Put it back, or start a new run with init_from"
-        )
-    if teacher != new_teacher:
-        raise CheckpointError(
-            "objective.teacher names other weights than the run has learnt from until step "
-            f"{meta['step']}. Name those weights (by their own checkpoint if the teacher's run has "
-            "gone on), or start a new run with init_from"
-        )
-    changes = differences(meta["config"], description["config"])
-    shown = of_kinds(changes)
-    listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in shown.items())
-    if any(key.startswith("model.") and "dropout" not in key for key in changes):
-        raise CheckpointError(
-            f"the checkpoint is of another model ({listed}). Use its settings, or another output"
-        )
-    return listed
