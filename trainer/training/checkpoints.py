@@ -189,7 +189,8 @@ def changes_since(meta: Meta, description: Meta) -> str:
         description: the keys config, base and teacher as they are now.
 
     Raises:
-        CheckpointError: one of these has changed.
+        ConfigError: the model has changed.
+        CheckpointError: the teacher or the frozen weights have changed.
     """
     # By identity, not by path: the same weights may have been moved.
     before, now = meta.get("base"), description.get("base")
@@ -213,12 +214,15 @@ def changes_since(meta: Meta, description: Meta) -> str:
         )
     changes = differences(stored_config(meta), description["config"])
     shown = of_kinds(changes)
-    listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in shown.items())
-    if any(
-        key.startswith("model.") and "dropout" not in key and not key.endswith(_INITIAL)
-        for key in changes
-    ):
-        raise CheckpointError(
-            f"the checkpoint is of another model ({listed}). Use its settings, or another output"
+    texts = {key: f"{key}: {old} -> {new}" for key, (old, new) in shown.items()}
+    of_model = [
+        text
+        for key, text in texts.items()
+        if key.startswith("model.") and "dropout" not in key and not key.endswith(_INITIAL)
+    ]
+    if of_model:
+        raise ConfigError(
+            f"the checkpoint is of another model ({', '.join(of_model)}). Use its settings, or "
+            "another output"
         )
-    return listed
+    return ", ".join(texts.values())

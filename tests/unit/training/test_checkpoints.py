@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from trainer.config import Tree, to_tree
-from trainer.errors import CheckpointError
+from trainer.errors import ConfigError
 from trainer.training.checkpoints import changes_since
 from trainer.training.starting import load_experiment
 
@@ -27,7 +27,7 @@ def test_settings_of_initial_weights_may_change(experiment_file: str) -> None:
     now = description(experiment_file, "model.initializer_range=0.1")
     assert changes_since(stored, now) == "model.initializer_range: 0.02 -> 0.1"
     now = description(experiment_file, "model.norm_eps=1e-6", "model.initialization=fairseq")
-    with pytest.raises(CheckpointError, match=r"of another model .*norm_eps: 1e-05 -> 1e-06"):
+    with pytest.raises(ConfigError, match=r"of another model .*norm_eps: 1e-05 -> 1e-06"):
         changes_since(stored, now)
 
 
