@@ -32,8 +32,8 @@ def inputs(tree: Tree) -> dict[str, str]:
         "tokenizer.path": tokenizer.get("path"),
         "data.path": data.get("path"),
     }
-    for prefix, part in _with_phases(tree):
-        found[f"{prefix}objective.teacher"] = _mapping(part, "objective").get("teacher")
+    for prefix, phase in _with_phases(tree):
+        found[f"{prefix}objective.teacher"] = _mapping(phase, "objective").get("teacher")
     for index, part in enumerate(_items(data.get("sources"))):
         if isinstance(part, dict):
             found[f"data.sources.{index}.path"] = part.get("path")
