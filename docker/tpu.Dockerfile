@@ -19,7 +19,9 @@ WORKDIR /code
 RUN --mount=type=bind,from=lists,source=/lists,target=/lists \
     python3 -m venv /build && \
     /build/bin/pip install --no-cache-dir --constraint /lists/constraints.txt setuptools
-COPY LICENSE README.md pyproject.toml ./
+COPY LICENSE README.md pyproject.toml setup.py ./
+# The wheel holds them as recipes.
+COPY configs configs
 COPY data_pipeline data_pipeline
 COPY launch launch
 COPY samestep samestep

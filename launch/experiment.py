@@ -13,7 +13,7 @@ from trainer.config import Tree
 
 _COMPONENTS = ("model", "objective", "optimizer", "strategy", "accelerator", "source")
 # Settings of sources that name files. Those of Hugging Face's datasets name repositories.
-_FILES = ("paths", "source_paths", "target_paths")
+_FILES = ("paths", "heldout", "source_paths", "target_paths")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -26,14 +26,14 @@ def kind_of(tree: Tree, section: str) -> str | None:
 
 def inputs(tree: Tree) -> dict[str, str]:
     """Paths and URLs that a run or build reads, by setting."""
-    data, objective, tokenizer = (_mapping(tree, key) for key in ("data", "objective", "tokenizer"))
-    source = _mapping(tree, "source")
+    data, source, tokenizer = (_mapping(tree, key) for key in ("data", "source", "tokenizer"))
     found: dict[str, object] = {
         "init_from": tree.get("init_from"),
-        "objective.teacher": objective.get("teacher"),
         "tokenizer.path": tokenizer.get("path"),
         "data.path": data.get("path"),
     }
+    for prefix, phase in _with_phases(tree):
+        found[f"{prefix}objective.teacher"] = _mapping(phase, "objective").get("teacher")
     for index, part in enumerate(_items(data.get("sources"))):
         if isinstance(part, dict):
             found[f"data.sources.{index}.path"] = part.get("path")
@@ -58,18 +58,20 @@ def checkpoints(tree: Tree) -> tuple[str, str]:
 
 def own_modules(tree: Tree) -> dict[str, str]:
     """Modules outside this package, as my_package.my_objective, by the setting that names them."""
-    places: list[tuple[str, Tree]] = [("", tree)]
-    places += [
-        (f"phases.{index}.", phase)
-        for index, phase in enumerate(_items(tree.get("phases")))
-        if isinstance(phase, dict)
-    ]
     kinds = {
         f"{prefix}{section}": kind_of(part, section)
-        for prefix, part in places
+        for prefix, part in _with_phases(tree)
         for section in _COMPONENTS
     }
     return {setting: kind for setting, kind in kinds.items() if kind and _MODULE.fullmatch(kind)}
+
+
+def _with_phases(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """The experiment and each of its phases, with the beginning of its settings' names."""
+    yield "", tree
+    for index, phase in enumerate(_items(tree.get("phases"))):
+        if isinstance(phase, dict):
+            yield f"phases.{index}.", phase
 
 
 def _mapping(tree: Tree, key: str) -> Tree:

@@ -42,8 +42,12 @@ def extend(path: str, file: str, folder: str, whole_words: bool, force: bool = F
             "folder, or replace it with --force."
         )
     tokenizer = Tokenizer.load(path)
-    # Of a token that is given twice, the first line counts.
-    given = list(dict.fromkeys(_tokens(file)))
+    # A text is normalized before tokens are found in it. So of "Covid" and "covid", which are the
+    # same token where the tokenizer converts to lower case, the first line counts.
+    forms: dict[str, str] = {}
+    for token in _tokens(file):
+        forms.setdefault(tokenizer.normalized(token), token)
+    given = list(forms.values())
     new = [token for token in given if not tokenizer.has(token)]
     if len(new) < len(given):
         logger.info(

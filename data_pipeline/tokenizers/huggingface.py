@@ -168,8 +168,20 @@ class HuggingFace:
     def token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
-    def id_of(self, token: str) -> int | None:
-        return self._backend.token_to_id(token)
+    def normalized(self, text: str) -> str:
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
+    def has(self, token: str) -> bool:
+        form = self.normalized(token)
+        in_vocabulary = (self._backend.token_to_id(each) is not None for each in (token, form))
+        return form in self._added_forms or any(in_vocabulary)
+
+    @cached_property
+    def _added_forms(self) -> set[str]:
+        """What a text has where an added token is found; the vocabulary has its spelling."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return {self.normalized(token.content) for token in added if token.normalized}
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""

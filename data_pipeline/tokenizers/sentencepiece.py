@@ -245,10 +245,12 @@ class SentencePiece:
             return self._processor.id_to_piece(token_id)
         return self._special.get(token_id)
 
-    def id_of(self, token: str) -> int | None:
-        found: int = self._processor.piece_to_id(token)
-        known = {name: i for i, name in self._special.items()}
-        return known.get(token, None if found == self._processor.unk_id() else found)
+    def normalized(self, text: str) -> str:
+        return text  # as it is: the library does not expose its normalizer
+
+    def has(self, token: str) -> bool:
+        is_piece = self._processor.piece_to_id(token) != self._processor.unk_id()
+        return is_piece or token in self._special.values()
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""

@@ -186,9 +186,13 @@ class Tokenizer:
             return False
         return ours.extends(theirs)
 
+    def normalized(self, text: str) -> str:
+        """Returns a text as it is before it is split into tokens, in lower case for example."""
+        return self._backend.normalized(text)
+
     def has(self, token: str) -> bool:
-        """Whether the vocabulary has a token of this spelling."""
-        return self._backend.id_of(token) is not None
+        """Whether the vocabulary has a token of this spelling or of its normalized form."""
+        return self._backend.has(token)
 
     @cached_property
     def fingerprint(self) -> str:

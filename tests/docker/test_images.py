@@ -252,6 +252,7 @@ def test_commands_are_not_hidden_by_programs(image: Image):
 
 def test_configurations_are_there(image: Image):
     assert "layers: 4" in image.run("config", "configs/debug/bert_mini.yaml")
+    assert "recipes/pretrain/bert_base" in image.run("recipes")
     assert "no broken requirements" in image.run("pip", "check").lower()
 
 

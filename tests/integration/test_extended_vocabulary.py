@@ -137,6 +137,34 @@ def test_bad_input(finished_run: Path, tmp_path: Path, samestep: Samestep) -> No
     assert not target.exists()
 
 
+def test_tokens_are_compared_as_the_tokenizer_reads_them(
+    tmp_path: Path, samestep: Samestep
+) -> None:
+    tokenizer = TokenizerConfig("", "wordpiece", vocab_size=40, lowercase=True)
+    tokenizer.train(["fever is a word"] * 50).save(tmp_path / "own")
+    size = Tokenizer.load(tmp_path / "own").vocabulary.size
+    words, larger = tmp_path / "words.txt", tmp_path / "larger"
+    words.write_text("Fever\nCovid\ncovid\nCOVID\nSoir\u00e9e\nsoiree\n")
+    result = samestep("data", "extend", tmp_path / "own", words, larger)
+    assert result.code == 0, result.err
+    assert "1 of 3 tokens are in the vocabulary already" in result.err
+    extended = Tokenizer.load(larger)
+    assert extended.vocabulary.size == size + 2
+    ids = extended.encode_batch(["fever covid soiree"])[0].tolist()
+    assert ids[0] == Tokenizer.load(tmp_path / "own").encode_batch(["fever"])[0].tolist()[0]
+    assert ids[1:] == [size, size + 1]
+    # Also beside a token that was added in capitals.
+    words.write_text("covid\n")
+    message = samestep("data", "extend", larger, words, tmp_path / "again").message
+    assert "has no token that" in message
+    # A tokenizer that keeps capitals has two tokens for the two.
+    cased = TokenizerConfig("", "wordpiece", vocab_size=40)
+    cased.train(["fever is a word"] * 50).save(tmp_path / "cased")
+    words.write_text("Fever\nCovid\ncovid\n")
+    result = samestep("data", "extend", tmp_path / "cased", words, tmp_path / "three")
+    assert "3 of them new" in result.err
+
+
 def test_whole_words(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
     (tmp_path / "tokens.txt").write_text("zap\n")
     for arguments, found in (((), 2), (("--whole-words",), 1)):

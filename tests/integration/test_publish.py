@@ -146,11 +146,53 @@ def test_step_zero_of_a_run_that_started_from_weights(
     name = "bert.encoder.layer.{}.intermediate.dense.weight"
     assert torch.equal(loaded[name.format(0)], trained[name.format(1)])
 
+    # Not from other weights that are in their place now, whatever they are.
+    shutil.rmtree(base)
+    assert samestep("export", run, base).code == 0
+    left_out = "step 0 is left out, as its weights cannot be computed again"
+    result = samestep("publish", run, "ada/other")
+    assert f"{left_out}: {base} has other weights than when the run began" in result.err
+    assert set(hub.repositories["ada/other"]) == {"main", "step-000002"}
     shutil.rmtree(base)
     result = samestep("publish", run, "ada/again")
     assert result.code == 0
-    assert "step 0 is left out, as its weights cannot be computed again" in result.err
+    assert left_out in result.err
     assert set(hub.repositories["ada/again"]) == {"main", "step-000002"}
+
+
+def test_step_zero_of_a_run_that_started_from_another_which_went_on(
+    hub: WritableHub, finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    first, run = Path(shutil.copytree(finished_run, tmp_path / "first")), tmp_path / "run"
+    shutil.rmtree(first / "checkpoints" / "step-00000012")
+    settings = ("schedule.warmup_steps=0", f"init_from={first}", f"output={run}")
+    # Its second start must keep the record of the first, when `first` has a newer checkpoint.
+    assert samestep("train", experiment_file, *settings, "training.steps=2").code == 0
+    assert samestep("train", first / "config.yaml", f"output={first}").code == 0
+    assert samestep("train", experiment_file, *settings, "training.steps=3").code == 0
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    result = samestep("publish", run, REPO)
+    assert result.code == 0, result.err
+    loaded = AutoModelForMaskedLM.from_pretrained(REPO, revision="step-000000").state_dict()
+    for name, tensor in exported(first / "checkpoints" / "step-00000008").items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_main_of_another_run_is_not_replaced(
+    hub: WritableHub, finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    assert samestep("publish", finished_run, REPO, "--revisions", "last").code == 0
+    other = tmp_path / "other"
+    settings = ("training.steps=2", "schedule.warmup_steps=0", f"output={other}")
+    assert samestep("train", experiment_file, *settings).code == 0
+    averaged = tmp_path / "averaged"
+    assert samestep("average", finished_run, averaged, "--last", "2").code == 0
+    del hub.repositories[REPO]["step-000012"]  # so that only main is in the way of the average
+    before = dict(hub.commits)
+    for run in (other, averaged):
+        message = samestep("publish", run, REPO, "--revisions", "last").message
+        assert "ada/bert has a checkpoint of another run in main" in message
+    assert dict(hub.commits) == before
 
 
 def test_what_cannot_be_published(

@@ -18,7 +18,7 @@ from trainer.strategies import Strategy
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
-from trainer.training.passes import score
+from trainer.training.passes import evaluation_batches, score
 from trainer.training.phases import phase_of
 from trainer.training.run import (
     build_model,
@@ -98,8 +98,7 @@ def _evaluate(
     )
     # As many batches as in training, so that the scores can be compared with its own.
     batches = experiment.training.evaluate_batches
-    total = -(-heldout.examples // phase.global_batch_size)
-    total = min(total, batches or total)
+    total = evaluation_batches(heldout, phase.global_batch_size, batches)
     # All ranks do the same work, so one of them shows it.
     with Progress("evaluating", total if is_writer else None) as progress:
         scores, predictions = score(

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from types import FrameType
+from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.config import Tree
@@ -76,6 +77,10 @@ class Server(ThreadingHTTPServer):
         """The page, with its data."""
         return page(self._report.names, self.data())
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # the browser tab was closed
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -118,10 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         if tag is not None:
             self.send_header("ETag", tag)
         self.end_headers()
-        try:
-            self.wfile.write(body)
-        except ConnectionError:  # the browser tab was closed
-            self.close_connection = True
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         logger.debug(format, *args)
@@ -161,12 +163,16 @@ def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool
                 server.serve_forever()
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
-    data = report.data()
-    if not has_metrics(data):
+    if not has_metrics(report.data()):
         sys.stdout.write("no run has metrics yet; nothing is written\n")
         return False
+    # As in the page of `samestep report`. Only now: it imports the models and plans each run.
+    from trainer.inspect.plan.plan import memory_of_run
+
+    for run in report.folders:
+        run.planned_memory = memory_of_run(run.folder)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, page(report.names, data))
+    write_text(output, page(report.names, report.data()))
     sys.stdout.write(f"{output}\n")
     return True
 

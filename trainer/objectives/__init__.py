@@ -156,11 +156,13 @@ class ObjectiveConfig(ABC):
     Attributes:
         metrics: scores of the held-out split besides the loss.
         writes_text: whether the model learns to write a text for each source.
+        masked: whether its accuracy is of masked positions.
         target_length: maximum number of tokens of a target, if that is a setting.
     """
 
     metrics: tuple[str, ...] = ()
     writes_text = False
+    masked = False
     target_length: int | None = None
 
     @property

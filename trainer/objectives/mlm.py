@@ -34,6 +34,8 @@ class Config(ObjectiveConfig):
             run of n has a probability proportional to 1/n (Lan et al. 2020, "ALBERT": 3).
     """
 
+    masked = True
+
     mask_fraction: float = 0.15
     replace_mask: float = 0.8
     replace_random: float = 0.1

@@ -92,8 +92,9 @@ def _write(
     meta = {
         name: value
         for name, value in integrity.read_meta(newest.folder).items()
-        # Without a base, since all parameters are written, frozen ones included.
-        if name not in (*_WRITTEN, "base", "best")
+        # Without a base, since all parameters are written, frozen ones included. Without a start,
+        # so that it is not published as a checkpoint of the run.
+        if name not in (*_WRITTEN, "base", "best", "start")
     }
     meta["average"] = {"of": run, "steps": list(steps), "fractions": list(fractions)}
     checkpoints = Checkpointer(

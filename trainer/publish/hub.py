@@ -33,7 +33,7 @@ Revisions: TypeAlias = Literal["all", "last", "best"]
 
 _MAIN = "main"
 _MARKER = "samestep.json"
-"""In each revision: the step and the checkpoint's digest."""
+"""In each revision: the step, the checkpoint's digest, and the run's if its start is recorded."""
 _REPLACED = ("*.safetensors", "*.json", "*.txt", "*.model", "README.md")
 """Files of an earlier export, which a commit removes if the new export lacks them."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -47,11 +47,13 @@ class _Revision:
         step: its number.
         identity: a digest of its content.
         source: the checkpoint, or the start of the run.
+        run: a digest that tells the run from others; None for an older run, or an average.
     """
 
     step: int
     identity: str
     source: Location | StepZero
+    run: str | None
 
     @property
     def branch(self) -> str:
@@ -59,7 +61,8 @@ class _Revision:
 
     @property
     def marker(self) -> dict[str, object]:
-        return {"step": self.step, "checkpoint": self.identity}
+        marker: dict[str, object] = {"step": self.step, "checkpoint": self.identity}
+        return marker if self.run is None else {**marker, "run": self.run}
 
     def write(self, run: str, repository: str, folder: Path) -> None:
         """Exports the checkpoint to a new folder."""
@@ -127,6 +130,8 @@ def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
     steps = integrity.committed_steps(root)
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet. Wait for one, or name another run.")
+    newest = integrity.step_folder(root, steps[-1])
+    name = (integrity.read_meta(newest).get("start") or {}).get("run")
     start: list[_Revision] = []
     if revisions == "last":
         steps = steps[-1:]
@@ -139,17 +144,17 @@ def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
             )
         steps = [best]
     elif steps[0] > 0:
-        start = _start(integrity.step_folder(root, steps[0]))
+        start = _start(integrity.step_folder(root, steps[0]), name)
     folders = ((step, integrity.step_folder(root, step)) for step in steps)
-    found = [_Revision(step, integrity.identity(folder), folder) for step, folder in folders]
+    found = [_Revision(step, integrity.identity(folder), folder, name) for step, folder in folders]
     return start + found
 
 
-def _start(oldest: Location) -> list[_Revision]:
+def _start(oldest: Location, run: str | None) -> list[_Revision]:
     """Step 0, computed again; nothing if the weights that the run started from are gone."""
     try:
         start = StepZero.of(oldest)
-        return [_Revision(0, start.identity, start)]
+        return [_Revision(0, start.identity, start, run)]
     except SamestepError as error:
         logger.warning("step 0 is left out, as its weights cannot be computed again: %s", error)
         return []
@@ -159,7 +164,7 @@ def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[i
     """The branches that each step has to be pushed to.
 
     Raises:
-        StorageError: a branch has another checkpoint of this step.
+        StorageError: a branch has another checkpoint of this step, or main another run.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -182,6 +187,10 @@ def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[i
     newest = chosen[-1]
     main = _marker(api, repository, _MAIN) if _MAIN in branches else None
     if main != newest.marker:
+        if main is not None and main.get("run") != newest.run:
+            raise StorageError(
+                f"{repository} has a checkpoint of another run in {_MAIN}. Name another repository."
+            )
         missing.setdefault(newest.step, []).append(_MAIN)
     return missing
 

@@ -17,6 +17,7 @@ from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Tree
+from trainer.errors import CheckpointError
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.weights import Weights, load_weights
 
@@ -39,7 +40,7 @@ class StepZero:
     Args:
         settings: the run's, as a checkpoint holds them.
         begun: the run's oldest checkpoint.
-        trained: the weights of init_from; None without it.
+        trained: the weights that it began with; None if they were initialized.
     """
 
     settings: Tree
@@ -54,11 +55,20 @@ class StepZero:
             checkpoint: folder of the run's oldest checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or the weights of init_from are gone.
+            CheckpointError: it is damaged, or the weights of init_from are gone or have changed.
         """
-        settings = integrity.read_meta(checkpoint)["config"]
-        origin = settings.get("init_from")
-        trained = None if origin is None else load_weights(origin)
+        meta = integrity.read_meta(checkpoint)
+        settings, trained = meta["config"], None
+        # Not init_from: it may name a run, which has newer checkpoints by now.
+        stored = (meta.get("start") or {}).get("weights")
+        if stored is None and (origin := settings.get("init_from")) is not None:
+            raise CheckpointError(f"the run has not recorded which weights of {origin} it took")
+        if stored is not None:
+            trained = load_weights(stored["path"])
+            if trained.identity() != stored["identity"]:
+                raise CheckpointError(
+                    f"{stored['path']} has other weights than when the run began. Bring those back"
+                )
         return cls(settings, load_weights(checkpoint), trained)
 
     @property

@@ -13,6 +13,7 @@ from trainer.monitoring.throughput import Throughput
 from trainer.partition import whole_shape
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
+from trainer.training.passes import evaluation_batches
 from trainer.training.phases import Phase
 
 logger = logging.getLogger(__name__)
@@ -77,9 +78,9 @@ def _schedule(experiment: Experiment, trainer: Trainer, flops: Callable[[int], f
     settings, checkpoint, batches = experiment.training, experiment.checkpoint, 0
     if settings.evaluate_every is not None:
         heldout, phase = trainer.loaders.heldout(trainer.phase), trainer.phase
-        batches = -(-heldout.examples // phase.global_batch_size)
+        most = settings.evaluate_batches
+        batches = evaluation_batches(heldout, phase.global_batch_size, most)
         heldout.close()
-        batches = min(batches, settings.evaluate_batches or batches)
     return Schedule(
         settings.steps,
         # By FLOPs, not steps: later phases of a run may have longer sequences.

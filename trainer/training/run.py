@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,14 +18,14 @@ import torch
 from torch import nn
 
 from data_pipeline.reading.batches import BatchLayout
-from data_pipeline.reading.concat_dataset import AnyDataset
+from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
 from trainer.accelerators.detect import detect
-from trainer.checkpoint import files
+from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import dump, to_tree
+from trainer.config import Tree, dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.metrics import check_installed
 from trainer.models import Model
@@ -284,7 +286,7 @@ def prepare(
     model = build_model(experiment, dataset, objectives)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
-    initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
+    initial, origin = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
     if weights is None and to_restore:
         initial = _zeros
     own = partial(experiment.optimizer.build, structure=Structure.of(model))
@@ -293,9 +295,14 @@ def prepare(
         if build_optimizer is None:
             groups.prime(optimizer)
     teacher = attach_teacher(experiment, dataset, objectives, strategy)
-    description: dict[str, object] = {"config": to_tree(experiment), "teacher": None}
-    if base is not None:
-        description["base"] = base
+    description: dict[str, object] = {
+        "config": to_tree(experiment),
+        "teacher": None,
+        "start": _start(experiment, dataset, origin, to_restore),
+    }
+    if origin is not None and experiment.freezes:
+        logger.info("frozen       weights stay in %s: keep it as long as this run", origin["path"])
+        description["base"] = origin
     if teacher is not None:
         world = strategy.world
         description["teacher"] = shared_identity(teacher, world.rank, world.size)
@@ -309,7 +316,7 @@ def _initial_values(
     strategy: Strategy,
     weights: str | Path | None,
 ) -> tuple[InitialValues, dict[str, str] | None]:
-    """Returns the initial values of all parameters, and the base of frozen ones. Collective."""
+    """Returns the initial values of all parameters, and `base_of` their weights. Collective."""
     seed = experiment.seed
     if weights is None:
         return partial(model.initial_values, seed=seed), None
@@ -320,11 +327,29 @@ def _initial_values(
     values = stored_values(trained, model, dataset, seed=seed)
     if experiment.redraw_layers:
         values = reinitialize_layers(values, model, experiment.redraw_layers, seed)
-    if not experiment.freezes:
-        return values, None
-    base = base_of(trained, rank, world_size)
-    logger.info("frozen       weights stay in %s: keep it as long as this run", base["path"])
-    return values, base
+    return values, base_of(trained, rank, world_size)
+
+
+def _start(
+    experiment: Experiment, dataset: AnyDataset, origin: dict[str, str] | None, to_restore: bool
+) -> Tree | None:
+    """Returns the start of the run, as all its checkpoints store it.
+
+    Args:
+        origin: `base_of` the weights of init_from.
+
+    Returns:
+        `run`, a digest that tells the run from others, and `weights`, which is `origin`. None if
+        the run began before checkpoints stored it.
+    """
+    # A resumed run keeps the record of its first checkpoint: init_from may hold other weights by
+    # now, and settings may have changed. Without a durable checkpoint, it resumes from a snapshot.
+    if to_restore and (stored := integrity.newest_meta(checkpoint_folder(experiment))):
+        start: Tree | None = stored.get("start")
+        return start
+    digests = [source.manifest.digest for source in named_sources(dataset).values()]
+    facts = json.dumps([to_tree(experiment), digests, origin], sort_keys=True)
+    return {"run": hashlib.sha256(facts.encode()).hexdigest(), "weights": origin}
 
 
 def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:

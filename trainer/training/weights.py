@@ -210,7 +210,7 @@ def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
 
 
 def base_of(weights: Weights, rank: int = 0, world_size: int = 1) -> dict[str, str]:
-    """Returns what checkpoints store about the base of a run with frozen parameters. Collective."""
+    """Returns what checkpoints store about the weights that a run begins with. Collective."""
     return {"path": weights.path, "identity": shared_identity(weights, rank, world_size)}
 
 

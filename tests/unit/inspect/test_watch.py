@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch
 from trainer.monitoring.jsonl import JsonlTracker, RowReader
 from trainer.monitoring.report import Report
@@ -216,6 +219,35 @@ def test_a_suite_shows_its_runs_its_scores_and_when_it_ends(tmp_path: Path):
     assert (task["finished"], task["mean"], task["best"]) == (2, pytest.approx(0.6), 0.7)
     low, middle, high = found["eta"]
     assert low < 30 == middle < high
+
+
+def test_a_closed_tab_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked, closed = Event(), Event()
+
+    def page(server: Server) -> str:
+        asked.set()
+        assert closed.wait(30)
+        return "page"
+
+    monkeypatch.setattr(Server, "page", page)
+    with serving(tmp_path) as server:
+        server.daemon_threads = False  # so that its end waits for the answer
+        with socket.create_connection(("127.0.0.1", int(server.server_address[1]))) as tab:
+            tab.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert asked.wait(30)
+            # Linger for 0 seconds: the connection is reset.
+            tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        closed.set()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_last_page_has_the_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start_run(tmp_path / "run").log(30, {"train/loss": 1.0})
+    monkeypatch.setattr(plan, "memory_of_run", lambda folder: 2.5)
+    assert watch([str(tmp_path / "run")], tmp_path / "page.html", once=True)
+    assert '"planned_memory_gib":2.5' in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_watched_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -298,6 +298,20 @@ def test_sections_of_any_type_are_read() -> None:
     assert experiment.own_modules(tree) == {"objective": "own.b", "phases.0.objective": "own.a"}
 
 
+def test_held_out_files_and_the_teacher_of_a_phase_are_read() -> None:
+    tree = {"source": {"paths": ["a.tsv"], "heldout": ["b.tsv", "s3://c/d.tsv"]}}
+    assert experiment.inputs(tree) == {
+        "source.paths.0": "a.tsv",
+        "source.heldout.0": "b.tsv",
+        "source.heldout.1": "s3://c/d.tsv",
+    }
+    # A dataset of the Hub names a split.
+    assert experiment.inputs({"source": {"dataset": {"path": "a/b", "heldout": "test"}}}) == {}
+    distilled = {"kind": "distillation", "teacher": "runs/x"}
+    tree = {"objective": "mlm", "phases": [{"objective": "mlm"}, {"objective": distilled}]}
+    assert experiment.inputs(tree) == {"phases.1.objective.teacher": "runs/x"}
+
+
 def test_every_kind_says_its_size() -> None:
     assert Kubernetes("i", nodes="2-8", gpus_per_node=1).size == "2 to 8 nodes x 1 GPU"
     assert Kubernetes("i", processes_per_node=2).size == "1 node x 2 processes"

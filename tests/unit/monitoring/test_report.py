@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainer.errors import ConfigError, DataError
-from trainer.monitoring.report import write_report
+from trainer.monitoring.report import Report, write_report
 
 
 def write_run(
@@ -166,7 +166,14 @@ def test_runs_of_a_suite_are_named_by_task_rate_and_seed_and_curves_by_the_task(
 def test_curves_of_a_task_say_so_and_those_of_pre_training_name_masked_positions(tmp_path: Path):
     found = {}
     wrapped = "{kind: sift, of: {kind: question_answering}}"
-    for name, objective in (("a", "{kind: mlm}"), ("b", "{kind: tagging}"), ("c", wrapped)):
+    for name, objective in (
+        ("a", "{kind: mlm}"),
+        ("b", "{kind: tagging}"),
+        ("c", wrapped),
+        ("d", "of_another_machine.objective"),
+        ("e", "replaced_mlm"),
+        ("f", "tests.sick_objective"),
+    ):
         run = write_run(tmp_path / name, training(range(10, 30, 10)))
         with (Path(run) / "config.yaml").open("a") as file:
             file.write(f"objective: {objective}\n")
@@ -176,4 +183,11 @@ def test_curves_of_a_task_say_so_and_those_of_pre_training_name_masked_positions
         "a": (None, False, True),
         "b": ("tagging", True, False),
         "c": ("question answering", True, False),
+        "d": (None, False, False),
+        "e": (None, False, True),
+        "f": (None, False, True),
     }
+
+
+def test_a_run_may_lie_directly_under_the_root() -> None:
+    assert Report(["/run-1f2e3d4c"]).names == ["run-1f2e3d4c"]

@@ -13,10 +13,13 @@ import signal
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from trainer.config import recipes
 
 ROOT = Path(__file__).parents[3]
 ENTRYPOINT = ROOT / "docker" / "entrypoint.sh"
@@ -227,6 +230,25 @@ def test_all_packages_are_copied_after_what_they_need_is_installed(dockerfile: P
         if rest.startswith("--chmod=755 docker/entrypoint")
     )
     assert not any("--requirement" in rest or "apt-get" in rest for _, rest in final[first_code:])
+
+
+@both
+def test_wheel_of_the_image_has_the_recipes(dockerfile: Path, tmp_path: Path):
+    steps = instructions(dockerfile)
+    begin = steps.index(("FROM", "${BASE} AS code"))
+    end = next(i for i, (word, _) in enumerate(steps) if i > begin and word == "FROM")
+    without = shutil.ignore_patterns("__pycache__")
+    for *sources, target in (rest.split() for word, rest in steps[begin:end] if word == "COPY"):
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target, ignore=without)
+            else:
+                shutil.copy(ROOT / source, tmp_path / target)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".yaml")}
+    assert {f"trainer/{name}.yaml" for name in recipes.names()} <= inside
 
 
 @pytest.fixture

@@ -16,22 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from trainer.config import Tree
-from trainer.errors import ConfigError, DataError
+from trainer.config import Kinds, Tree
+from trainer.errors import ConfigError, DataError, SamestepError
 from trainer.monitoring.report.run import RunFolder
 from trainer.monitoring.report.suite import PLAN, SuiteFolder
 from trainer.storage import write_text
 from trainer.tasks import TASKS
 
 MOST_RUNS = 10  # colors that one can tell apart
-_MASKED = (
-    "mlm",
-    "mlm_nsp",
-    "mlm_sop",
-    "mlm_sbo",
-    "replaced_mlm",
-    "replaced_tokens",
-)  # whose accuracy is of masked positions
+_OBJECTIVES = Kinds("trainer.objectives")
 
 
 class Report:
@@ -83,7 +76,7 @@ class Report:
             # Curves of several tasks in one chart have no name in common.
             "task": tasks[0] if len(set(tasks)) == 1 else None,
             "of_task": all(tasks),
-            "masked": all(_objective(config) in _MASKED for config in configs),
+            "masked": all(_is_masked(_objective(config)) for config in configs),
             "live": live,
             "now": now,
         }
@@ -161,7 +154,8 @@ def _suite_run(folder: Path) -> tuple[str, str] | None:
     # Example: suite/runs/rte/lr-2e-05-seed-0-1f2e3d4c gives "rte" and "lr 2e-05, seed 0".
     place = folder.resolve()
     found = re.fullmatch(r"(.+)-[0-9a-f]{8}", place.name)
-    if found is None or place.parents[1].name != "runs" or not (place / "experiment.yaml").exists():
+    in_suite = place.parent.parent.name == "runs" and (place / "experiment.yaml").exists()
+    if found is None or not in_suite:
         return None
     settings = re.findall(r"([a-z_]*[a-z])-(\d[\d.]*(?:e[-+]?\d+)?)", found[1])
     words = [f"{name.rpartition('_')[2]} {value}" for name, value in settings]
@@ -177,6 +171,16 @@ def _objective(config: Tree) -> str:
     while isinstance(objective, dict) and isinstance(objective.get("of"), dict | str):
         objective = objective["of"]
     return str(objective.get("kind", "")) if isinstance(objective, dict) else str(objective)
+
+
+def _is_masked(kind: str) -> bool:
+    """Whether the accuracy of an objective is of masked positions."""
+    if not kind:  # not started yet
+        return False
+    try:
+        return bool(getattr(_OBJECTIVES.schema(kind, "objective"), "masked", False))
+    except SamestepError:  # a module of the user that this machine lacks
+        return False
 
 
 def _task(folder: Path, config: Tree) -> str | None:

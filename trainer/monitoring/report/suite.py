@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.config import Tree
-from trainer.monitoring.forecast import suite_left
+from trainer.monitoring.forecast import Range, suite_left
 from trainer.monitoring.jsonl import RowReader
 from trainer.monitoring.report.status import has_owner
 
@@ -52,29 +52,51 @@ class SuiteFolder:
         plan = _read(self._folder / PLAN)
         runs = [PlannedRun(**run) for run in plan.get("runs", [])]
         results = self._results()
-        finished = [run for run in runs if run.digest in results]
-        missing = [run for run in runs if run.digest not in results]
-        running = [run for run in missing if has_owner(self._folder / run.folder)]
-        done = {run.digest: self._step(run) for run in running}
-        left = suite_left(
-            [(run.task, run.steps, results[run.digest]["seconds"]) for run in finished],
-            [(run.task, max(0, run.steps - done.get(run.digest, 0))) for run in missing],
-            int(plan.get("slots", 1)),
-        )
+        running = self._running(runs, results)
+        seconds = {digest: result["seconds"] for digest, result in results.items()}
         return {
             "name": name,
             "path": str(self._folder.resolve()),
-            "finished": len(finished),
+            "finished": sum(run.digest in results for run in runs),
             "total": len(runs),
-            "eta": left,
+            "eta": self.left(runs, seconds, int(plan.get("slots", 1))),
             "running": [
-                {"task": run.task, "run": run.run, "step": done[run.digest], "steps": run.steps}
-                for run in running
+                {"task": run.task, "run": run.run, "step": running[run.digest], "steps": run.steps}
+                for run in runs
+                if run.digest in running
             ],
             "tasks": [
                 _task(task, [run for run in runs if run.task == task], results)
                 for task in dict.fromkeys(run.task for run in runs)
             ],
+        }
+
+    def left(
+        self, runs: Sequence[PlannedRun], seconds: Mapping[str, float], slots: int
+    ) -> Range | None:
+        """Forecasts the seconds until the last run ends; None before the first has ended.
+
+        Args:
+            seconds: of the finished runs, by digest.
+            slots: number of runs at a time.
+        """
+        done = self._running(runs, seconds)
+        return suite_left(
+            [(run.task, run.steps, seconds[run.digest]) for run in runs if run.digest in seconds],
+            [
+                (run.task, max(0, run.steps - done.get(run.digest, 0)))
+                for run in runs
+                if run.digest not in seconds
+            ],
+            slots,
+        )
+
+    def _running(self, runs: Sequence[PlannedRun], finished: Collection[str]) -> dict[str, int]:
+        """The steps of the running runs so far, by digest."""
+        return {
+            run.digest: self._step(run)
+            for run in runs
+            if run.digest not in finished and has_owner(self._folder / run.folder)
         }
 
     def _results(self) -> dict[str, dict[str, Any]]:

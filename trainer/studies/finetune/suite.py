@@ -16,10 +16,10 @@ import yaml
 from trainer.checkpoint import integrity
 from trainer.errors import SamestepError
 from trainer.metrics.texts import PERCENT
-from trainer.monitoring.forecast import Range, suite_left
+from trainer.monitoring.forecast import Range
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.monitoring.report import write_report
-from trainer.monitoring.report.suite import PLAN, PlannedRun
+from trainer.monitoring.report.suite import PLAN, PlannedRun, SuiteFolder
 from trainer.storage import write_text
 from trainer.studies.execution import Execution, Slot
 from trainer.studies.finetune.runs import Run
@@ -73,6 +73,18 @@ class Suite:
         keep: bool = False,
     ) -> None:
         self._folder, self._runs, self._keep_all = folder, runs, keep
+        self._planned = [
+            PlannedRun(
+                run.task,
+                run.name,
+                run.digest,
+                os.path.relpath(run.folder, folder),
+                run.score,
+                int(run.experiment["training"]["steps"]),
+            )
+            for run in runs
+        ]
+        self._progress = SuiteFolder(folder)
         # Results of other settings, weights or rows stay in the file and are not used.
         self._results = read_results(folder)
         self._unfinished = {run.digest for run in self.missing()}
@@ -112,31 +124,14 @@ class Suite:
 
     def _write_plan(self, slots: int) -> None:
         """Writes suite.json, from which `samestep watch` shows the progress of the whole."""
-        runs = [
-            PlannedRun(
-                run.task,
-                run.name,
-                run.digest,
-                os.path.relpath(run.folder, self._folder),
-                run.score,
-                int(run.experiment["training"]["steps"]),
-            )
-            for run in self._runs
-        ]
-        plan = {"slots": slots, "runs": [asdict(run) for run in runs]}
+        plan = {"slots": slots, "runs": [asdict(run) for run in self._planned]}
         write_text(self._folder / PLAN, json.dumps(plan, indent=1) + "\n")
 
     def left(self, slots: int) -> Range | None:
         """Forecasts the seconds until the last run ends; None before the first has ended."""
-        finished, missing = [], []
-        for run in self._runs:
-            # Planned steps: a result's may be of its best evaluation, before its end.
-            steps = int(run.experiment["training"]["steps"])
-            if run.digest in self._unfinished:
-                missing.append((run.task, steps))
-            else:
-                finished.append((run.task, steps, self._results[run.digest].seconds))
-        return suite_left(finished, missing, slots)
+        finished = {run.digest for run in self._runs} - self._unfinished
+        seconds = {digest: self._results[digest].seconds for digest in finished}
+        return self._progress.left(self._planned, seconds, slots)
 
     def __len__(self) -> int:
         return len(self._runs)

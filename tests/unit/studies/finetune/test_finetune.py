@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from trainer.objectives import question_answering as answering
 from trainer.objectives import seq2seq
 from trainer.studies.execution import slots
 from trainer.studies.finetune.chance import constant_scores, upper_end
+from trainer.studies.finetune.runs import Run
+from trainer.studies.finetune.suite import Result, Suite
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,38 @@ def test_each_run_has_a_gpu_of_those_that_are_visible(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [slot.get("CUDA_VISIBLE_DEVICES") for slot in slots(parallel, on_cpu=False)] == devices
     assert slots(None, on_cpu=True) == [{}]
+
+
+def test_the_end_of_a_suite_counts_what_running_runs_have_done(tmp_path: Path) -> None:
+    runs = [
+        Run(
+            task="rte",
+            settings={},
+            experiment={"training": {"steps": 100}},
+            metrics=("accuracy",),
+            score="accuracy",
+            constants={},
+            learns_above=0.5,
+            evaluations={},
+            depends_on=(),
+            folder=tmp_path / "runs" / "rte" / str(seed),
+            seed=seed,
+            digest=str(seed),
+        )
+        for seed in range(2)
+    ]
+    result = Result("rte", runs[0].name, {}, 0, "0", {"accuracy": 0.5}, 100, 50.0)
+    (tmp_path / "results.jsonl").write_text(json.dumps(asdict(result)) + "\n")
+    suite = Suite(tmp_path, runs)
+    found = suite.left(1)
+    assert found is not None
+    assert found.middle == pytest.approx(50.0)
+    (runs[1].folder / "checkpoints").mkdir(parents=True)
+    (runs[1].folder / "checkpoints" / ".owner").write_text("{}")
+    (runs[1].folder / "metrics.jsonl").write_text('{"step": 40, "time": 1.0}\n')
+    found = suite.left(1)
+    assert found is not None
+    assert found.middle == pytest.approx(30.0)
 
 
 def built(source: type[Any], rows: list[dict[str, Any]], folder: Path, **settings: Any) -> Dataset:
