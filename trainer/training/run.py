@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,14 +16,14 @@ import torch
 from torch import nn
 
 from data_pipeline.reading.batches import BatchLayout
-from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
+from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
 from trainer.accelerators.detect import detect
-from trainer.checkpoint import files, integrity
+from trainer.checkpoint import files
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import Tree, dump, to_tree
+from trainer.config import dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.metrics import check_installed
 from trainer.models import Model
@@ -47,6 +45,7 @@ from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
 from trainer.training.rewind import rewind
+from trainer.training.start_record import start_of
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
 
@@ -298,7 +297,9 @@ def prepare(
     description: dict[str, object] = {
         "config": to_tree(experiment),
         "teacher": None,
-        "start": _start(experiment, dataset, origin, to_restore),
+        "start": start_of(
+            experiment, dataset, origin, checkpoint_folder(experiment) if to_restore else None
+        ),
     }
     if origin is not None and experiment.freezes:
         logger.info("frozen       weights stay in %s: keep it as long as this run", origin["path"])
@@ -328,28 +329,6 @@ def _initial_values(
     if experiment.redraw_layers:
         values = reinitialize_layers(values, model, experiment.redraw_layers, seed)
     return values, base_of(trained, rank, world_size)
-
-
-def _start(
-    experiment: Experiment, dataset: AnyDataset, origin: dict[str, str] | None, to_restore: bool
-) -> Tree | None:
-    """Returns the start of the run, as all its checkpoints store it.
-
-    Args:
-        origin: `base_of` the weights of init_from.
-
-    Returns:
-        `run`, a digest that tells the run from others, and `weights`, which is `origin`. None if
-        the run began before checkpoints stored it.
-    """
-    # A resumed run keeps the record of its first checkpoint: init_from may hold other weights by
-    # now, and settings may have changed. Without a durable checkpoint, it resumes from a snapshot.
-    if to_restore and (stored := integrity.newest_meta(checkpoint_folder(experiment))):
-        start: Tree | None = stored.get("start")
-        return start
-    digests = [source.manifest.digest for source in named_sources(dataset).values()]
-    facts = json.dumps([to_tree(experiment), digests, origin], sort_keys=True)
-    return {"run": hashlib.sha256(facts.encode()).hexdigest(), "weights": origin}
 
 
 def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ def test_rates_are_of_the_window():
             "perf/mfu": 5_000 * 6e9 / 1e14,
             "perf/mfu_useful": 3_750 * 6e9 / 1e14,
             "data/padding_fraction": 0.25,
+            "train/flops": 6e12 * 120,
             "time/data_wait": 0.125,
             "time/forward_backward": 0.375,
             "time/evaluation": 0.5,
