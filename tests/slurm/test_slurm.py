@@ -39,7 +39,7 @@ def reach_limit(slurm: Slurm, job: str, run: Path) -> None:
     assert days_hours == "00"
     slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={int(minutes) + 3}")
     until = time.monotonic() + 120
-    while "stopped      at step" not in log_of(run):
+    while "stopped      saved step" not in log_of(run):
         assert time.monotonic() < until, log_of(run)
         time.sleep(0.1)
     if slurm.job(job)["JobState"] != "FAILED":  # as a segment has
