@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, MissingExtra
-from trainer.progress import Progress, ends_in
+from trainer.errors import EXIT_DONE, MissingExtra
+from trainer.progress import Progress
 
 if TYPE_CHECKING:
     from trainer.studies.execution import Slot
@@ -58,8 +58,7 @@ def _study(args: argparse.Namespace) -> int:
     for package, extra in (("scipy", "tasks"), ("matplotlib", "plot")):  # before the work
         if find_spec(package) is None:
             raise MissingExtra(package, extra, "samestep study")
-    if args.parallel is not None and args.parallel < 1:
-        raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
+    execution.check_parallel(args.parallel)
     study = Study.read(args.study, args.overrides)
     jobs = list_jobs(study, args.output / "jobs")
     if args.list:
@@ -72,16 +71,8 @@ def _study(args: argparse.Namespace) -> int:
         total, left = len(jobs.all), len(runner.missing(jobs))
         progress = Progress(study.name, total, done=total - left, logs=False)
         tell = partial(_tell, jobs, runner.arms_of(jobs), len(slots), progress)
-        try:
-            with progress:
-                problems = runner.execute(jobs, slots, tell)
-        except KeyboardInterrupt:
-            done = total - len(runner.missing(jobs))
-            sys.stderr.write(
-                f"{done} of {total} jobs are finished, and those that had begun are saved; the "
-                "same command continues\n"
-            )
-            raise
+        with execution.resumable(total, lambda: len(runner.missing(jobs)), "jobs"), progress:
+            problems = runner.execute(jobs, slots, tell)
         found = results.collect(study, jobs)
         found.write(folder)
         files = plots.write_plots(found, jobs, folder / "plots")
@@ -89,9 +80,7 @@ def _study(args: argparse.Namespace) -> int:
         if args.page is not None:
             page.write_markdown(found, files, args.page)
     _print(found, folder)
-    for problem in problems:
-        sys.stderr.write(f"{problem}\n")
-    return EXIT_FAILED if problems else EXIT_DONE
+    return execution.exit_code(problems)
 
 
 def _slots(parallel: int | None) -> Sequence[Slot]:
@@ -126,30 +115,19 @@ def _tell(
     job: Job,
     result: Result | None,
 ) -> None:
+    from trainer.monitoring.forecast import suite_left
+    from trainer.studies.execution import show_progress
+
     text = "started"
     if result is not None:
-        finished = [each for each in jobs.all if each.result() is not None]
-        forecast = _forecast(jobs, slots)
-        progress.update(len(finished), left=forecast)
+        # Jobs of a stage resemble each other, as the runs of a suite's task do.
+        results = [(each, each.result()) for each in jobs.all]
+        finished = [(each.stage, 1, end.usage.seconds) for each, end in results if end]
+        missing = [(each.stage, 1) for each, end in results if not end]
+        left = suite_left(finished, missing, slots)
         text = f"{result.usage.seconds:.0f} s"
-        if not progress.on_terminal and forecast:
-            text += f"; {len(finished)} of {len(jobs.all)} jobs, {forecast}"
+        text += show_progress(progress, len(finished), len(results), left, "jobs")
     sys.stderr.write(f"{job.name} ({job.stage}: {arms[job.digest]}): {text}\n")
-
-
-def _forecast(jobs: Jobs, slots: int) -> str:
-    from trainer.monitoring.forecast import suite_left
-
-    # Jobs of a stage resemble each other, so a stage is to the forecast what a task of a suite is.
-    finished, missing = [], []
-    for job in jobs.all:
-        result = job.result()
-        if result is None:
-            missing.append((job.stage, 1))
-        else:
-            finished.append((job.stage, 1, result.usage.seconds))
-    left = suite_left(finished, missing, slots)
-    return "" if left is None or not left.high else ends_in(left.low, left.high)
 
 
 def _print(found: Results, folder: Path) -> None:

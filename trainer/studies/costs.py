@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,17 @@ class Usage:
     cpu_seconds: float = 0.0
     device_joules: float = 0.0
     cpu_joules: float | None = None
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """Adds up usages; the energy of CPUs is known if all of them know it."""
+    of_cpus = [usage.cpu_joules for usage in usages if usage.cpu_joules is not None]
+    return Usage(
+        sum(usage.seconds for usage in usages),
+        sum(usage.cpu_seconds for usage in usages),
+        sum(usage.device_joules for usage in usages),
+        sum(of_cpus) if len(of_cpus) == len(usages) else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

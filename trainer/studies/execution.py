@@ -13,14 +13,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from trainer.errors import EXIT_DONE, SamestepError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from trainer.monitoring.forecast import Range
+from trainer.progress import Progress, ends_in
 from trainer.studies.costs import Usage
 
 Slot: TypeAlias = Mapping[str, str]
@@ -182,3 +184,46 @@ def interrupt_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+
+
+def check_parallel(parallel: int | None) -> None:
+    """Rejects a number of slots below 1."""
+    if parallel is not None and parallel < 1:
+        raise ConfigError(f"--parallel must be at least 1, not {parallel}")
+
+
+@contextmanager
+def resumable(total: int, missing: Callable[[], int], what: str) -> Iterator[None]:
+    """Says what is left when the user interrupts the block.
+
+    Args:
+        total: number of jobs.
+        missing: counts the jobs without a result.
+        what: what they are called, as "runs".
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"{total - missing()} of {total} {what} are finished, and those that had begun are "
+            "saved; the same command continues\n"
+        )
+        raise
+
+
+def show_progress(
+    progress: Progress, finished: int, total: int, left: Range | None, what: str
+) -> str:
+    """Updates the line on a terminal; elsewhere returns the same as the end of a log line."""
+    forecast = "" if left is None or not left.high else ends_in(left.low, left.high)
+    progress.update(finished, left=forecast)
+    if progress.on_terminal or not forecast:
+        return ""
+    return f"; {finished} of {total} {what}, {forecast}"
+
+
+def exit_code(problems: Sequence[str]) -> int:
+    """Prints what has failed, and returns the command's exit code."""
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return EXIT_FAILED if problems else EXIT_DONE

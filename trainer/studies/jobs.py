@@ -115,26 +115,31 @@ def list_jobs(study: Study, root: Path) -> Jobs:
     Raises:
         ConfigError: a setting is invalid, or names a stage that does not come before.
     """
+    stages = {arm: study.stages_of(arm) for arm in study.config.arms}
+    resolved = {
+        (arm, name): _resolved(arm, name, config)
+        for arm, configs in stages.items()
+        for name, config in configs.items()
+    }
+    inputs = {
+        (arm, name): list(stages[arm][name].inputs(tree)) for (arm, name), tree in resolved.items()
+    }
     jobs: dict[tuple[str, int, str], Job] = {}
-    for arm in study.config.arms:
-        stages = study.stages_of(arm)
-        resolved = {name: _resolved(arm, name, config) for name, config in stages.items()}
-        inputs = {name: list(config.inputs()) for name, config in stages.items()}
-        # By repetition and not by stage, so that the first results of all arms come early.
-        for repetition in range(study.config.seeds):
+    # All arms have their first seed before any has its second.
+    for repetition in range(study.config.seeds):
+        for arm, configs in stages.items():
             own: dict[str, Job] = {}
-            for name, config in stages.items():
+            for name, config in configs.items():
+                tree = resolved[arm, name]
                 seed = repetition if config.seed is None else config.seed
-                needed = sorted(set(_named(resolved[name])))
+                needed = sorted(set(_named(tree)))
                 for other in needed:
                     _check_order(other, name, arm, own, study)
                 needs = {other: own[other] for other in needed}
-                job = Job(name, config, seed, resolved[name], needs, "", root)
-                own[name] = _addressed(job, inputs[name], root)
+                job = Job(name, config, seed, tree, needs, "", root)
+                own[name] = _addressed(job, inputs[arm, name], root)
             jobs |= {(arm, repetition, name): job for name, job in own.items()}
-    # Repetition first: all arms have their first seed before any has its second.
-    order = sorted(jobs, key=lambda key: key[1])
-    return Jobs({key: jobs[key] for key in order})
+    return Jobs(jobs)
 
 
 def _resolved(arm: str, name: str, config: StageConfig) -> Tree:

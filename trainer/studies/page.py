@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-
-import jinja2
 
 from trainer.errors import ConfigError
 from trainer.storage import write_text
 from trainer.studies.results import Cost, Results, Row
 from trainer.studies.statistics import Estimate
 from trainer.studies.study import Measure
+from trainer.studies.template import render
 
 _BEGIN, _END = "<!-- results -->", "<!-- /results -->"
 _MINUS = "\N{MINUS SIGN}"
@@ -22,13 +20,9 @@ _MINUS = "\N{MINUS SIGN}"
 
 def write_html(results: Results, plots: Sequence[Path], file: Path) -> None:
     """Writes a page that needs no other file."""
-    template = jinja2.Template(
-        files("trainer.studies").joinpath("page.html").read_text(encoding="utf-8"),
-        autoescape=True,
-        keep_trailing_newline=True,
-    )
     config = results.study.config
-    text = template.render(
+    text = render(
+        "page.html",
         title=results.study.name.replace("_", " "),
         config=config,
         headings=headings(results),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.config import Tree
 from trainer.errors import DataError
 from trainer.storage import write_text
-from trainer.studies.costs import Usage
-from trainer.studies.jobs import Job, Jobs
+from trainer.studies.costs import Usage, total
+from trainer.studies.jobs import Job, Jobs, Result
 from trainer.studies.row_scores import RowScore, read_row_score
 from trainer.studies.statistics import Estimate, detectable, estimate, rows_variance
 from trainer.studies.study import Measure, Study
@@ -105,109 +105,97 @@ def collect(study: Study, jobs: Jobs) -> Results:
     Raises:
         DataError: a measure names a score that its stage does not have.
     """
-    rows = [
-        row
-        for name, measure in study.config.measures.items()
-        for row in _rows(study, jobs, name, measure)
-    ]
+    rows: list[Row] = []
     primary, stated = None, study.config.primary
+    for name, measure in study.config.measures.items():
+        scored = {arm: _scored(study, jobs, measure, arm) for arm in study.config.arms}
+        rows += _rows(study.baseline, name, scored)
+        if stated is not None and stated.measure == name:
+            primary = _difference(scored[stated.arms[1]], scored[stated.arms[0]])
     detects = None
-    if stated is not None:
-        measure = study.config.measures[stated.measure]
-        primary = _difference(jobs, measure, stated.arms[1], stated.arms[0], study.config.seeds)
-        if primary is not None and primary.deviation:
-            detects = detectable(primary.deviation, study.config.seeds)
+    if primary is not None and primary.deviation:
+        detects = detectable(primary.deviation, study.config.seeds)
     costs = [_cost(study, arm, jobs.of_arm(arm)) for arm in study.config.arms]
     return Results(study, rows, primary, detects, costs, _cost(study, "all", jobs.all))
 
 
-def _rows(study: Study, jobs: Jobs, name: str, measure: Measure) -> list[Row]:
-    found = []
-    for arm in study.config.arms:
-        used = _distinct(jobs, measure, arm, study.config.seeds)
-        if not used:
-            continue
-        values = [_score(job, measure) for job in used.values()]
-        scores = [_row_score(job, measure) for job in used.values()]
-        known = [score for score in scores if score is not None]
-        has_rows = len(known) == len(scores)
-        variance = rows_variance([(score, None) for score in known]) if has_rows else 0.0
-        difference = None
-        if arm != study.baseline:
-            difference = _difference(jobs, measure, arm, study.baseline, study.config.seeds)
-        mean = estimate(values, variance)
-        found.append(Row(arm, name, values, mean, difference, has_rows))
-    return found
+@dataclass(frozen=True)
+class _Score:
+    """A finished job's score, and as a function of held-out rows if it is one."""
+
+    value: float
+    of_rows: RowScore | None
 
 
-def _distinct(jobs: Jobs, measure: Measure, arm: str, seeds: int) -> dict[int, Job]:
-    """The finished jobs of an arm, by the first seed that has each."""
-    found: dict[int, Job] = {}
-    for seed in range(seeds):
+def _scored(study: Study, jobs: Jobs, measure: Measure, arm: str) -> dict[int, _Score]:
+    """The scores of an arm's finished jobs, by the first seed that has each job."""
+    found: dict[int, _Score] = {}
+    seen = set()
+    for seed in range(study.config.seeds):
         job = jobs.of.get((arm, seed, measure.stage))
-        if job is not None and job not in found.values() and job.result() is not None:
-            found[seed] = job
+        if job is None or job.digest in seen or (result := job.result()) is None:
+            continue
+        seen.add(job.digest)
+        found[seed] = _score(job, result, measure.name)
     return found
 
 
-def _difference(
-    jobs: Jobs, measure: Measure, arm: str, baseline: str, seeds: int
-) -> Estimate | None:
-    """The mean of an arm's score minus the baseline's, over the seeds that both have."""
-    ours, theirs = (_distinct(jobs, measure, name, seeds) for name in (arm, baseline))
+def _score(job: Job, result: Result, name: str) -> _Score:
+    if name not in result.scores:
+        raise DataError(
+            f"{job.folder} has no score {name!r}. Use one of {', '.join(result.scores)}."
+        )
+    value = result.scores[name]
+    value = value if math.isfinite(value) else math.nan
+    file = job.config.predictions(job.folder)
+    of_rows = None if file is None else read_row_score(file, name)
+    # Only if it is the score that the run has reported.
+    if of_rows is not None and abs(of_rows.value - value) > _SAME:
+        of_rows = None
+    return _Score(value, of_rows)
+
+
+def _rows(baseline: str, name: str, scored: Mapping[str, Mapping[int, _Score]]) -> Iterator[Row]:
+    for arm, scores in scored.items():
+        if not scores:
+            continue
+        values = [score.value for score in scores.values()]
+        known = [(score.of_rows, None) for score in scores.values() if score.of_rows is not None]
+        has_rows = len(known) == len(scores)
+        mean = estimate(values, rows_variance(known) if has_rows else 0.0)
+        difference = None if arm == baseline else _difference(scores, scored[baseline])
+        yield Row(arm, name, values, mean, difference, has_rows)
+
+
+def _difference(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> Estimate | None:
+    """The mean of an arm's score minus another's, over the seeds that both have."""
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
     if not pairs:
         return None
-    values = [_score(one, measure) - _score(other, measure) for one, other in pairs]
-    scores = [(_row_score(one, measure), _row_score(other, measure)) for one, other in pairs]
-    known = [(one, other) for one, other in scores if one is not None and other is not None]
-    comparable = len(known) == len(pairs) and len({len(each.rows) for each in sum(known, ())}) == 1
+    values = [one.value - other.value for one, other in pairs]
+    known = [
+        (one.of_rows, other.of_rows)
+        for one, other in pairs
+        if one.of_rows is not None and other.of_rows is not None
+    ]
+    # Rows can be resampled together if all were scored on the same ones.
+    sizes = {len(score.rows) for pair in known for score in pair}
+    comparable = len(known) == len(pairs) and len(sizes) == 1
     return estimate(values, rows_variance(known) if comparable else 0.0)
-
-
-def _score(job: Job, measure: Measure) -> float:
-    result = job.result()
-    assert result is not None
-    if measure.name not in result.scores:
-        raise DataError(
-            f"{job.folder} has no score {measure.name!r}. Use one of {', '.join(result.scores)}."
-        )
-    value = result.scores[measure.name]
-    return value if math.isfinite(value) else math.nan
-
-
-def _row_score(job: Job, measure: Measure) -> RowScore | None:
-    """The score as a function of rows, if it is the one that the run has reported."""
-    file = job.config.predictions(job.folder)
-    found = None if file is None else read_row_score(file, measure.name)
-    if found is None or abs(found.value - _score(job, measure)) > _SAME:
-        return None
-    return found
 
 
 def _cost(study: Study, arm: str, jobs: Sequence[Job]) -> Cost:
     results = [result for job in jobs if (result := job.result()) is not None]
     settings = study.config.costs
     usages = [result.usage for result in results]
-    total = Usage(
-        seconds=sum(usage.seconds for usage in usages),
-        cpu_seconds=sum(usage.cpu_seconds for usage in usages),
-        device_joules=sum(usage.device_joules for usage in usages),
-        cpu_joules=_sum_or_none([usage.cpu_joules for usage in usages]),
-    )
     return Cost(
         arm,
         len(results),
-        total,
+        total(usages),
         sum(result.flops for result in results),
         sum(map(settings.kwh, usages)),
         sum(map(settings.grams, usages)),
     )
-
-
-def _sum_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
 
 
 def curve(job: Job, metric: str, against: str) -> tuple[list[float], list[float]]:

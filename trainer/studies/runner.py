@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from trainer.monitoring.jsonl import read_rows
 from trainer.storage import write_text
-from trainer.studies.costs import CpuEnergy, Usage
+from trainer.studies.costs import CpuEnergy, total
 from trainer.studies.execution import Execution, Slot
 from trainer.studies.jobs import Job, Jobs, Result
 
@@ -39,12 +40,11 @@ def execute(
         job.config.finish(job.folder)
         joules = energy.joules()
         rows = list(read_rows(job.folder / job.config.product / "metrics.jsonl"))
-        usage = Usage(
-            sum(usage.seconds for usage in usages),
-            sum(usage.cpu_seconds for usage in usages),
-            sum(row.get("perf/energy_joules", 0.0) for row in rows),
+        usage = replace(
+            total(usages),
+            device_joules=sum(row.get("perf/energy_joules", 0.0) for row in rows),
             # Counters are of the whole machine, which the other slots use as well.
-            None if joules is None else joules / len(slots),
+            cpu_joules=None if joules is None else joules / len(slots),
         )
         flops = max((row.get("train/flops", 0.0) for row in rows), default=0.0)
         result = Result(job.config.scores(job.folder), usage, flops)
@@ -69,8 +69,9 @@ def arms_of(jobs: Jobs) -> Mapping[str, str]:
         seeds.setdefault(job.digest, seed)
         if arm not in used:
             used.append(arm)
-    total = len({arm for arm, *_ in jobs.of})
-    return {
-        digest: f"{'all arms' if len(used) == total > 1 else ', '.join(used)}, seed {seeds[digest]}"
+    count = len({arm for arm, *_ in jobs.of})
+    names = {
+        digest: "all arms" if len(used) == count > 1 else ", ".join(used)
         for digest, used in arms.items()
     }
+    return {digest: f"{name}, seed {seeds[digest]}" for digest, name in names.items()}

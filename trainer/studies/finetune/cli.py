@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, MissingExtra
-from trainer.progress import Progress, ends_in
+from trainer.errors import ConfigError, MissingExtra
+from trainer.progress import Progress
 
 if TYPE_CHECKING:
     from trainer.studies.finetune.runs import Run
@@ -68,8 +68,7 @@ def _suite(args: argparse.Namespace) -> int:
 
     if find_spec("scipy") is None:  # before training rather than after it
         raise MissingExtra("scipy", "tasks", "samestep finetune-suite")
-    if args.parallel is not None and args.parallel < 1:
-        raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
+    execution.check_parallel(args.parallel)
     # argparse takes overrides that follow --tasks for tasks.
     overrides = [*args.overrides, *(name for name in args.tasks if "=" in name)]
     tasks = task.find_tasks([name for name in args.tasks if "=" not in name], args.recipe)
@@ -90,16 +89,8 @@ def _suite(args: argparse.Namespace) -> int:
     with only_writer(folder, f"--output={folder}"):
         whole = suite.Suite(folder, listed, args.keep)
         progress = Progress("fine-tuning", len(listed), done=whole.finished, logs=False)
-        try:
-            with progress:
-                problems = whole.make(slots, partial(_tell, whole, len(slots), progress))
-        except KeyboardInterrupt:
-            left = len(whole.missing())
-            sys.stderr.write(
-                f"{len(listed) - left} of {len(listed)} runs are finished, and those that had "
-                "begun are saved; the same command continues\n"
-            )
-            raise
+        with execution.resumable(len(listed), lambda: len(whole.missing()), "runs"), progress:
+            problems = whole.make(slots, partial(_tell, whole, len(slots), progress))
     rows = table.summarise(tasks, listed, suite.read_results(folder))
     # Without a terminal, rich would assume 80 columns and break the table.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -107,19 +98,15 @@ def _suite(args: argparse.Namespace) -> int:
     title = f"{args.checkpoint}: {', '.join(each.name for each in tasks)}"
     page.write_curves(rows, folder)
     page.write_page(rows, title, folder / "table.html")
-    for problem in problems:
-        sys.stderr.write(f"{problem}\n")
-    return EXIT_FAILED if problems else EXIT_DONE
+    return execution.exit_code(problems)
 
 
 def _tell(whole: Suite, slots: int, progress: Progress, run: Run, result: Result | None) -> None:
+    from trainer.studies.execution import show_progress
+
     text = "started"
     if result is not None:
         score = 100 * result.scores[run.score]
         text = f"{run.score} {score:.1f}, {result.seconds:.0f} s"
-        left = whole.left(slots)
-        forecast = "" if left is None or not left.high else ends_in(left.low, left.high)
-        progress.update(whole.finished, left=forecast)
-        if not progress.on_terminal and forecast:
-            text += f"; {whole.finished} of {len(whole)} runs, {forecast}"
+        text += show_progress(progress, whole.finished, len(whole), whole.left(slots), "runs")
     sys.stderr.write(f"{run.task} {run.name}: {text}\n")

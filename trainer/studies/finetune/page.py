@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-import jinja2
 
 from trainer.monitoring.report import MOST_RUNS, write_report
 from trainer.storage import write_text
 from trainer.studies.finetune.runs import Run
 from trainer.studies.finetune.suite import PREDICTIONS, REPORT
 from trainer.studies.finetune.table import HEADINGS, Row, columns, notes, percent
+from trainer.studies.template import render
 
 _WIDTH, _MARGIN = 150, 6  # of a plot in pixels
 
@@ -33,10 +31,9 @@ def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
         }
         for row, line in zip(rows, lines, strict=True)
     ]
-    source = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
-    page = jinja2.Template(source, autoescape=True, keep_trailing_newline=True)
     shown = [name for name in headings if name != HEADINGS[7]]
-    write_text(file, page.render(title=title, notes=notes(rows), headings=shown, lines=listed))
+    values = {"title": title, "notes": notes(rows), "headings": shown, "lines": listed}
+    write_text(file, render("finetune/page.html", **values))
 
 
 def write_curves(rows: Sequence[Row], folder: Path) -> None:

@@ -27,17 +27,14 @@ class StageConfig(ABC):
 
     random: ClassVar[bool] = True
     """Whether the result depends on the seed itself, and not only on the stages that it uses."""
-
-    @property
-    @abstractmethod
-    def product(self) -> str:
-        """What other stages use of this one: a file or folder in a job's folder."""
+    product: ClassVar[str]
+    """What other stages use of this one: a file or folder in a job's folder."""
 
     @abstractmethod
     def resolved(self) -> Tree:
         """Everything that the result depends on, except the seed and the stages that are named."""
 
-    def inputs(self) -> Sequence[object]:
+    def inputs(self, resolved: Tree) -> Sequence[object]:
         """What tells whether the content of files that the stage reads has changed."""
         return ()
 

@@ -15,8 +15,6 @@ from trainer.storage import write_text
 from trainer.studies.inputs import stamps_of
 from trainer.studies.stages import StageConfig
 
-PRODUCT = "dataset"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
@@ -31,21 +29,18 @@ class Config(StageConfig):
     settings: Tree = field(default_factory=dict)
 
     random = False
-
-    @property
-    def product(self) -> str:
-        return PRODUCT
+    product = "dataset"
 
     def resolved(self) -> Tree:
         return merge(read_tree(self.recipe), self.settings)
 
-    def inputs(self) -> Sequence[object]:
-        return stamps_of(self.resolved())
+    def inputs(self, resolved: Tree) -> Sequence[object]:
+        return stamps_of(resolved)
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         own = "path" in (self.settings.get("tokenizer") or {})
         tokenizer = {} if own else {"path": str(folder / "tokenizer")}
-        tree = merge(settings, {"tokenizer": tokenizer, "output": str(folder / PRODUCT)})
+        tree = merge(settings, {"tokenizer": tokenizer, "output": str(folder / self.product)})
         file = folder / "recipe.yaml"
         write_text(file, yaml.safe_dump(tree, sort_keys=False))
         build = ["data", "build", str(file)]
@@ -54,7 +49,7 @@ class Config(StageConfig):
         return [["data", "tokenizer", str(file)], build]
 
     def scores(self, folder: Path) -> Mapping[str, float]:
-        shards = Manifest.load(folder / PRODUCT).shards
+        shards = Manifest.load(folder / self.product).shards
         return {
             "documents": float(sum(shard.documents for shard in shards)),
             "tokens": float(sum(shard.tokens for shard in shards)),

@@ -10,8 +10,6 @@ from pathlib import Path
 from trainer.config import Tree
 from trainer.studies.stages import StageConfig
 
-PRODUCT = "scores.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
@@ -26,21 +24,18 @@ class Config(StageConfig):
     settings: Tree = field(default_factory=dict)
 
     random = False
-
-    @property
-    def product(self) -> str:
-        return PRODUCT
+    product = "scores.json"
 
     def resolved(self) -> Tree:
         return {"run": self.run, "settings": self.settings}
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         changes = overrides(settings["settings"])
-        file = str(folder / PRODUCT)
+        file = str(folder / self.product)
         return [["evaluate", settings["run"], *changes, "--scores", file, "--processes", "1"]]
 
     def scores(self, folder: Path) -> Mapping[str, float]:
-        scores: dict[str, float] = json.loads((folder / PRODUCT).read_text(encoding="utf-8"))
+        scores: dict[str, float] = json.loads((folder / self.product).read_text(encoding="utf-8"))
         return scores
 
 

@@ -15,8 +15,6 @@ from trainer.studies.finetune.suite import PREDICTIONS, read_results
 from trainer.studies.inputs import stamps_of
 from trainer.studies.stages import StageConfig
 
-PRODUCT = "model"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
@@ -34,16 +32,14 @@ class Config(StageConfig):
     scratch: bool = False
     settings: Tree = field(default_factory=dict)
 
-    @property
-    def product(self) -> str:
-        return PRODUCT
+    product = "model"
 
     def resolved(self) -> Tree:
         tree = merge(read_tree(self.task), self.settings)
         return {"task": tree, "start": self.start, "scratch": self.scratch}
 
-    def inputs(self) -> Sequence[object]:
-        return stamps_of(self.resolved()["task"])
+    def inputs(self, resolved: Tree) -> Sequence[object]:
+        return stamps_of(resolved["task"])
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         file = folder / f"{Path(self.task).stem}.yaml"
@@ -56,7 +52,7 @@ class Config(StageConfig):
     def finish(self, folder: Path) -> None:
         # The run's folder is named by a digest that only the suite knows.
         (run,) = (folder / "suite").glob("runs/*/*/")
-        link = folder / PRODUCT
+        link = folder / self.product
         link.unlink(missing_ok=True)
         link.symlink_to(run.relative_to(folder), target_is_directory=True)
 
@@ -65,5 +61,5 @@ class Config(StageConfig):
         return result.scores
 
     def predictions(self, folder: Path) -> Path | None:
-        file = folder / PRODUCT / PREDICTIONS
+        file = folder / self.product / PREDICTIONS
         return file if file.exists() else None

@@ -16,8 +16,6 @@ from trainer.storage import write_text
 from trainer.studies.stages import StageConfig
 from trainer.training.experiment import Experiment
 
-PRODUCT = "run"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
@@ -31,6 +29,8 @@ class Config(StageConfig):
     experiment: str
     settings: Tree = field(default_factory=dict)
 
+    product = "run"
+
     def __post_init__(self) -> None:
         for name in ("output", "seed"):
             if name in self.settings:
@@ -39,25 +39,21 @@ class Config(StageConfig):
                     + ("; a stage's own `seed` holds for all jobs." if name == "seed" else ".")
                 )
 
-    @property
-    def product(self) -> str:
-        return PRODUCT
-
     def resolved(self) -> Tree:
         tree = merge(read_tree(self.experiment), self.settings)
         tree = {name: value for name, value in tree.items() if name not in ("output", "seed")}
         if "init_from" not in tree:  # else the model is known only when the other stage has run
-            decode(Experiment, {"output": PRODUCT, **tree})
+            decode(Experiment, {"output": self.product, **tree})
         return tree
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         file = folder / "experiment.yaml"
-        tree = {"output": str(folder / PRODUCT), "seed": seed, **settings}
+        tree = {"output": str(folder / self.product), "seed": seed, **settings}
         write_text(file, yaml.safe_dump(tree, sort_keys=False))
         return [["train", str(file), "--processes", "1"]]
 
     def scores(self, folder: Path) -> Mapping[str, float]:
-        rows = list(read_rows(folder / PRODUCT / "metrics.jsonl"))
+        rows = list(read_rows(folder / self.product / "metrics.jsonl"))
         evaluated = [row for row in rows if any(name.startswith("heldout/") for name in row)]
         if not evaluated:
             raise SamestepError(f"{folder} has no evaluation. Set training.evaluate_every.")
