@@ -73,6 +73,7 @@ def running_hub(folder: Path, cache: Path) -> Iterator[Hub]:
 def taken_for_the_hub(endpoint: str, cache: Path) -> Iterator[None]:
     """Directs the clients of this process, and of those it starts, to an endpoint."""
     import datasets.config
+    import transformers.utils.hub
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patch:
@@ -88,6 +89,8 @@ def taken_for_the_hub(endpoint: str, cache: Path) -> Iterator[None]:
         patch.setattr(constants, "HF_URL_HOSTS", frozenset({"127.0.0.1"}), raising=False)
         patch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+        # Its client keeps the endpoint of its first use, and a connection to it.
+        patch.setattr(transformers.utils.hub, "_hf_api", None)
         yield
 
 
