@@ -1,7 +1,7 @@
 """Masked language modeling (Devlin et al. 2019, "BERT", section 3.1), with new masks each epoch.
 
 The masks of an example are hashes of (its key, position), so they do not depend on the batch or the
-process that holds it. The key differs from epoch to epoch.
+process that holds it. The key differs from epoch to epoch, unless `maskings` limits the choice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trainer.objectives.chosen_tokens import ChosenTokens, check_ngrams
 from trainer.objectives.rows import Bools, Int32, Int64
 
 _REPLACE = name_key("mlm.replace")
+_TEXT = name_key("mlm.text")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Config(ObjectiveConfig):
         whole_words: predicts all tokens of a word or none, as many words as fit into the fraction.
         ngrams: predicts runs of up to this number of words (or tokens, without `whole_words`); a
             run of n has a probability proportional to 1/n (Lan et al. 2020, "ALBERT": 3).
+        maskings: number of different maskings of a row, of which each epoch draws one, as from a
+            file that was masked beforehand; they do not depend on the seed. 1 is static masking
+            (Liu et al. 2019, "RoBERTa", section 4.1); BERT's files had 10. null: new masks in each
+            epoch.
     """
 
     masked = True
@@ -41,6 +46,7 @@ class Config(ObjectiveConfig):
     replace_random: float = 0.1
     whole_words: bool = False
     ngrams: int = 1
+    maskings: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_fraction <= 1:
@@ -56,6 +62,8 @@ class Config(ObjectiveConfig):
             )
 
         check_ngrams(self.ngrams)
+        if self.maskings is not None and self.maskings < 1:
+            raise ConfigError(f"maskings is {self.maskings}. Use 1 or more, or null.")
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLM(self, vocabulary)
@@ -95,12 +103,20 @@ class MaskedLM(ChosenTokens):
 
     def predict(self, tokens: Int32, examples: Examples) -> Batch:
         """Masks rows of tokens [B, S] in place; returns the columns of the predictions."""
-        predicted, labels, used = self.mask(tokens, examples.key)
+        predicted, labels, used = self.mask(tokens, self.masking_key(tokens, examples))
         return {
             "predicted": predicted,
             "labels": labels.astype(np.int64),
             "weights": used * examples.weight[:, None],
         }
+
+    def masking_key(self, tokens: Int32, examples: Examples) -> U64:
+        """Returns what each row's masks are hashed from: uint64 [B]."""
+        if self.config.maskings is None:
+            return examples.key
+        # A factor for each column, so that the order of tokens counts; odd, so that none is lost.
+        text = tokens.astype(np.uint64) @ (mix(np.arange(tokens.shape[1])) | np.uint64(1))
+        return combine(_TEXT, text, examples.key % np.uint64(self.config.maskings))
 
     def mask(self, tokens: Int32, key: U64) -> tuple[Int64, Int32, Bools]:
         """Masks rows of tokens [B, S], in place.

@@ -84,7 +84,7 @@ class MaskedSpans(mlm.MaskedLM):
         return super().pack_spec(sequence_length)
 
     def predict(self, tokens: Int32, examples: Examples) -> Batch:
-        config, key = self.config, examples.key
+        config, key = self.config, self.masking_key(tokens, examples)
         # The budget is the same as for single tokens; only their places are chosen together.
         maskable, count = self.budget(tokens)
         likely = geometric_probabilities(config.span_p, config.longest_span)

@@ -137,6 +137,8 @@ def _cost_line(cost: Cost) -> list[str]:
 
 
 def _mean(row: Row, measure: Measure) -> str:
+    if measure.minus is not None:  # a difference itself
+        return _estimate(row.mean, measure)
     text = _number(row.mean.mean, measure)
     if row.mean.deviation is None:
         return text

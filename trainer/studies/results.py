@@ -128,16 +128,30 @@ class _Score:
 
 
 def _scored(study: Study, jobs: Jobs, measure: Measure, arm: str) -> dict[int, _Score]:
-    """The scores of an arm's finished jobs, by the first seed that has each job."""
+    """The scores of an arm's finished jobs, by the first seed that has these jobs."""
     found: dict[int, _Score] = {}
     seen = set()
     for seed in range(study.config.seeds):
-        job = jobs.of.get((arm, seed, measure.stage))
-        if job is None or job.digest in seen or (result := job.result()) is None:
+        scored = [jobs.of.get((arm, seed, stage)) for stage, _ in measure.parts]
+        results = [(job, job.result()) for job in scored if job is not None]
+        finished = [(job, result) for job, result in results if result is not None]
+        digests = tuple(job.digest for job, _ in finished)
+        if len(finished) < len(measure.parts) or digests in seen:
             continue
-        seen.add(job.digest)
-        found[seed] = _score(job, result, measure.name)
+        seen.add(digests)
+        scores = [
+            _score(job, result, name)
+            for (job, result), (_, name) in zip(finished, measure.parts, strict=True)
+        ]
+        found[seed] = scores[0] if len(scores) == 1 else _minus(*scores)
     return found
+
+
+def _minus(one: _Score, other: _Score) -> _Score:
+    known = None
+    if one.of_rows is not None and other.of_rows is not None:
+        known = one.of_rows.minus(other.of_rows)
+    return _Score(one.value - other.value, known)
 
 
 def _score(job: Job, result: Result, name: str) -> _Score:

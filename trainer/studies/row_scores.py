@@ -46,6 +46,17 @@ class RowScore:
     def value(self) -> float:
         return float(self.of_sums(self.rows.sum(0)))
 
+    def minus(self, other: RowScore) -> RowScore | None:
+        """The difference from a score on the same rows; None if it is on another number of rows."""
+        if len(self.rows) != len(other.rows):
+            return None
+        own = self.rows.shape[1]
+
+        def of_sums(sums: Floats) -> Floats:
+            return self.of_sums(sums[..., :own]) - other.of_sums(sums[..., own:])
+
+        return RowScore(np.hstack([self.rows, other.rows]), of_sums)
+
 
 def read_row_score(file: Path, name: str) -> RowScore | None:
     """Reads a score from the predictions of a task; None if it is no function of sums over rows.

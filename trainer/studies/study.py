@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from trainer.config import Kinds, Tree, decode, read_tree, recipes
-from trainer.config.tree import merge
+from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.studies import costs
 from trainer.studies.stages import StageConfig
@@ -28,22 +28,21 @@ class Measure:
 
     Attributes:
         score: stage and score, as pretrain/loss or sst2/accuracy.
+        minus: another one that is subtracted: the gain over random weights, say.
         better: whether a higher or a lower number is better.
         percent: show fractions as percentages.
     """
 
     score: str
+    minus: str | None = None
     better: Literal["higher", "lower"] = "higher"
     percent: bool = False
 
     @property
-    def stage(self) -> str:
-        return self.score.partition("/")[0]
-
-    @property
-    def name(self) -> str:
-        """The score's name in its stage."""
-        return self.score.partition("/")[2]
+    def parts(self) -> list[tuple[str, str]]:
+        """Stage and name of the score, and of the one that is subtracted."""
+        named = [self.score] if self.minus is None else [self.score, self.minus]
+        return [(stage, name) for stage, _, name in (each.partition("/") for each in named)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +90,7 @@ class Config:
         stages: what every arm does, in this order; see `trainer.studies.stages`. A stage may use
             those before it.
         arms: settings of stages that differ in this arm, by the arm's name.
+        scales: settings of the study that differ at a scale, by its name.
         baseline: the arm that the others are compared with; null is the first.
         measures: what is compared, by name.
         primary: the main comparison; null for a study that only explores.
@@ -106,6 +106,7 @@ class Config:
     stages: dict[str, Tree]
     arms: dict[str, Tree]
     measures: dict[str, Measure]
+    scales: dict[str, Tree] = field(default_factory=dict)
     baseline: str | None = None
     primary: Primary | None = None
     curves: tuple[Curves, ...] = ()
@@ -120,12 +121,13 @@ class Config:
                 raise ConfigError(f"{name} is empty. Name at least one.")
         _among(self.baseline or self.first, self.arms, "baseline")
         for name, measure in self.measures.items():
-            _among(measure.stage, self.stages, f"measures.{name}.score")
-            if not measure.name:
-                raise ConfigError(
-                    f"measures.{name}.score is {measure.score!r}. Write the stage and the score, "
-                    f"as {measure.stage}/loss."
-                )
+            for setting, (stage, score) in zip(("score", "minus"), measure.parts, strict=False):
+                _among(stage, self.stages, f"measures.{name}.{setting}")
+                if not score:
+                    raise ConfigError(
+                        f"measures.{name}.{setting} is {stage!r}. Write the stage and the score, "
+                        f"as {stage}/loss."
+                    )
         for number, curves in enumerate(self.curves):
             _among(curves.stage, self.stages, f"curves.{number}.stage")
         for arm, changes in self.arms.items():
@@ -175,7 +177,11 @@ class Study:
             ConfigError: the file does not describe a study.
         """
         path = recipes.locate(file)
-        return cls(path.stem, decode(Config, read_tree(path, overrides)), path.parent)
+        tree = read_tree(path, overrides)
+        at_scale = (tree.get("scales") or {}).get(tree.get("scale"), {})
+        for changes in (at_scale, *map(parse_override, overrides)):
+            tree = merge(tree, changes)
+        return cls(path.stem, decode(Config, tree), path.parent)
 
     @property
     def baseline(self) -> str:

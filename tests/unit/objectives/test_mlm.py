@@ -171,6 +171,17 @@ def test_masks_change_with_the_key_and_are_spread_evenly_over_the_row():
     assert chi_square < 110  # 61 degrees of freedom: 99.99 % lie below
 
 
+def test_a_row_has_as_many_maskings_as_are_asked_for():
+    row = list(range(10, 40))
+    examples = make_examples([[row]] * 200 + [[row[::-1]]], isolated=True)
+    for maskings in (1, 3):
+        predicted = Config(maskings=maskings).build(VOCABULARY).collate(examples, 32)["predicted"]
+        assert len(np.unique(predicted[:200], axis=0)) == maskings
+        assert not (predicted[:200] == predicted[200]).all(axis=1).any()
+    predicted = Config().build(VOCABULARY).collate(examples, 32)["predicted"]
+    assert len(np.unique(predicted[:200], axis=0)) > 190
+
+
 def test_predicted_tokens_are_masked_replaced_and_kept_at_the_given_rates():
     examples = make_examples([[[500] * 62]] * 20_000, False)
     batch = Config(replace_mask=0.6, replace_random=0.3).build(VOCABULARY).collate(examples, 64)
@@ -319,9 +330,10 @@ def test_a_vocabulary_of_special_tokens_only_is_rejected():
         {"mask_fraction": float("nan")},
         {"replace_mask": 0.95},
         {"replace_random": -0.1},
+        {"maskings": 0},
     ],
 )
-def test_invalid_fractions_are_rejected(settings: dict[str, float]):
+def test_invalid_settings_are_rejected(settings: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         decode(Config, settings, "objective")
 

@@ -12,13 +12,20 @@ from trainer.studies.statistics import detectable
 from trainer.studies.study import Study
 
 FILES = sorted((recipes.FOLDER / "studies").glob("*.yaml"))
+OWN_FILES = ("conll2003/train.conll", "conll2003/valid.conll")  # of users; no index has them
 SCALES = sorted(path.name for path in (recipes.FOLDER / "studies" / "scales").iterdir())
 PAGES = Path(__file__).parents[3] / "docs" / "studies"
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_arm_has_its_jobs(file: Path, scale: str, tmp_path: Path) -> None:
+def test_every_arm_has_its_jobs(
+    file: Path, scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for own in OWN_FILES:
+        (tmp_path / own).parent.mkdir(exist_ok=True)
+        (tmp_path / own).touch()
     study = Study.read(str(file), [f"scale={scale}"])
     jobs = list_jobs(study, tmp_path)
     assert {arm for arm, *_ in jobs.of} == set(study.config.arms)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from trainer.checkpoint.integrity import committed_steps, step_folder
 from trainer.config import Tree, read_tree
 from trainer.config.tree import merge
+from trainer.errors import ConfigError, DataError
 from trainer.storage import write_text
 from trainer.studies.finetune.suite import PREDICTIONS, read_results
 from trainer.studies.inputs import stamps_of
@@ -23,20 +25,28 @@ class Config(StageConfig):
     Attributes:
         task: file of the task.
         start: the checkpoint, as stage:pretrain.
+        at: share of the steps of `start` after which the checkpoint was saved, as 0.25; 1 is its
+            end. The run must have kept it (`checkpoint.keep_every`).
         scratch: start from random weights of the checkpoint's architecture instead.
         settings: that replace the task file's, as epochs or experiment.model.dropout.
     """
 
     task: str
     start: str
+    at: float = 1.0
     scratch: bool = False
     settings: Tree = field(default_factory=dict)
 
     product = "model"
 
+    def __post_init__(self) -> None:
+        if not 0 < self.at <= 1:
+            raise ConfigError(f"at is {self.at}. Use a share above 0 and at most 1, as 0.25.")
+
     def resolved(self) -> Tree:
         tree = merge(read_tree(self.task), self.settings)
-        return {"task": tree, "start": self.start, "scratch": self.scratch}
+        found = {"task": tree, "start": self.start, "scratch": self.scratch}
+        return found if self.at == 1 else {**found, "at": self.at}
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
         return stamps_of(resolved["task"])
@@ -47,7 +57,8 @@ class Config(StageConfig):
         chosen = ["--seeds", "1", "--first-seed", str(seed), "--parallel", "1"]
         chosen += ["--scratch-only"] * self.scratch
         suite = ["--output", str(folder / "suite")]
-        return [["finetune-suite", settings["start"], "--tasks", str(file), *chosen, *suite]]
+        start = _checkpoint(settings["start"], self.at)
+        return [["finetune-suite", start, "--tasks", str(file), *chosen, *suite]]
 
     def finish(self, folder: Path) -> None:
         # The run's folder is named by a digest that only the suite knows.
@@ -63,3 +74,18 @@ class Config(StageConfig):
     def predictions(self, folder: Path) -> Path | None:
         file = folder / self.product / PREDICTIONS
         return file if file.exists() else None
+
+
+def _checkpoint(start: str, share: float) -> str:
+    """The checkpoint of a run after a share of its steps."""
+    if share == 1:
+        return start
+    root = Path(start) / "checkpoints"
+    steps = committed_steps(root)
+    step = round(share * max(steps, default=0))
+    if step not in steps:
+        raise DataError(
+            f"{start} has no checkpoint of step {step}, which `at: {share}` needs. Set "
+            "checkpoint.every and checkpoint.keep_every of that run to a divisor of it."
+        )
+    return str(step_folder(root, step))
