@@ -160,7 +160,9 @@ def _estimate(estimate: Estimate, measure: Measure) -> str:
 
 
 def _number(value: float, measure: Measure) -> str:
-    return f"{100 * value:.1f}" if measure.percent else f"{value:.3f}"
+    if measure.percent:
+        return f"{100 * value:.1f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
 
 
 def _signed(value: float, measure: Measure) -> str:

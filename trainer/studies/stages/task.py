@@ -15,6 +15,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.storage import write_text
 from trainer.studies.finetune.suite import PREDICTIONS, read_results
 from trainer.studies.inputs import stamps_of
+from trainer.studies.size import sizes
 from trainer.studies.stages import StageConfig
 
 
@@ -69,7 +70,7 @@ class Config(StageConfig):
 
     def scores(self, folder: Path) -> Mapping[str, float]:
         (result,) = read_results(folder / "suite").values()
-        return result.scores
+        return {**result.scores, **sizes(folder / self.product)}
 
     def predictions(self, folder: Path) -> Path | None:
         file = folder / self.product / PREDICTIONS

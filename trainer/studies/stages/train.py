@@ -13,6 +13,7 @@ from trainer.config.tree import merge
 from trainer.errors import ConfigError, SamestepError
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import write_text
+from trainer.studies.size import sizes
 from trainer.studies.stages import StageConfig
 from trainer.training.experiment import Experiment
 
@@ -57,4 +58,5 @@ class Config(StageConfig):
         evaluated = [row for row in rows if any(name.startswith("heldout/") for name in row)]
         if not evaluated:
             raise SamestepError(f"{folder} has no evaluation. Set training.evaluate_every.")
-        return {**scores_of(evaluated[-1], of_tokens=False), "steps": float(rows[-1]["step"])}
+        scores = scores_of(evaluated[-1], of_tokens=False)
+        return {**scores, "steps": float(rows[-1]["step"]), **sizes(folder / self.product)}
