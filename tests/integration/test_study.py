@@ -22,7 +22,7 @@ model: {kind: bert, vocab_size: 300, layers: 1, width: 16, heads: 2, ffn_width: 
 objective: {kind: mlm, mask_fraction: 0.15}
 optimizer: {kind: adamw, lr: 1e-3}
 training: {steps: 40, global_batch_size: 8, evaluate_every: 10, evaluate_batches: 2, log_every: 10}
-checkpoint: {every: 5}
+checkpoint: {every: 5, keep_every: 20}
 accelerator: cpu
 """  # noqa: E501
 STUDY = """
@@ -34,7 +34,7 @@ stages:
   corpus: {kind: build, recipe: corpus.yaml}
   pretrain: {kind: train, experiment: pretrain.yaml}
   often: {kind: evaluate, run: stage:pretrain, settings: {objective: {mask_fraction: 0.5}}}
-  topic: {kind: task, task: classification.yaml, start: stage:pretrain}
+  topic: {kind: task, task: classification.yaml, start: stage:pretrain, at: 0.5}
 arms:
   small: {often: null}
   large: {pretrain: {settings: {optimizer: {lr: 3e-3}}}, topic: {scratch: true}}

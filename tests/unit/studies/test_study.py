@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Config as Settings
 from trainer.errors import ConfigError
+from trainer.studies import page, results
 from trainer.studies.costs import Config as Costs
 from trainer.studies.costs import CpuEnergy, Usage
-from trainer.studies.jobs import Jobs, list_jobs
+from trainer.studies.jobs import Jobs, Result, list_jobs
+from trainer.studies.size import sizes
 from trainer.studies.study import Study
 
 EXPERIMENT = {
@@ -108,6 +113,49 @@ def test_an_arm_may_leave_out_a_stage(tmp_path: Path) -> None:
     assert ("b", 0, "again") not in jobs.of
 
 
+def test_a_scale_may_change_settings_and_overrides_have_the_last_word(tmp_path: Path) -> None:
+    tree = content(tmp_path) | {"scales": {"large": {"seeds": 5, "baseline": "b"}}}
+    config = read(tree, tmp_path).config
+    assert (config.seeds, config.baseline) == (2, None)
+    config = read(tree, tmp_path, "scale=large", "seeds=3").config
+    assert (config.seeds, config.baseline) == (3, "b")
+
+
+def test_a_gain_is_the_difference_of_two_stages_of_an_arm(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["measures"]["gain"] = {"score": "again/loss", "minus": "pretrain/loss", "better": "lower"}
+    study = read(tree, tmp_path)
+    jobs = list_jobs(study, tmp_path / "jobs")
+    for job in jobs.all:
+        start = job.needs.get("pretrain")  # of `again`, which loses 1 + seed in the arm b
+        loss = 5 + job.seed
+        if start is not None and start.resolved["optimizer"]["lr"] == 0.1:
+            loss += 1 + job.seed
+        job.folder.mkdir(parents=True, exist_ok=True)
+        Result({"loss": loss}, Usage()).save(job.folder)
+    found = results.collect(study, jobs)
+    assert [row.values for row in found.of("gain")] == [[0, 0], [1, 2]]
+    (_, line) = page.lines(found)
+    assert line[0] == "b"
+    assert line[3].startswith("+1.500 [\N{MINUS SIGN}4.853")
+
+
+def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    assert sizes(tmp_path) == {}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", Settings(), rank=0, world_size=1)
+    for step, size in ((1, 10), (2, 30)):
+        tensors = {
+            "model/a": torch.zeros(size, 2),
+            "model/b": torch.zeros(3),
+            "optimizer/exp_avg/a": torch.zeros(size, 2),
+        }
+        checkpointer.save(step, tensors, {})
+        checkpointer.wait()
+    found = sizes(tmp_path)
+    assert found["trained_parameters"] == 63
+    assert found["checkpoint_bytes"] > 4 * (60 + 3 + 60)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -115,6 +163,7 @@ def test_an_arm_may_leave_out_a_stage(tmp_path: Path) -> None:
         ("baseline=c", "baseline is 'c'. Use one of a, b"),
         ("arms.b={other: {}}", "arms.b is 'other'. Use one of corpus, pretrain, again"),
         ("measures.loss.score=pretrain", "Write the stage and the score, as pretrain/loss"),
+        ("measures.loss.minus=pretrain", "measures.loss.minus is 'pretrain'. Write the stage"),
         ("measures.loss.score=fit/loss", "measures.loss.score is 'fit'. Use one of corpus"),
         ("curves=[{stage: fit}]", "curves.0.stage is 'fit'"),
         (
