@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.pairing import arguments
 from data_pipeline.building import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.sources import Source, jsonl, python_docs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer.hashing import combine
@@ -95,7 +96,7 @@ def prepare_dataset(args: argparse.Namespace, folder: Path, shard_bytes: int) ->
 def make_dataset(corpus: Path, tokenizer: Path, folder: Path, shard_bytes: int = 2**25) -> Path:
     """Builds a dataset with one worker process."""
     source = jsonl.Config((str(corpus),))
-    config = build.Config(
+    config = BuildConfig(
         source, TokenizerConfig(str(tokenizer)), str(folder), shard_bytes=shard_bytes, workers=1
     )
     build.build(config)

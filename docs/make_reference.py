@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from data_pipeline.building import build
+from data_pipeline.building.config import Config as BuildConfig
 from launch.records import KINDS
 from trainer.config import Kinds
 from trainer.config.decode import kinds_of
@@ -32,7 +32,7 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", t
 def render() -> str:
     """The whole page."""
     experiment = _section(Experiment, "", "An experiment: `samestep train FILE`", {})
-    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`", {})
+    dataset = _section(BuildConfig, "", "A dataset: `samestep data build FILE`", {})
     study = _section(study_file.Config, "", "A study: `samestep study FILE`", {})
     return "\n".join([HEADER, *experiment, *dataset, *study, *_stages(), *_clusters()])
 

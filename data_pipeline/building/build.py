@@ -22,15 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 
 from data_pipeline import dedup
-from data_pipeline.building import decontamination, duplicates, pool
+from data_pipeline.building import duplicates, pool
+from data_pipeline.building.config import Config
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.slices import Claim, Slice
 from data_pipeline.building.units import (
@@ -53,12 +52,10 @@ from data_pipeline.format.manifest import (
     ShardInfo,
     token_dtype,
 )
-from data_pipeline.sources import PairSource, Source, SourceConfig, TaskSource
-from data_pipeline.tokenizers.sentences import Splitter, splitter_version
-from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from data_pipeline.sources import PairSource, Source, TaskSource
+from data_pipeline.tokenizers.sentences import splitter_version
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Kinds, Tree, renamed, to_tree
-from trainer.config.sizes import parse_size
+from trainer.config import Tree, renamed, to_tree
 from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, shown
 
@@ -66,66 +63,6 @@ logger = logging.getLogger(__name__)
 
 _MANY_UNKNOWN = 1e-3  # fraction of tokens; usual text has far fewer
 _SHARD_NAME = re.compile(r"(train|heldout)-\d{6,}\.tar")
-
-
-@dataclass(frozen=True)
-class Config:
-    """A dataset: its source, and how it is built.
-
-    Attributes:
-        source: where the raw text comes from.
-        tokenizer: the tokenizer, and how `samestep data tokenizer` trains it.
-        output: the dataset's folder.
-        heldout_fraction: fraction of the documents, chosen by the hash of their text, that is held
-            out for evaluation; not used if the source names files for that.
-        shard_bytes: bytes of raw text in a shard, which is also the unit of work.
-        limit: how much of the source is read, decompressed, such as "1GB": its first documents;
-            None means all of it.
-        rows: number of rows to train on: the first ones; None means all. Held-out rows, which have
-            files of their own then, are not counted.
-        sentences: how documents are split into sentences, which `packing: pairs` needs: "rules"
-            (marks and blank lines) or "lines" (each line is a sentence); None omits boundaries.
-        workers: number of processes; None means one per core.
-        dedup: how documents that repeat an earlier one are found and left out; None keeps them.
-        decontaminate: leaves out documents that contain text of a test.
-        on_error: whether a record without a document stops the build ("stop"), or is counted,
-            listed and left out ("skip").
-    """
-
-    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
-    tokenizer: TokenizerConfig
-    output: str
-    heldout_fraction: float = 0.005
-    shard_bytes: int = 2**25
-    limit: str | None = None
-    rows: int | None = None
-    sentences: Splitter | None = None
-    dedup: Annotated[dedup.Config, Kinds("data_pipeline.dedup")] | None = None
-    decontaminate: decontamination.Config | None = None
-    workers: int | None = None
-    on_error: Literal["stop", "skip"] = "stop"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.heldout_fraction < 1:
-            raise ConfigError(
-                f"heldout_fraction must be a fraction in [0, 1), not {self.heldout_fraction}"
-            )
-        if self.shard_bytes < 1:
-            raise ConfigError(
-                f"shard_bytes must be at least 1, not {self.shard_bytes}. The default is {2**25}."
-            )
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(
-                f"workers must be at least 1, not {self.workers}. Leave it out for one per core."
-            )
-        if self.rows is not None and self.rows < 1:
-            raise ConfigError(f"rows is {self.rows}. Use at least 1, or leave it out for all rows.")
-        _ = self.limit_bytes  # rejects text that is no size
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The limit in bytes."""
-        return None if self.limit is None else parse_size(self.limit, "limit")
 
 
 def build(config: Config, force: bool = False, part: Slice | None = None) -> Manifest | None:

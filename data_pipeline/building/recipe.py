@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from data_pipeline.building.build import Config
+from data_pipeline.building.config import Config
 from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, decode, read_tree
 from trainer.config.tree import merge, parse_override

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.building.build import Config, rejection
+from data_pipeline.building.build import rejection
+from data_pipeline.building.config import Config
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.units import hashed_share, limited
 from data_pipeline.sources import BadRecord, Source

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.building import build
+from data_pipeline.building.config import Config as BuildConfig
 from tests.integration.commands import SAMESTEP, Samestep, Start, losses
 from trainer.config import Kinds, decode, dump, load, to_tree
 from trainer.studies.finetune.task import Task
@@ -147,7 +147,7 @@ def test_named_configuration(path: Path, tmp_path: Path) -> None:
         return
     if path.parts[1] == "studies":
         return  # tests/unit/studies/test_study_files.py
-    schema = build.Config if path.parts[1] == "data" else Experiment
+    schema = BuildConfig if path.parts[1] == "data" else Experiment
     config = load(schema, str(path))
     (tmp_path / "resolved.yaml").write_text(dump(config))
     assert load(schema, str(tmp_path / "resolved.yaml")) == config

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.building import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.recipe import load_recipe
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.remote import fetch_tokenizer
@@ -89,7 +89,7 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
         yield f"data.sources={json.dumps(sources)}"
 
 
-def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
+def _dataset_inputs(config: BuildConfig, to: str | None) -> Iterator[str]:
     """Downloads a dataset's tokenizer and source texts; yields the settings."""
     folder, tokenizer, source = Path(to or "fetched"), config.tokenizer.path, config.source
     if is_hub_path(tokenizer):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from data_pipeline.building.build import Config as BuildConfig
 from data_pipeline.building.build import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.format.manifest import MANIFEST
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.length_groups import can_group

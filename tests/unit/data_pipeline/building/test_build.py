@@ -20,7 +20,8 @@ import pytest
 import yaml
 
 from data_pipeline.building import pool
-from data_pipeline.building.build import Config, build
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.building.units import Outcome, UnitWriter, cut, outcome_path
 from data_pipeline.building.verify import verify

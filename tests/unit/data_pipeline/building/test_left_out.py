@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.building import decontamination, duplicates
-from data_pipeline.building.build import Config, build
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config
 from data_pipeline.building.slices import Slice
 from data_pipeline.building.units import CONTAMINATED, DUPLICATE
 from data_pipeline.dedup import exact, minhash

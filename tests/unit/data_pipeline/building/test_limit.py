@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from data_pipeline.building import build as build_module
 from data_pipeline.building.build import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import jsonl
@@ -26,7 +26,7 @@ def config(tmp_path):
         )
 
     def make(limit=None, output="dataset", **settings):
-        return build_module.Config(
+        return BuildConfig(
             source=jsonl.Config((str(tmp_path / "*.jsonl"),)),
             tokenizer=TokenizerConfig(path=str(tmp_path / "tokenizer"), vocab_size=200),
             output=str(tmp_path / output),

@@ -15,7 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from data_pipeline.building.build import Config, build
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config
 from data_pipeline.building.verify import verify
 from data_pipeline.inspection.report import inspect
 from data_pipeline.inspection.show import show

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.building.build import Config, build
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config
 from data_pipeline.building.slices import Claim, Slice
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest

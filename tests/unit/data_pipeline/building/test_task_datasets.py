@@ -21,7 +21,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from data_pipeline.building.build import Config, build
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config
 from data_pipeline.building.task_rows import encode
 from data_pipeline.building.units import Outcome, outcome_path
 from data_pipeline.building.verify import verify

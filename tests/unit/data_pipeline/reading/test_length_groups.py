@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.building.build import Config, build
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config
 from data_pipeline.order.example_order import Location, Order, SinglePass
 from data_pipeline.reading.length_groups import GROUPS, LengthGroups
 from data_pipeline.sources import classification

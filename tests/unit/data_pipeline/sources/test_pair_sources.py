@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.building.build import Config as BuildConfig
 from data_pipeline.building.build import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.packing.text_pairs import lengths
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import BadRecord, PairSource, jsonl_pairs, parallel_text, tsv_pairs

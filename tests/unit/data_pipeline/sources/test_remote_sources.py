@@ -14,6 +14,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from data_pipeline.building import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.sources import huggingface, jsonl, parquet, text
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
@@ -59,7 +60,7 @@ def test_patterns_on_the_hub_are_listed_and_read_in_order(hub):
 def test_the_signature_of_an_address_does_not_get_into_the_dataset(hub, tmp_path):
     def signed(signature):
         address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/b.jsonl.gz?X-Amz-Signature={signature}"  # noqa: E501
-        return build.Config(
+        return BuildConfig(
             source=jsonl.Config((address,)),
             tokenizer=TokenizerConfig(path=str(tmp_path / "tokenizer"), vocab_size=100),
             output=str(tmp_path / "dataset"),

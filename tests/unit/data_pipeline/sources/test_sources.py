@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_pipeline.building.build import Config as BuildConfig
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.sources import BadRecord, jsonl, python_docs, text, webdataset
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, DataError

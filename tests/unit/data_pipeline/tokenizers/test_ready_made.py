@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from data_pipeline.building import build as build_module
 from data_pipeline.building.build import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.units import limited
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.hub import running_hub
@@ -108,14 +108,14 @@ def tokenizer(tmp_path_factory):
 def test_a_ready_made_dataset_is_built_from_the_files_it_names(name, tokenizer, tmp_path):
     repository, files, other, content = LAYOUTS[name]
     settings = [f"tokenizer.path={tokenizer}", f"output={tmp_path / 'dataset'}", "workers=1"]
-    config = load(build_module.Config, str(FOLDER / f"{name}.yaml"), settings)
+    config = load(BuildConfig, str(FOLDER / f"{name}.yaml"), settings)
     with running_hub(tmp_path / "repositories", tmp_path / "cache") as hub:
         for file in (*files, other):
             hub.write(f"datasets/{repository}/{file}", content)
         whole = build(config)
         assert [file.partition(repository)[2].partition("/")[2] for file in whole.files] == files
         assert (whole.documents_in, whole.documents_rejected) == (2 * len(TEXTS), {})
-        config = load(build_module.Config, str(FOLDER / f"{name}.yaml"), ["limit=2kB"])
+        config = load(BuildConfig, str(FOLDER / f"{name}.yaml"), ["limit=2kB"])
         assert (
             0
             < sum(1 for _ in limited(config.source.build().records(), config.limit_bytes))

@@ -17,6 +17,7 @@ import transformers
 from sentencepiece import sentencepiece_model_pb2
 
 from data_pipeline.building import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.push import push
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.building.verify import verify
@@ -166,7 +167,7 @@ def test_a_dataset_is_built_with_it_and_copied_with_it(s3_folder, tmp_path) -> N
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     wanted = Config(str(tmp_path / "tokenizer"), "unigram", vocab_size=1200, sample=0.5)
-    config = build.Config(
+    config = BuildConfig(
         jsonl.Config((str(corpus),)),
         wanted,
         str(tmp_path / "dataset"),

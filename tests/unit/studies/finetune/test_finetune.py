@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.building.build import Config as BuildConfig
 from data_pipeline.building.build import build
+from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import multiple_choice, question_answering, table_pairs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
