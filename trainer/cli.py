@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,7 +122,9 @@ def _add_evaluate(commands: Commands) -> None:
         "evaluate",
         _evaluate,
         "score a run's newest checkpoint on the held-out documents",
-        "example:\n  samestep evaluate runs/bert_mini",
+        "examples:\n  samestep evaluate runs/bert_mini\n"
+        "  samestep evaluate runs/bert_mini --encoder runs/mrpc    (what has it forgotten?)\n"
+        "  samestep evaluate runs/mrpc_0 --ensemble runs/mrpc_1 --ensemble runs/mrpc_2",
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
@@ -138,6 +140,20 @@ def _add_evaluate(commands: Commands) -> None:
     )
     evaluate.add_argument(
         "--scores", type=Path, metavar="FILE", help="also write the scores to this file, as JSON"
+    )
+    evaluate.add_argument(
+        "--encoder",
+        metavar="CKPT",
+        help="take all parameters but the heads from this checkpoint, as a run that was "
+        "fine-tuned from RUN: how well it still does RUN's own task",
+    )
+    evaluate.add_argument(
+        "--ensemble",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="combine the predictions with those of this run of the same task; repeat it for more "
+        "runs. The outputs are averaged; for tags, the runs vote",
     )
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
@@ -309,45 +325,57 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from trainer.config import decode
-    from trainer.config.renamed import read_stored
     from trainer.elastic import agent
-    from trainer.training.experiment import Experiment
 
-    file = os.path.join(args.run_folder, "config.yaml")
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run"
-        )
-    experiment = decode(Experiment, read_stored(file, args.overrides))
-    # The folder may have been moved since the run was trained.
-    experiment = dataclasses.replace(experiment, output=args.run_folder)
-    step = _step(args.step, experiment)
+    folders = [args.run_folder, *args.ensemble]
+    experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
+    steps = [_step(args.step, experiment) for experiment in experiments]
     if args.generate is not None:
-        from trainer.inference import scores
+        from trainer.inference.scores import evaluate as evaluate_texts
 
-        if args.predictions is not None:
-            raise ConfigError(
-                "--predictions writes the predictions of a head, and --generate writes texts; "
-                "leave one out, or let samestep generate write texts to a file"
-            )
-        return _show_scores(
-            scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit),
-            args.scores,
-        )
-    processes = _processes_to_start(args, experiment)
+        for option in ("predictions", "encoder", "ensemble"):
+            if getattr(args, option):
+                raise ConfigError(
+                    f"--{option} is for the predictions of a head, and --generate writes texts; "
+                    "leave one out (samestep generate writes texts to a file)"
+                )
+        settings = (args.generate, args.metrics, args.pairs, args.limit)
+        return _show_scores(evaluate_texts(experiments[0], steps[0], *settings), args.scores)
+    processes = _processes_to_start(args, experiments[0])
     if processes > 1:
-        flags = [] if step is None else [f"--step={step}"]
-        flags += [] if args.predictions is None else [f"--predictions={args.predictions}"]
-        flags += [] if args.scores is None else [f"--scores={args.scores}"]
+        given = ("step", "predictions", "scores", "encoder")
+        flags = [f"--{name}={getattr(args, name)}" for name in given if getattr(args, name)]
+        flags += [f"--ensemble={run}" for run in args.ensemble]
         return agent.run_workers(
             main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes
         )
     if processes == 1:
-        experiment = experiment.in_one_process()
-    from trainer.inference.evaluate import evaluate
+        experiments = [experiment.in_one_process() for experiment in experiments]
+    from trainer.inference.evaluate import Member, evaluate
 
-    return _show_scores(evaluate(experiment, step, args.predictions), args.scores)
+    others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
+    scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
+    return _show_scores(scores, args.scores)
+
+
+def _stored_experiment(folder: str, overrides: Sequence[str]) -> Experiment:
+    """Reads the experiment of a run.
+
+    Raises:
+        ConfigError: the folder is no run, or a setting is invalid.
+    """
+    from trainer.config import decode
+    from trainer.config.renamed import read_stored
+    from trainer.training.experiment import Experiment
+
+    file = os.path.join(folder, "config.yaml")
+    if not os.path.isfile(file):
+        raise ConfigError(
+            f"{folder} is no run (no config.yaml in it); name the output folder of a run"
+        )
+    experiment: Experiment = decode(Experiment, read_stored(file, overrides))
+    # The folder may have been moved since the run was trained.
+    return dataclasses.replace(experiment, output=folder)
 
 
 def _step(said: str | None, experiment: Experiment) -> int | None:

@@ -11,9 +11,11 @@ from typing import Any
 import jinja2
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
 from data_pipeline.format.shards import Tokens
 from trainer.errors import ConfigError
+from trainer.inference.attention_patterns import Patterns
 from trainer.inference.features import check_new, chosen_layers, new_array, tokenize
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
 from trainer.progress import Progress
@@ -43,9 +45,12 @@ def run(
         raise ConfigError("--layers has 0, the embeddings, which have no attention; use 1 or more")
     tokens = tokenize(encoder, texts)
     logger.info("reading %d texts on %s", len(tokens), encoder.device)
-    shape = write(encoder, tokens, numbers, output, page, batch_tokens)
+    shape, patterns = write(encoder, tokens, numbers, output, page, batch_tokens)
     logger.info("wrote %s: float32 %s", output, " x ".join(map(str, shape)))
     logger.info("wrote %s", page)
+    console = Console(highlight=False)
+    console.print("Attention of all tokens but special ones, in percent: mean (highest head)")
+    console.print(patterns.table(numbers))
 
 
 def write(
@@ -55,18 +60,21 @@ def write(
     output: Path,
     page: Path,
     batch_tokens: int,
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...], Patterns]:
     """Writes the probabilities of N texts, in their order, and the page.
 
     Element [i, l, h, q, k] is the probability with which token q of text i attends to its token k,
     in head h of the l-th of `layers`. Beyond the length of a text, it is 0.
 
     Returns:
-        The shape of the array, [N, layers, H, S, S]; S is the length of the longest text.
+        The shape of the array, [N, layers, H, S, S], where S is the length of the longest text;
+        and where the heads attend.
     """
     lengths = np.array([len(text) for text in tokens])
     longest = int(lengths.max())
     shape = (len(tokens), len(layers), encoder.heads, longest, longest)
+    special = (encoder.first, encoder.last)
+    patterns = Patterns(len(layers), encoder.heads, *special, encoder.sees_all)
     with (
         new_array(output, shape, np.float32) as array,
         Progress("reading texts", len(tokens)) as progress,
@@ -75,6 +83,9 @@ def write(
             found = encoder.attention([tokens[number] for number in numbers], layers).cpu().numpy()
             width = found.shape[-1]
             array[numbers, :, :, :width, :width] = found
+            for number, attention in zip(numbers.tolist(), found, strict=True):
+                own = lengths[number]
+                patterns.add(attention[..., :own, :own], tokens[number])
             progress.advance(len(numbers))
         shown = [_text(encoder, text, array[i]) for i, text in enumerate(tokens[:_SHOWN_TEXTS])]
     title = f"Attention: {output.stem}"
@@ -84,7 +95,7 @@ def write(
         left_out=len(tokens) - len(shown),
     )
     write_text(page, content)
-    return shape
+    return shape, patterns
 
 
 def _text(

@@ -109,7 +109,8 @@ def register_features(commands: Commands) -> None:
         "--attentions",
         action="store_true",
         help="write the attention of each layer (default: all) and head instead, float32 "
-        "[texts, layers, heads, S, S], and a heat map of the first texts to FILE.html",
+        "[texts, layers, heads, S, S], and a heat map of the first texts to FILE.html; print how "
+        "much goes to neighbors, special tokens and the same token elsewhere",
     )
     add("--mix", choices=("mean", "concat"), help="combine the vectors of several layers into one")
     add(

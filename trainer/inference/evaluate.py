@@ -1,24 +1,29 @@
-"""`samestep evaluate RUN`: a checkpoint's scores and predictions on the held-out split."""
+"""`samestep evaluate RUN`: scores and predictions of a checkpoint on the held-out split.
+
+Also of a checkpoint with the encoder of another one, and of an ensemble of runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.checkpoint import integrity
 from trainer.errors import ConfigError, SamestepError
 from trainer.metrics import check_installed
-from trainer.objectives import Predictions, Task
+from trainer.objectives import Objective, Predictions, Task
 from trainer.progress import Progress
 from trainer.storage import json_lines
 from trainer.strategies import Strategy
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment
-from trainer.training.initial_weights import stored_values
-from trainer.training.passes import evaluation_batches, score
+from trainer.training.initial_weights import stored_values, with_encoder
+from trainer.training.passes import Evaluation, evaluation_batches, score
 from trainer.training.phases import phase_of
 from trainer.training.run import (
     build_model,
@@ -31,26 +36,61 @@ from trainer.training.teacher import attach_teacher
 from trainer.training.weights import load_weights
 
 
+@dataclass(frozen=True)
+class Member:
+    """A checkpoint to score.
+
+    Attributes:
+        experiment: its run.
+        step: step of the checkpoint; None is the newest.
+    """
+
+    experiment: Experiment
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A member's scores, and what they are based on."""
+
+    step: int
+    dataset: str
+    objective: Objective
+    evaluation: Evaluation
+
+
 def evaluate(
-    experiment: Experiment, step: int | None, predictions: Path | None = None
+    experiment: Experiment,
+    step: int | None,
+    predictions: Path | None = None,
+    encoder: str | None = None,
+    ensemble: Sequence[Member] = (),
 ) -> dict[str, float]:
-    """Scores a checkpoint of a run on the held-out split, and appends to RUN/scores.jsonl.
+    """Scores a checkpoint of a run, or an ensemble of several, on the held-out split.
+
+    The scores of a checkpoint as it is are also appended to RUN/scores.jsonl.
 
     Args:
         experiment: the run.
         step: step of the checkpoint; None is the newest.
         predictions: a new JSON Lines file for the predictions of each row of a task; None writes
             none.
+        encoder: other trained weights, as `load_weights` opens them, that replace all parameters
+            outside of the heads; None keeps them.
+        ensemble: checkpoints of other runs of the same task. Scores are of the combined outputs of
+            all; see `Task.combined`.
 
     Raises:
-        CheckpointError: the run has no checkpoint.
-        ConfigError: the file cannot be written, or the objective has no predictions for rows.
+        CheckpointError: a run has no checkpoint, or the encoder is of another architecture.
+        ConfigError: the file cannot be written, the objective has no predictions for rows, or the
+            runs of the ensemble are of different tasks.
         StorageError: writing the file failed; the scores are kept.
         SamestepError: the device ran out of memory.
     """
+    members = [Member(experiment, step), *ensemble]
     with open_strategy(experiment) as strategy:
         try:
-            return _evaluate(experiment, step, predictions, strategy)
+            return _evaluate(members, predictions, encoder, strategy)
         except torch.OutOfMemoryError as error:
             raise SamestepError(
                 f"{strategy.accelerator.description} ran out of memory: {error}; use smaller "
@@ -60,25 +100,62 @@ def evaluate(
 
 
 def _evaluate(
-    experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy
+    members: Sequence[Member], file: Path | None, encoder: str | None, strategy: Strategy
 ) -> dict[str, float]:
-    # What can fail early comes first: metrics need packages, and the file a writable place.
+    is_writer = strategy.world.rank == 0
+    for member in members:
+        _check(member.experiment, file is not None, ensemble=len(members) > 1)
+    if file is not None and is_writer:
+        json_lines.check_new(file, "--predictions")
+    # One after the other: only one model is in memory.
+    found = [_score(member, encoder, strategy) for member in members]
+    first, scores = found[0], found[0].evaluation.scores
+    predictions = first.evaluation.predictions
+    if len(found) > 1:
+        assert isinstance(first.objective, Task)
+        predictions = _combined(members, first.objective, [each.evaluation for each in found])
+        scores = first.objective.scores(predictions)
+    # All ranks have the same scores; one of them writes.
+    if is_writer:
+        # The run's own file has no scores of other weights.
+        if len(members) == 1 and encoder is None:
+            stored = {f"heldout/{name}": value for name, value in scores.items()}
+            run_folder.append_scores(members[0].experiment, first.step, first.dataset, stored)
+        if file is not None and isinstance(first.objective, Task) and predictions is not None:
+            json_lines.write(file, _lines(first.objective, predictions))
+    return {"step": first.step, **scores}
+
+
+def _check(experiment: Experiment, predicts: bool, ensemble: bool) -> None:
+    """Checks what can fail before any work: metrics need packages, and some options a task."""
     for phase in experiment.resolved_phases():
         check_installed(phase.objective.task.metrics)
-    is_writer = strategy.world.rank == 0
+    if not predicts and not ensemble:
+        return
+    objectives = build_objectives(experiment, experiment.data.open())
+    if not any(isinstance(objective, Task) for objective in objectives):
+        option = "--predictions needs" if predicts else "--ensemble needs"
+        raise ConfigError(
+            f"{option} a run of a task, whose head predicts something for each row, and "
+            f"{experiment.output} is none; leave it out (samestep generate writes texts, samestep "
+            "fill fills masks)"
+        )
+
+
+def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
+    """Scores a checkpoint. Collective."""
+    experiment = member.experiment
     dataset = experiment.data.open()
     objectives = build_objectives(experiment, dataset)
-    if file is not None and is_writer:
-        if not any(isinstance(objective, Task) for objective in objectives):
-            raise ConfigError(
-                "--predictions needs a run of a task, whose head predicts something for each row; "
-                "leave it out (samestep generate writes texts, samestep fill fills masks)"
-            )
-        json_lines.check_new(file, "--predictions")
-    checkpoints = checkpoint_folder(experiment)
-    source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
-    weights = load_weights(source, strategy.world.rank, strategy.world.size)
-    assert weights.step is not None
+    checkpoints, world = checkpoint_folder(experiment), strategy.world
+    source = checkpoints
+    if member.step is not None:
+        source = integrity.step_folder(checkpoints, member.step)
+    weights = load_weights(source, world.rank, world.size)
+    step = weights.step
+    assert step is not None
+    if encoder is not None:
+        weights = with_encoder(weights, load_weights(encoder, world.rank, world.size))
     model = build_model(experiment, dataset, objectives)
     # The optimizer allocates its state at its first step, so it takes no memory here.
     with strategy.accelerator.graph("start"):
@@ -86,7 +163,7 @@ def _evaluate(
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
     attach_teacher(experiment, dataset, objectives, strategy)
     # Length and objective are those of the last step before the checkpoint.
-    phase = phase_of(experiment.resolved_phases(), weights.step - 1)
+    phase = phase_of(experiment.resolved_phases(), step - 1)
     objective = objectives[phase.index]
     heldout = open_loader(
         experiment,
@@ -100,17 +177,58 @@ def _evaluate(
     batches = experiment.training.evaluate_batches
     total = evaluation_batches(heldout, phase.global_batch_size, batches)
     # All ranks do the same work, so one of them shows it.
-    with Progress("evaluating", total if is_writer else None) as progress:
-        scores, predictions = score(
-            wrapped, objective, strategy, heldout, batches, progress=progress
-        )
-    # All ranks have the same scores; one of them writes.
-    if is_writer:
-        stored = {f"heldout/{name}": value for name, value in scores.items()}
-        run_folder.append_scores(experiment, weights.step, dataset.name, stored)
-        if file is not None and isinstance(objective, Task) and predictions is not None:
-            json_lines.write(file, _lines(objective, predictions))
-    return {"step": weights.step, **scores}
+    with Progress("evaluating", total if world.rank == 0 else None) as progress:
+        evaluation = score(wrapped, objective, strategy, heldout, batches, progress=progress)
+    return _Scored(step, dataset.name, objective, evaluation)
+
+
+def _combined(
+    members: Sequence[Member], objective: Task, evaluations: Sequence[Evaluation]
+) -> Predictions:
+    """The predictions of an ensemble.
+
+    Raises:
+        ConfigError: the members have not predicted the same for the same rows.
+    """
+    found = [each.predictions for each in evaluations]
+    assert found[0] is not None
+    first, outputs = _in_order(found[0]), []
+    for member, predictions in zip(members, found, strict=True):
+        each = None if predictions is None else _in_order(predictions)
+        if each is None or not _comparable(each, first):
+            raise ConfigError(
+                f"{member.experiment.output} predicts other labels or rows than "
+                f"{members[0].experiment.output}. An ensemble needs runs of one task, with the "
+                "same tokenizer, sequence_length and held-out rows; with "
+                "training.evaluate_batches=null, all rows are scored"
+            )
+        outputs.append(each.outputs)
+    return replace(first, outputs=objective.combined(outputs))
+
+
+def _in_order(found: Predictions) -> Predictions:
+    """The examples in the order of the rows; runs of other seeds have them in other orders."""
+    order = np.lexsort((found.begin, found.number[found.document]))
+    return replace(
+        found,
+        outputs=found.outputs[order],
+        document=found.document[order],
+        begin=found.begin[order],
+        column=found.column[order],
+        length=found.length[order],
+    )
+
+
+def _comparable(one: Predictions, other: Predictions) -> bool:
+    """Whether outputs at the same place are of the same tokens of the same row."""
+    return (
+        one.labels == other.labels
+        and one.outputs.shape == other.outputs.shape
+        and np.array_equal(one.document, other.document)
+        and np.array_equal(one.begin, other.begin)
+        and np.array_equal(one.length, other.length)
+        and [row.texts for row in one.rows] == [row.texts for row in other.rows]
+    )
 
 
 def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:

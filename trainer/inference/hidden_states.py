@@ -124,6 +124,7 @@ class TextEncoder:
         device: description of the device.
         sees_all: whether the first position attends to the whole text.
         first: position of a text's first token, after the special tokens.
+        last: number of special tokens after a text.
         longest: maximum number of tokens of a text.
 
     Args:
@@ -146,7 +147,7 @@ class TextEncoder:
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.heads, self.width = config.layers, config.heads, config.width
         self._before, self._after = _special_tokens(config, self.tokenizer.vocabulary)
-        self.first = len(self._before)
+        self.first, self.last = len(self._before), len(self._after)
         self.longest = model.max_sequence_length - len(self._before) - len(self._after)
 
     @property

@@ -1,4 +1,4 @@
-"""The commands `samestep checkpoint ls|verify|gc|convert`."""
+"""The commands `samestep checkpoint ls|verify|gc|distance|convert`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def register(commands: Commands) -> None:
     """Adds `checkpoint` and its sub-commands to the `samestep` command."""
     subcommands = add_group(
-        commands, "checkpoint", "list, verify, clean up and convert the checkpoints of a run"
+        commands, "checkpoint", "list, verify, clean up, compare and convert checkpoints"
     )
     _add(
         subcommands,
@@ -54,6 +54,20 @@ def register(commands: Commands) -> None:
         type=int,
         metavar="N",
         help="valid ones to keep, 2 or more (default: the run's own)",
+    )
+    distance = _add(
+        subcommands,
+        "distance",
+        _distance,
+        "show how far the weights of a checkpoint have moved from those of another one",
+        "The L2 norm of the difference, divided by the norm of the first weights, for each layer.\n"
+        "Parameters that only one of them has, as a task's head, are left out.\n\n"
+        "example:\n  samestep checkpoint distance runs/bert_mini runs/mrpc",
+        source="the weights before: a run or a step, a Hugging Face folder or hf://NAME",
+    )
+    distance.add_argument("other", metavar="CKPT", help="the weights after, likewise")
+    distance.add_argument(
+        "--scores", type=Path, metavar="FILE", help="also write the distances to this file, as JSON"
     )
     convert = _add(
         subcommands,
@@ -175,6 +189,30 @@ def _gc(args: argparse.Namespace) -> int:
             console.print(f"{verb} {folder}, {decimal(size)}")
             freed += size
     console.print(f"{verb} {len(going)} folders, {decimal(freed)}")
+    return EXIT_DONE
+
+
+def _distance(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.table import Table
+
+    from trainer.inspect import distance
+    from trainer.storage import write_text
+    from trainer.training.weights import load_weights
+
+    before, after = load_weights(args.folder), load_weights(args.other)
+    found = distance.by_group(before, after)
+    table = Table("group", "parameters", "relative distance")
+    for name, group in found.items():
+        table.add_row(name, f"{group.parameters:,}", f"{group.relative:.4g}")
+    console = _console()
+    console.print(table)
+    if left_out := distance.left_out(before, after):
+        console.print(f"left out, because only one of them has it: {', '.join(left_out)}")
+    if args.scores is not None:
+        scores = {name: group.relative for name, group in found.items()}
+        write_text(args.scores, json.dumps(scores) + "\n")
     return EXIT_DONE
 
 

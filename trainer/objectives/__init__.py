@@ -121,6 +121,11 @@ class Task(Objective):
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """Label and prediction of each of `predictions.rows`, in order, as values for JSON."""
 
+    def combined(self, outputs: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """The outputs of an ensemble: the mean of its members' outputs, for example of logits."""
+        mean: npt.NDArray[np.float32] = np.mean(outputs, axis=0, dtype=np.float32)
+        return mean
+
 
 class Taught(Objective):
     """An objective that also runs a trained model, the teacher."""

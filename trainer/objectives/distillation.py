@@ -6,7 +6,7 @@ It wraps the student's own objective, which makes the batches and computes the s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from trainer.objectives import (
     Tensors,
     classification,
 )
+from trainer.objectives.rows import Float32
 
 # Objectives that score each prediction by itself, so that two models' can be compared.
 _KINDS = (
@@ -344,6 +345,9 @@ class TaskDistillation(Distillation, Task):
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         return self.of.row_predictions(predictions)
+
+    def combined(self, outputs: Sequence[Float32]) -> Float32:
+        return self.of.combined(outputs)
 
 
 class _FixedOutputs(nn.Module):

@@ -7,7 +7,7 @@ most. The embeddings are normalized first, so the noise has the same size for al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Inputs, Model, Outputs
 from trainer.models.sampling import normal
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
+from trainer.objectives.rows import Float32
 
 _KINDS = ("classification", "regression", "tagging")
 
@@ -114,6 +115,9 @@ class Sift(Task):
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         return self.of.row_predictions(predictions)
+
+    def combined(self, outputs: Sequence[Float32]) -> Float32:
+        return self.of.combined(outputs)
 
     def _noise(self, model: nn.Module, clean: _Remembered) -> Tensor:
         """Noise in the direction in which predictions change: float [B, S, E]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names, entities
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
-from trainer.objectives.rows import Int64, logits
+from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
 from trainer.tasks import TASKS
 
@@ -97,6 +97,18 @@ class Tagging(RowTask):
         for row, label, prediction in zip(predictions.rows, true, predicted, strict=True):
             words = [row.texts[-1][begin:end] for begin, end, _ in row.spans]
             yield {"words": words, "label": label, "prediction": prediction}
+
+    def combined(self, outputs: Sequence[Float32]) -> Float32:
+        """The tag that most members predict; of several, the one that an earlier member predicts.
+
+        Example: the votes 3 1 1 give 1, and 3 1 2 give 3.
+        """
+        votes = np.stack(list(outputs))
+        # Number of members that agree with each vote: [members, N, S].
+        agree = (votes[:, None] == votes[None]).sum(axis=1)
+        first = agree.argmax(axis=0)
+        chosen: Float32 = np.take_along_axis(votes, first[None], axis=0)[0]
+        return chosen
 
     def tags(self, predictions: Predictions) -> list[list[str]]:
         """The predicted tags of each row's words, read at their first tokens."""

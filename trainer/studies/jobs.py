@@ -132,6 +132,7 @@ def list_jobs(study: Study, root: Path) -> Jobs:
             for name, config in configs.items():
                 tree = resolved[arm, name]
                 seed = repetition if config.seed is None else config.seed
+                seed += config.seed_offset
                 needed = sorted(set(_named(tree)))
                 for other in needed:
                     _check_order(other, name, arm, own, study)

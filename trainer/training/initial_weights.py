@@ -188,6 +188,48 @@ def _check_peft(weights: Weights, model: Model) -> None:
     )
 
 
+def with_encoder(weights: Weights, encoder: Weights) -> Weights:
+    """Returns a trained model with the parameters of another one everywhere but in its heads.
+
+    With tied embeddings, the output matrix is among the parameters that are replaced.
+
+    Args:
+        weights: the model, which keeps its heads.
+        encoder: a model of the same architecture, which may have other heads.
+
+    Raises:
+        CheckpointError: the parameters outside of the heads do not correspond.
+        ConfigError: the models have different tokenizers.
+    """
+    own, other = (_shapes_outside_heads(each) for each in (weights, encoder))
+    # A name is here if only one has it, or if the shapes differ.
+    if differ := sorted(dict(own.items() ^ other.items())):
+        hint = ""
+        if encoder.config.peft is not None:
+            hint = ". Its model.peft adds parameters, which samestep export may merge"
+        raise CheckpointError(
+            f"{encoder.folder} is of another architecture than {weights.folder}: {differ[0]} has "
+            f"another shape, or only one of them has it{hint}"
+        )
+    if encoder.load_tokenizer().fingerprint != weights.load_tokenizer().fingerprint:
+        raise ConfigError(
+            f"{encoder.folder} was trained with another tokenizer than {weights.folder}, so its "
+            "tokens mean other words. Use checkpoints with the same tokenizer"
+        )
+    replaced = {name: encoder.tensors.pieces[name] for name in other}
+    return replace(weights, tensors=StoredTensors({**weights.tensors.pieces, **replaced}))
+
+
+def _shapes_outside_heads(weights: Weights) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = weights.config.build()
+    return {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if model.role(name).part != "head"
+    }
+
+
 def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
     """Returns a trained model with only some of its layers; of T5's, in both stacks.
 

@@ -776,3 +776,13 @@ def test_a_task_says_what_it_needs(
         "question_answering",
     )
     assert objective.predicts in objective.needs
+
+
+def test_ensembles_average_outputs_and_taggers_vote() -> None:
+    classes = classification.Config().build(VOCABULARY)
+    mean = classes.combined([np.float32([[1, 3]]), np.float32([[3, -1]])])
+    assert mean.tolist() == [[2, 1]]
+    tagger = tagging.Config().build(VOCABULARY)
+    # Two against one; one each, where the first counts; and all alike.
+    members = [np.float32([[3, 3, 5]]), np.float32([[1, 1, 5]]), np.float32([[1, 2, 5]])]
+    assert tagger.combined(members).tolist() == [[1, 3, 5]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,50 @@ def test_energy_is_measured_where_the_cpu_counts_it(tmp_path: Path) -> None:
     measured = Usage(cpu_seconds=3600, device_joules=3.6e6, cpu_joules=1.8e6)
     assert costs.kwh(measured) == pytest.approx(3.0)
     assert costs.grams(measured) == pytest.approx(1500)
+
+
+def test_a_second_run_in_each_repetition_has_other_seeds(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["stages"]["second"] = {**tree["stages"]["pretrain"], "seed_offset": 100}
+    jobs = jobs_of(tree, tmp_path)
+    assert [jobs.of["a", seed, "pretrain"].seed for seed in (0, 1)] == [0, 1]
+    assert [jobs.of["a", seed, "second"].seed for seed in (0, 1)] == [100, 101]
+
+
+def test_options_of_an_evaluation_change_its_command_and_its_digest_only_if_set(
+    tmp_path: Path,
+) -> None:
+    tree = content(tmp_path)
+    plain = jobs_of(tree, tmp_path).of["a", 0, "again"]
+    assert plain.resolved == {"run": "stage:pretrain", "settings": {}}
+    tree["stages"]["second"] = {**tree["stages"]["pretrain"], "seed_offset": 100}
+    tree["stages"]["again"] |= {
+        "encoder": "stage:second",
+        "ensemble": ["stage:second"],
+        "keep_predictions": True,
+    }
+    # Stages that are named come before.
+    tree["stages"]["again"] = tree["stages"].pop("again")
+    job = jobs_of(tree, tmp_path).of["a", 0, "again"]
+    assert job.digest != plain.digest
+    second = str(job.needs["second"].folder / "run")
+    (command,) = job.config.commands(tmp_path, job.seed, job.settings())
+    options = dict(itertools.pairwise(command))
+    assert options["--encoder"] == options["--ensemble"] == second
+    assert options["--predictions"] == str(tmp_path / "predictions.jsonl")
+
+
+def test_a_distance_is_measured_between_two_stages(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["stages"]["second"] = {**tree["stages"]["pretrain"], "seed_offset": 100}
+    tree["stages"]["moved"] = {
+        "kind": "distance",
+        "start": "stage:pretrain",
+        "run": "stage:second",
+    }
+    job = jobs_of(tree, tmp_path).of["a", 0, "moved"]
+    (command,) = job.config.commands(tmp_path, job.seed, job.settings())
+    folders = [str(job.needs[name].folder / "run") for name in ("pretrain", "second")]
+    assert list(command[:4]) == ["checkpoint", "distance", *folders]
+    (tmp_path / "scores.json").write_text('{"all": 0.5}')
+    assert job.config.scores(tmp_path) == {"all": 0.5}

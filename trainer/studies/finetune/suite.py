@@ -37,6 +37,8 @@ class Result:
         scores: of the held-out rows, by name: at the end, or at the best of several evaluations.
         steps: optimizer steps until then.
         seconds: wall time, without the time before an interruption.
+        learned: whether the run scores above a constant answer, see `upper_end`; None in results of
+            versions that did not store it.
     """
 
     task: str
@@ -47,6 +49,7 @@ class Result:
     scores: Mapping[str, float]
     steps: int
     seconds: float
+    learned: bool | None = None
 
 
 def read_results(folder: Path) -> dict[str, Result]:
@@ -229,4 +232,6 @@ def _result(run: Run, seconds: float) -> Result:
             "Name one of objective.metrics in the task's file."
         )
     steps = int(row["step"])
-    return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, steps, seconds)
+    learned = scores[run.score] > run.learns_above
+    identity = (run.task, run.name, run.settings, run.seed, run.digest)
+    return Result(*identity, scores, steps, seconds, learned)

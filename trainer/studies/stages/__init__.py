@@ -21,9 +21,12 @@ class StageConfig(ABC):
 
     Attributes:
         seed: of all jobs of this stage; null is the study's, which differs between repetitions.
+        seed_offset: added to the seed. A second stage like another one, with an offset of at least
+            the number of seeds, gives a second run in each repetition, as for an ensemble.
     """
 
     seed: int | None = None
+    seed_offset: int = 0
 
     random: ClassVar[bool] = True
     """Whether the result depends on the seed itself, and not only on the stages that it uses."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.config import Tree
+from trainer.studies.finetune.suite import PREDICTIONS
 from trainer.studies.stages import StageConfig
 
 
@@ -18,25 +19,51 @@ class Config(StageConfig):
     Attributes:
         run: to evaluate, as stage:pretrain.
         settings: that replace the run's, as objective.mask_fraction.
+        encoder: a checkpoint that all parameters but the heads are taken from, as stage:mrpc, to
+            see what fine-tuning has forgotten; null keeps the run's.
+        ensemble: further runs of the same task, whose predictions are combined with the run's.
+        keep_predictions: of a task, keep the predictions of each row, so that intervals include
+            the choice of rows.
     """
 
     run: str
     settings: Tree = field(default_factory=dict)
+    encoder: str | None = None
+    ensemble: tuple[str, ...] = ()
+    keep_predictions: bool = False
 
     random = False
     product = "scores.json"
 
     def resolved(self) -> Tree:
-        return {"run": self.run, "settings": self.settings}
+        tree: Tree = {"run": self.run, "settings": self.settings}
+        # Without these, the digest of an evaluation is the one that it had before they existed.
+        options = {
+            "encoder": self.encoder,
+            "ensemble": list(self.ensemble),
+            "keep_predictions": self.keep_predictions,
+        }
+        return tree | {name: value for name, value in options.items() if value}
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
-        changes = overrides(settings["settings"])
-        file = str(folder / self.product)
-        return [["evaluate", settings["run"], *changes, "--scores", file, "--processes", "1"]]
+        options = ["--scores", str(folder / self.product), "--processes", "1"]
+        if self.encoder is not None:
+            options += ["--encoder", settings["encoder"]]
+        for run in settings.get("ensemble", ()):
+            options += ["--ensemble", run]
+        if self.keep_predictions:
+            file = folder / PREDICTIONS
+            file.unlink(missing_ok=True)  # of an attempt that was stopped
+            options += ["--predictions", str(file)]
+        return [["evaluate", settings["run"], *overrides(settings["settings"]), *options]]
 
     def scores(self, folder: Path) -> Mapping[str, float]:
         scores: dict[str, float] = json.loads((folder / self.product).read_text(encoding="utf-8"))
         return scores
+
+    def predictions(self, folder: Path) -> Path | None:
+        file = folder / PREDICTIONS
+        return file if file.exists() else None
 
 
 def overrides(tree: Tree, path: str = "") -> Iterator[str]:

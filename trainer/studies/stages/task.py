@@ -70,7 +70,8 @@ class Config(StageConfig):
 
     def scores(self, folder: Path) -> Mapping[str, float]:
         (result,) = read_results(folder / "suite").values()
-        return {**result.scores, **sizes(folder / self.product)}
+        learned = {} if result.learned is None else {"learned": float(result.learned)}
+        return {**result.scores, **learned, **sizes(folder / self.product)}
 
     def predictions(self, folder: Path) -> Path | None:
         file = folder / self.product / PREDICTIONS
