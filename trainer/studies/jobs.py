@@ -11,13 +11,11 @@ from typing import Any
 
 from trainer.config import Tree
 from trainer.errors import ConfigError
+from trainer.monitoring.report.study import RESULT
 from trainer.storage import write_text
 from trainer.studies.costs import Usage
 from trainer.studies.stages import StageConfig
 from trainer.studies.study import REFERENCE, Study
-
-RESULT = "result.json"
-"""File of a finished job: its scores, and what it used."""
 
 
 @dataclass(frozen=True)

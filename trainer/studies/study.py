@@ -87,8 +87,8 @@ class Config:
         scale: size of the models and of the data. `{scale}` in the name of a stage's file is
             replaced by it.
         seeds: number of repetitions.
-        first_seed: of the repetitions, which have the seeds first_seed, first_seed + 1, ...; a pilot
-            has other seeds than its study.
+        first_seed: seed of the first repetition; the others have the next ones. A pilot has other
+            seeds than its study.
         stages: what every arm does, in this order; see `trainer.studies.stages`. A stage may use
             those before it.
         arms: settings of stages that differ in this arm, by the arm's name.
@@ -97,7 +97,7 @@ class Config:
         measures: what is compared, by name.
         primary: the main comparison; null for a study that only explores.
         calibrate: for arms that are equal: cut the repetitions into studies of this many seeds, and
-            count whose interval of the primary comparison excludes zero; null does not.
+            count those whose interval of the primary comparison excludes zero; null does not.
         curves: plots of runs.
         cpu_hours: what the whole study takes, in hours of one core; shown by --list.
         costs: how energy and CO2 are estimated.

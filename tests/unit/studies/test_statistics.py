@@ -77,5 +77,8 @@ def test_the_interval_of_a_share_is_that_of_the_tables() -> None:
     found = share([True] * 2 + [False] * 38)
     # Clopper and Pearson (1934): 0 of 40 ends at 1 - 0.025^(1/40); 2 of 40 is in tables.
     assert (found.count, found.cases) == (2, 40)
-    assert (found.low, found.high) == (pytest.approx(0.0061, abs=1e-4), pytest.approx(0.1692, abs=1e-4))
+    assert (found.low, found.high) == (
+        pytest.approx(0.0061, abs=1e-4),
+        pytest.approx(0.1692, abs=1e-4),
+    )
     assert share([False] * 40).high == pytest.approx(1 - 0.025 ** (1 / 40))
