@@ -265,6 +265,7 @@ def test_studies_show_their_jobs_and_link_to_their_pages_and_runs(tmp_path: Path
         ]
         response, text = get(server, f"/{found['runs'][1]['link']}")
         assert (response.status, '"train/loss"' in text) == (200, True)
+        assert "<title>train: small, seed 1 · samestep</title>" in text
         (study / "index.html").write_text("<p>the table</p>")
         assert get(server, f"/{shown()['page']}")[1] == "<p>the table</p>"
         for path in (

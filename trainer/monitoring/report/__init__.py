@@ -107,10 +107,11 @@ class Report:
         found = self._studies[int(number)].page(address)
         if found is None:
             return None
-        path, is_run = found
-        if not is_run:
+        path, run = found
+        if run is None:
             return path.read_text(encoding="utf-8")
         report = Report([str(path)])
+        report.names = [run]
         return page(report.names, report.data())
 
 

@@ -309,6 +309,7 @@ function status() {
     name: study.name, color: study.color, share: study.total ? study.finished / study.total : 0,
     badge: study.finished === study.total ? "finished" : study.running.length ? "running" : "stopped",
     lines: [
+      study.question,
       `${study.finished} of ${study.total} jobs finished`,
       study.finished < study.total && study.eta ? left([study.eta[1], study.eta[0], study.eta[2]], data.now, now) : null,
       ...study.running,
@@ -344,12 +345,12 @@ function linked(address, text, path) {
 }
 
 function studies() {
-  section("studies", data.studies.map(study => [study.question, study.page, study.stages]), parent => {
+  section("studies", data.studies.map(study => [study.name, study.page, study.stages]), parent => {
     if (!data.studies.length) return;
     table(parent, "Studies", [["Study"], ["Stage"], ["Jobs", true], ["Time", true]], data.studies.flatMap(study => study.stages.map((stage, i) => ({
       color: study.color,
       cells: [
-        i ? study.name : study.page ? linked(study.page, study.question, study.path) : `${study.question} (${study.path})`,
+        i || (data.live && !study.page) ? study.name : linked(study.page, study.name, study.path),
         stage.stage, `${stage.finished} of ${stage.total}`, clock(stage.seconds),
       ],
     }))));

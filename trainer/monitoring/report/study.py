@@ -102,26 +102,26 @@ class StudiesFolder:
             ],
         }
 
-    def page(self, address: str) -> tuple[Path, bool] | None:
+    def page(self, address: str) -> tuple[Path, str | None] | None:
         """What a link leads to.
 
         Args:
             address: the link without `links`, as masking_rate or masking_rate/train-1f2e3d4c5b.
 
         Returns:
-            The page of a study and False, or the folder of a run and True; None if the studies
-            have neither.
+            The page of a study and None, or the folder of a run and the run's name; None if the
+            studies have neither.
         """
         name, _, job = address.partition("/")
         folder = self.studies.get(name)
         if folder is None:
             return None
         if not job:
-            return (folder / PAGE, False) if (folder / PAGE).is_file() else None
+            return (folder / PAGE, None) if (folder / PAGE).is_file() else None
         jobs = [PlannedJob(**each) for each in _read(folder / STUDY_PLAN)["jobs"]]
         for each in jobs:
             if each.name == job and (folder / each.folder / each.run / _METRICS).is_file():
-                return folder / each.folder / each.run, True
+                return folder / each.folder / each.run, _label(each)
         return None
 
     def _step(self, file: Path) -> int:
