@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 SAMESTEP = (str(Path(sys.executable).with_name("samestep")),)
 
@@ -104,3 +105,12 @@ def losses(run: Path) -> dict[int, float]:
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data of a page of `samestep watch`."""
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    data: dict[str, Any] = json.loads(text)
+    return data

@@ -10,13 +10,12 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.integration import tasks
-from tests.integration.commands import Samestep, Start, children
+from tests.integration.commands import Samestep, Start, children, data_of
 from tests.waiting import until
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import find_tasks
@@ -27,15 +26,6 @@ MODULE = (sys.executable, "-m", "trainer.cli")
 def results(folder: Path) -> list[dict[str, object]]:
     file = folder / "results.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def data_of(page: Path) -> dict[str, Any]:
-    """The data of a page of `samestep watch`."""
-    (text,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
-    )
-    data: dict[str, Any] = json.loads(text)
-    return data
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.integration import tasks
-from tests.integration.commands import Samestep, Start
+from tests.integration.commands import Samestep, Start, data_of
 from tests.waiting import until
 
 MODULE = (sys.executable, "-m", "trainer.cli")
@@ -74,6 +74,12 @@ def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
     os.kill(process.popen.pid, signal.SIGKILL)
     process.popen.wait()
     before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("one/jobs/*/result.json")}
+    watched = tmp_path / "watch.html"
+    assert samestep("watch", tmp_path / "one", "--once", "--output", watched).code == 0
+    (shown,) = data_of(watched)["studies"]
+    assert (shown["name"], shown["total"]) == ("rates", 11)
+    assert len(before) <= shown["finished"] < 11
+    assert [run["state"] for run in shown["runs"]].count("finished") >= 2
     page = tmp_path / "rates.md"
     page.write_text("# Rates\n\n<!-- results -->\nstale\n<!-- /results -->\n\nWe conclude.\n")
 

@@ -63,7 +63,7 @@ def add_watch(commands: Commands) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="the output folder of a run or of a finetune-suite; it need not exist yet",
+        help="the output folder of a run, of a finetune-suite or of a study; it need not exist yet",
     )
     help_ = "port on this machine (default: 8700, or any if that is taken)"
     watch.add_argument("--port", type=int, metavar="N", help=help_)

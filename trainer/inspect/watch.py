@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from trainer.config import Tree
 from trainer.errors import ConfigError
@@ -38,7 +38,7 @@ _POLICY = (
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `/`, the page, and `/data`, its data. No file is served.
+    """Serves `/`, the page, `/data`, its data, and the pages of studies that it links to.
 
     Raises:
         ConfigError: the port is not free or not a port.
@@ -77,6 +77,10 @@ class Server(ThreadingHTTPServer):
         """The page, with its data."""
         return page(self._report.names, self.data())
 
+    def linked(self, link: str) -> str | None:
+        """The page of a study or of one of its runs; None if the page has no such link."""
+        return self._report.linked(link)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # the browser tab was closed
             super().handle_error(request, client_address)
@@ -97,8 +101,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_data()
         elif path == "/favicon.ico":
             self._send(HTTPStatus.NO_CONTENT, "")
+        elif (text := self.server.linked(unquote(path).removeprefix("/"))) is not None:
+            self._send(HTTPStatus.OK, text, "text/html")
         else:
-            self._send(HTTPStatus.NOT_FOUND, "there is only / and /data\n")
+            self._send(HTTPStatus.NOT_FOUND, "there is no such page; the one to open is /\n")
 
     def _send_data(self) -> None:
         data = self.server.data()
@@ -133,7 +139,7 @@ def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool
     """Serves the page until Ctrl-C or SIGTERM, then writes it as one file.
 
     Args:
-        runs: at most 10 run folders, or folders of suites; they need not exist yet.
+        runs: at most 10 folders of runs, suites or studies; they need not exist yet.
         output: the HTML file.
         port: None for the usual one, or any if that is taken.
         once: only write the file.

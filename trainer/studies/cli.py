@@ -51,6 +51,7 @@ def register(commands: Commands) -> None:
 
 def _study(args: argparse.Namespace) -> int:
     from trainer.checkpoint.lock import only_writer
+    from trainer.monitoring.report.study import PAGE
     from trainer.studies import execution, page, plots, results, runner
     from trainer.studies.jobs import list_jobs
     from trainer.studies.study import Study
@@ -72,11 +73,12 @@ def _study(args: argparse.Namespace) -> int:
         progress = Progress(study.name, total, done=total - left, logs=False)
         tell = partial(_tell, jobs, runner.arms_of(jobs), len(slots), progress)
         with execution.resumable(total, lambda: len(runner.missing(jobs)), "jobs"), progress:
-            problems = runner.execute(jobs, slots, tell)
+            plan = runner.Plan(folder, study.config.question, jobs, len(slots))
+            problems = runner.execute(jobs, slots, tell, plan)
         found = results.collect(study, jobs)
         found.write(folder)
         files = plots.write_plots(found, jobs, folder / "plots")
-        page.write_html(found, files, folder / "index.html")
+        page.write_html(found, files, folder / PAGE)
         if args.page is not None:
             page.write_markdown(found, files, args.page)
     _print(found, folder)
@@ -136,6 +138,7 @@ def _print(found: Results, folder: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from trainer.monitoring.report.study import PAGE
     from trainer.studies import page
 
     table = Table(*page.headings(found), box=box.SIMPLE)
@@ -145,4 +148,4 @@ def _print(found: Results, folder: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     plain = [note.replace("**", "") for note in page.notes(found)]
     console.print(found.study.config.question, table, *map(Text, plain), sep="\n")
-    console.print(f"\n{folder / 'index.html'}")
+    console.print(f"\n{folder / PAGE}")

@@ -11,13 +11,11 @@ from typing import Any
 
 from trainer.config import Tree
 from trainer.errors import ConfigError
+from trainer.monitoring.report.study import RESULT
 from trainer.storage import write_text
 from trainer.studies.costs import Usage
 from trainer.studies.stages import StageConfig
 from trainer.studies.study import REFERENCE, Study
-
-RESULT = "result.json"
-"""File of a finished job: its scores, and what it used."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Jobs:
     """The jobs of a study.
 
     Attributes:
-        of: by arm, seed of the study (from 0) and stage; an arm may leave out stages.
+        of: by arm, seed of the repetition and stage; an arm may leave out stages.
     """
 
     of: Mapping[tuple[str, int, str], Job]
@@ -126,18 +124,16 @@ def list_jobs(study: Study, root: Path) -> Jobs:
     }
     jobs: dict[tuple[str, int, str], Job] = {}
     # All arms have their first seed before any has its second.
-    for repetition in range(study.config.seeds):
+    for repetition in study.config.repetitions:
         for arm, configs in stages.items():
             own: dict[str, Job] = {}
             for name, config in configs.items():
                 tree = resolved[arm, name]
-                seed = repetition if config.seed is None else config.seed
-                seed += config.seed_offset
                 needed = sorted(set(_named(tree)))
                 for other in needed:
                     _check_order(other, name, arm, own, study)
                 needs = {other: own[other] for other in needed}
-                job = Job(name, config, seed, tree, needs, "", root)
+                job = Job(name, config, config.seed_of(repetition), tree, needs, "", root)
                 own[name] = _addressed(job, inputs[arm, name], root)
             jobs |= {(arm, repetition, name): job for name, job in own.items()}
     return Jobs(jobs)

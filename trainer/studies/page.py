@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 from trainer.storage import write_text
 from trainer.studies.results import Cost, Results, Row
-from trainer.studies.statistics import Estimate
+from trainer.studies.statistics import Estimate, Share
 from trainer.studies.study import Measure
 from trainer.studies.template import render
 
@@ -112,8 +112,27 @@ def notes(results: Results) -> list[str]:
         )
         if results.primary is not None:
             text += f"Found: {_estimate(results.primary, measure)}."
+            text += _pairing(results.primary, results.unpaired_deviation, measure)
         found.append(text)
+    if results.calibration is not None:
+        found.append(_calibration(results.calibration, config.calibrate))
     return found
+
+
+def _pairing(primary: Estimate, unpaired: float | None, measure: Measure) -> str:
+    if primary.deviation is None or unpaired is None:
+        return ""
+    paired = _number(primary.deviation, measure)
+    return f" Pairing took the deviation from {_number(unpaired, measure)} to {paired}."
+
+
+def _calibration(share: Share, seeds: int | None) -> str:
+    low, high = (f"{100 * end:.1f}" for end in (share.low, share.high))
+    return (
+        f"Cut into {share.cases} studies of {seeds} seeds: the interval of the primary comparison "
+        f"excludes zero in {share.count} of them, {100 * share.count / share.cases:.1f} % "
+        f"[{low}, {high}] (in brackets: 95 % interval of Clopper and Pearson)."
+    )
 
 
 _COST_HEADINGS = ["arm", "jobs", "FLOPs", "wall time, h", "CPU time, h", "kWh", "CO2, g"]

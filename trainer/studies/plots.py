@@ -103,7 +103,7 @@ def _of_curves(results: Results, jobs: Jobs, curves: Curves) -> Figure:
     figure, axes = _figure(3.4)
     for number, arm in enumerate(results.study.config.arms):
         color, label = _COLORS[number % len(_COLORS)], arm
-        for seed in range(results.study.config.seeds):
+        for seed in results.study.config.repetitions:
             job = jobs.of.get((arm, seed, curves.stage))
             if job is None or job.result() is None:
                 continue

@@ -14,7 +14,15 @@ from trainer.storage import write_text
 from trainer.studies.costs import Usage, total
 from trainer.studies.jobs import Job, Jobs, Result
 from trainer.studies.row_scores import RowScore, read_row_score
-from trainer.studies.statistics import Estimate, detectable, estimate, rows_variance
+from trainer.studies.statistics import (
+    Estimate,
+    Share,
+    detectable,
+    estimate,
+    rows_variance,
+    share,
+    unpaired_deviation,
+)
 from trainer.studies.study import Measure, Study
 
 SCORES, COSTS = "scores.json", "costs.json"
@@ -65,6 +73,10 @@ class Results:
     Attributes:
         rows: by measure, in the order of the study, then by arm.
         primary: the difference that the study was made for; None if it has not both arms.
+        unpaired_deviation: what the standard deviation of `primary` would be if the arms' seeds had
+            nothing in common.
+        calibration: the share of smaller studies, cut from this one, whose interval of the primary
+            comparison excludes zero; None without `calibrate`.
         detects: the difference that the study can detect, from the deviation it has found.
         costs: of each arm.
         total: of all jobs, each counted once.
@@ -73,6 +85,8 @@ class Results:
     study: Study
     rows: Sequence[Row]
     primary: Estimate | None
+    unpaired_deviation: float | None
+    calibration: Share | None
     detects: float | None
     costs: Sequence[Cost]
     total: Cost
@@ -88,6 +102,8 @@ class Results:
             "baseline": self.study.baseline,
             "rows": [asdict(row) for row in self.rows],
             "primary": None if self.primary is None else asdict(self.primary),
+            "unpaired_deviation": self.unpaired_deviation,
+            "calibration": None if self.calibration is None else asdict(self.calibration),
             "detects": self.detects,
         }
         _write(folder / SCORES, scores)
@@ -106,17 +122,28 @@ def collect(study: Study, jobs: Jobs) -> Results:
         DataError: a measure names a score that its stage does not have.
     """
     rows: list[Row] = []
-    primary, stated = None, study.config.primary
+    stated = study.config.primary
+    arm: Mapping[int, _Score] = {}
+    reference: Mapping[int, _Score] = {}
     for name, measure in study.config.measures.items():
-        scored = {arm: _scored(study, jobs, measure, arm) for arm in study.config.arms}
+        scored = {each: _scored(study, jobs, measure, each) for each in study.config.arms}
         rows += _rows(study.baseline, name, scored)
         if stated is not None and stated.measure == name:
-            primary = _difference(scored[stated.arms[1]], scored[stated.arms[0]])
-    detects = None
+            reference, arm = (scored[each] for each in stated.arms)
+    primary, detects = _difference(arm, reference), None
     if primary is not None and primary.deviation:
         detects = detectable(primary.deviation, study.config.seeds)
-    costs = [_cost(study, arm, jobs.of_arm(arm)) for arm in study.config.arms]
-    return Results(study, rows, primary, detects, costs, _cost(study, "all", jobs.all))
+    costs = [_cost(study, each, jobs.of_arm(each)) for each in study.config.arms]
+    return Results(
+        study,
+        rows,
+        primary,
+        _unpaired(arm, reference),
+        _calibration(arm, reference, study.config.calibrate),
+        detects,
+        costs,
+        _cost(study, "all", jobs.all),
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +158,7 @@ def _scored(study: Study, jobs: Jobs, measure: Measure, arm: str) -> dict[int, _
     """The scores of an arm's finished jobs, by the first seed that has these jobs."""
     found: dict[int, _Score] = {}
     seen = set()
-    for seed in range(study.config.seeds):
+    for seed in study.config.repetitions:
         scored = [jobs.of.get((arm, seed, stage)) for stage, _ in measure.parts]
         results = [(job, job.result()) for job in scored if job is not None]
         finished = [(job, result) for job, result in results if result is not None]
@@ -196,6 +223,30 @@ def _difference(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> Est
     sizes = {len(score.rows) for pair in known for score in pair}
     comparable = len(known) == len(pairs) and len(sizes) == 1
     return estimate(values, rows_variance(known) if comparable else 0.0)
+
+
+def _unpaired(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> float | None:
+    """The deviation of the same pairs' difference without pairing."""
+    both = [seed for seed in ours if seed in theirs]
+    return unpaired_deviation(
+        [ours[seed].value for seed in both], [theirs[seed].value for seed in both]
+    )
+
+
+def _calibration(
+    ours: Mapping[int, _Score], theirs: Mapping[int, _Score], size: int | None
+) -> Share | None:
+    """The share of studies of `size` seeds, one after the other, that find a difference."""
+    both = [seed for seed in ours if seed in theirs]
+    if size is None or len(both) < size:
+        return None
+    found = []
+    # 8 seeds in studies of 3 are 0 1 2 and 3 4 5; the last two seeds are left out.
+    for begin in range(0, len(both) - size + 1, size):
+        group = {seed: ours[seed] for seed in both[begin : begin + size]}
+        difference = _difference(group, theirs)
+        found.append(difference is not None and difference.excludes_zero)
+    return share(found)
 
 
 def _cost(study: Study, arm: str, jobs: Sequence[Job]) -> Cost:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Lock
 
 from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.report.study import STUDY_PLAN, PlannedJob
 from trainer.storage import write_text
 from trainer.studies.costs import CpuEnergy, total
 from trainer.studies.execution import Execution, Slot
@@ -14,19 +18,30 @@ from trainer.studies.jobs import Job, Jobs, Result
 
 
 def execute(
-    jobs: Jobs, slots: Sequence[Slot], tell: Callable[[Job, Result | None], None]
+    jobs: Jobs,
+    slots: Sequence[Slot],
+    tell: Callable[[Job, Result | None], None],
+    plan: Plan,
 ) -> list[str]:
     """Executes the jobs that are not finished, and those that they need.
 
     Args:
         slots: one for each job that runs at a time.
         tell: called with a job and None when it starts, and with its result when it ends.
+        plan: shows `samestep watch` what is done.
 
     Returns:
         An error message for each job that failed.
     """
 
     def work(job: Job, slot: Slot) -> Result:
+        plan.begins(job)
+        try:
+            return attempt(job, slot)
+        finally:
+            plan.ends(job)
+
+    def attempt(job: Job, slot: Slot) -> Result:
         job.folder.mkdir(parents=True, exist_ok=True)
         settings = job.settings()
         described = {"stage": job.stage, "seed": job.seed, "settings": settings}
@@ -53,6 +68,53 @@ def execute(
 
     execution: Execution[Job, Result] = Execution(slots, work, tell)
     return execution.run(missing(jobs))
+
+
+class Plan:
+    """study.json in a study's folder, from which `samestep watch` shows its progress.
+
+    Args:
+        folder: of the study.
+        question: that it answers.
+        slots: number of jobs at a time.
+    """
+
+    def __init__(self, folder: Path, question: str, jobs: Jobs, slots: int) -> None:
+        self._file = folder / STUDY_PLAN
+        arms = arms_of(jobs)
+        planned = [
+            PlannedJob(
+                job.name,
+                job.stage,
+                arms[job.digest],
+                os.path.relpath(job.folder, folder),
+                job.config.product,
+            )
+            for job in jobs.all
+        ]
+        self._tree = {
+            "question": question,
+            "slots": slots,
+            "jobs": [asdict(job) for job in planned],
+        }
+        self._running: set[str] = set()
+        self._lock = Lock()  # each slot has a thread
+        with self._lock:
+            self._write()
+
+    def begins(self, job: Job) -> None:
+        with self._lock:
+            self._running.add(job.name)
+            self._write()
+
+    def ends(self, job: Job) -> None:
+        with self._lock:
+            self._running.discard(job.name)
+            self._write()
+
+    def _write(self) -> None:
+        tree = {**self._tree, "running": sorted(self._running)}
+        write_text(self._file, json.dumps(tree, indent=1) + "\n")
 
 
 def missing(jobs: Jobs) -> list[Job]:

@@ -91,6 +91,35 @@ def rows_variance(pairs: Sequence[tuple[RowScore, RowScore | None]]) -> float:
     return float(np.var(means / len(pairs), ddof=1))
 
 
+def unpaired_deviation(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Standard deviation of a difference between two arms if their seeds had nothing in common.
+
+    Returns:
+        The root of the sum of both variances; None for a single seed.
+    """
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    return math.sqrt(float(np.var(ours, ddof=1)) + float(np.var(theirs, ddof=1)))
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many of a number of cases, with the 95 % interval of Clopper and Pearson (1934)."""
+
+    count: int
+    cases: int
+    low: float
+    high: float
+
+
+def share(found: Sequence[bool]) -> Share:
+    """Returns the share of the cases that are true."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(sum(found), len(found)).proportion_ci(2 * _CONFIDENCE - 1)
+    return Share(sum(found), len(found), float(interval.low), float(interval.high))
+
+
 def detectable(deviation: float, seeds: int) -> float:
     """Smallest true difference that a study finds in 80 of 100 cases, at a level of 5 %.
 

@@ -87,6 +87,8 @@ class Config:
         scale: size of the models and of the data. `{scale}` in the name of a stage's file is
             replaced by it.
         seeds: number of repetitions.
+        first_seed: seed of the first repetition; the others have the next ones. A pilot has other
+            seeds than its study.
         stages: what every arm does, in this order; see `trainer.studies.stages`. A stage may use
             those before it.
         arms: settings of stages that differ in this arm, by the arm's name.
@@ -94,6 +96,8 @@ class Config:
         baseline: the arm that the others are compared with; null is the first.
         measures: what is compared, by name.
         primary: the main comparison; null for a study that only explores.
+        calibrate: for arms that are equal: cut the repetitions into studies of this many seeds, and
+            count those whose interval of the primary comparison excludes zero; null does not.
         curves: plots of runs.
         cpu_hours: what the whole study takes, in hours of one core; shown by --list.
         costs: how energy and CO2 are estimated.
@@ -107,8 +111,10 @@ class Config:
     arms: dict[str, Tree]
     measures: dict[str, Measure]
     scales: dict[str, Tree] = field(default_factory=dict)
+    first_seed: int = 0
     baseline: str | None = None
     primary: Primary | None = None
+    calibrate: int | None = None
     curves: tuple[Curves, ...] = ()
     cpu_hours: float = 0.0
     costs: costs.Config = field(default_factory=costs.Config)
@@ -116,6 +122,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ConfigError(f"seeds is {self.seeds}. Use at least 1.")
+        if self.first_seed < 0:
+            raise ConfigError(f"first_seed is {self.first_seed}. Use at least 0.")
         for name in ("stages", "arms", "measures"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty. Name at least one.")
@@ -139,6 +147,19 @@ class Config:
                 raise ConfigError(f"primary.arms names {len(self.primary.arms)} arms. Name two.")
             for arm in self.primary.arms:
                 _among(arm, self.arms, "primary.arms")
+        if self.calibrate is not None:
+            if self.primary is None:
+                raise ConfigError("calibrate needs primary, the comparison that it is about.")
+            if not 2 <= self.calibrate <= self.seeds:
+                raise ConfigError(
+                    f"calibrate is {self.calibrate}. Use at least 2 and at most {self.seeds}, the "
+                    "number of seeds."
+                )
+
+    @property
+    def repetitions(self) -> range:
+        """The seeds of the repetitions."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def first(self) -> str:

@@ -221,6 +221,72 @@ def test_a_suite_shows_its_runs_its_scores_and_when_it_ends(tmp_path: Path):
     assert low < 30 == middle < high
 
 
+def test_studies_show_their_jobs_and_link_to_their_pages_and_runs(tmp_path: Path):
+    output = tmp_path / "studies"
+    with serving(output) as server:
+        assert json.loads(get(server, "/data")[1])["studies"] == []
+        assert get(server, "/study/0/rates")[0].status == 404
+        study = output / "rates"
+        study.mkdir(parents=True)
+        jobs = [
+            {"name": f"{stage}-{i}", "stage": stage, "arms": f"small, seed {i}"}
+            | {"folder": f"../jobs/{stage}-{i}", "run": "run"}
+            for i in range(2)
+            for stage in ("train", "evaluate")
+        ]
+        plan = {"question": "Which <rate>?", "slots": 1, "jobs": jobs, "running": ["train-1"]}
+        (study / "study.json").write_text(json.dumps(plan))
+        for job in ("train-0", "evaluate-0"):
+            (output / "jobs" / job).mkdir(parents=True)
+            result = {"scores": {}, "usage": {"seconds": 50.0}, "flops": 0}
+            (output / "jobs" / job / "result.json").write_text(json.dumps(result))
+        for i in range(2):
+            start_run(output / "jobs" / f"train-{i}" / "run").log(40, {"train/loss": 1.0})
+
+        def shown() -> dict[str, Any]:
+            (found,) = json.loads(get(server, "/data")[1])["studies"]
+            return dict(found)
+
+        # Without an owner of the folder, what study.json calls running was killed.
+        assert shown()["running"] == []
+        (output / ".owner").touch()
+        found = shown()
+        assert (found["finished"], found["total"], found["page"]) == (2, 4, None)
+        assert found["running"] == ["train: small, seed 1"]
+        assert found["stages"] == [
+            {"stage": "train", "finished": 1, "total": 2, "seconds": 50.0},
+            {"stage": "evaluate", "finished": 1, "total": 2, "seconds": 50.0},
+        ]
+        low, middle, high = found["eta"]
+        assert low < 100 == middle < high
+        assert [(run["run"], run["state"], run["step"]) for run in found["runs"]] == [
+            ("train: small, seed 0", "finished", 40),
+            ("train: small, seed 1", "running", 40),
+        ]
+        response, text = get(server, f"/{found['runs'][1]['link']}")
+        assert (response.status, '"train/loss"' in text) == (200, True)
+        assert "<title>train: small, seed 1 · samestep</title>" in text
+        (study / "index.html").write_text("<p>the table</p>")
+        assert get(server, f"/{shown()['page']}")[1] == "<p>the table</p>"
+        for path in (
+            "/study/0/jobs",
+            "/study/1/rates",
+            "/study/0/rates/evaluate-0",
+            "/study/0/rates/..",
+            "/study/0/..",
+            "/study/0/rates/../jobs/train-0",
+            "/study/0/",
+            "/study/-1/rates",
+        ):
+            assert get(server, path)[0].status == 404, path
+    # The folder of one study, in a file: which has no links.
+    page = tmp_path / "page.html"
+    assert watch([str(study)], page, once=True)
+    (found,) = Report([str(study)]).data()["studies"]
+    assert (found["name"], found["page"], found["runs"][0]["link"]) == ("rates", None, None)
+    assert "Which \\u003crate>?" in page.read_text(encoding="utf-8")
+
+
 def test_a_closed_tab_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

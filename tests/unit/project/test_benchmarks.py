@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
-from benchmarks import build, checkpoint, corpus, loader, recovery, resume, stream
+from benchmarks import build, checkpoint, corpus, loader, paired_studies, recovery, resume, stream
 from benchmarks.pairing import Comparison, Contender, compare
 from data_pipeline.reading.dataset import Dataset
 
@@ -112,3 +112,19 @@ def test_stalls_after_a_recovery_leave_out_the_first() -> None:
         for step in range(1, 12)
     ]
     assert recovery.stalls(rows, reached=5, every=2) == [0.5, 0.25]
+
+
+def test_paired_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"arm": arm, "measure": "loss", "mean": {"deviation": own}, "difference": difference}
+        for arm, own, difference in (
+            ("a", 3.0, None),
+            ("b", 4.0, {"deviation": 1.0}),
+            ("c", 4.0, {"deviation": 5.0}),
+            ("one seed", None, {"deviation": None}),
+        )
+    ]
+    file = tmp_path / "scores.json"
+    file.write_text(json.dumps({"study": "rates", "baseline": "a", "rows": rows}))
+    paired_studies.main([str(file)])
+    assert "| rates | loss | 2 | 0.52 | 0.04 | 1.00 |" in capsys.readouterr().out

@@ -7,7 +7,13 @@ import pytest
 from scipy import stats
 
 from trainer.studies.row_scores import RowScore
-from trainer.studies.statistics import detectable, estimate, rows_variance
+from trainer.studies.statistics import (
+    detectable,
+    estimate,
+    rows_variance,
+    share,
+    unpaired_deviation,
+)
 
 
 def test_without_rows_it_is_the_paired_t_test() -> None:
@@ -55,3 +61,24 @@ def test_a_detectable_difference_is_found_in_80_of_100_studies() -> None:
     draws = np.random.Generator(np.random.PCG64(0)).normal(smallest, 0.02, size=(2000, 4))
     found = np.mean([(estimate(list(values)).low or 0) > 0 for values in draws])
     assert found == pytest.approx(0.8, abs=0.03)
+
+
+def test_pairing_takes_out_what_both_arms_share() -> None:
+    generator = np.random.Generator(np.random.PCG64(0))
+    shared, own = generator.normal(size=2000), generator.normal(size=(2, 2000))
+    one, other = shared + 0.1 * own[0], shared + 0.1 * own[1]
+    assert unpaired_deviation(list(one), list(other)) == pytest.approx(np.sqrt(2.02), rel=0.05)
+    paired = estimate([a - b for a, b in zip(one, other, strict=True)]).deviation
+    assert paired == pytest.approx(0.1 * np.sqrt(2), rel=0.05)
+    assert unpaired_deviation([0.5], [0.5]) is None
+
+
+def test_the_interval_of_a_share_is_that_of_the_tables() -> None:
+    found = share([True] * 2 + [False] * 38)
+    # Clopper and Pearson (1934): 0 of 40 ends at 1 - 0.025^(1/40); 2 of 40 is in tables.
+    assert (found.count, found.cases) == (2, 40)
+    assert (found.low, found.high) == (
+        pytest.approx(0.0061, abs=1e-4),
+        pytest.approx(0.1692, abs=1e-4),
+    )
+    assert share([False] * 40).high == pytest.approx(1 - 0.025 ** (1 / 40))

@@ -81,6 +81,35 @@ def test_equal_jobs_are_made_once(tmp_path: Path) -> None:
     assert stages(one) == ["corpus", *["pretrain", "again"] * 2]
 
 
+def test_a_pilot_has_other_seeds_and_shares_what_has_none(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    study, pilot = (jobs_of(tree, tmp_path, f"first_seed={seed}") for seed in (0, 100))
+    assert {seed for _, seed, _ in pilot.of} == {100, 101}
+    assert [job.seed for job in pilot.all if job.stage == "pretrain"] == [100, 100, 101, 101]
+    shared = {job.digest for job in study.all} & {job.digest for job in pilot.all}
+    assert shared == {study.of["a", 0, "corpus"].digest}
+    # Seeds that overlap are the same jobs, and a stage's own seed is that of all.
+    overlapping = jobs_of(tree, tmp_path, "first_seed=1")
+    assert overlapping.of["b", 1, "again"].digest == study.of["b", 1, "again"].digest
+    fixed = jobs_of(tree, tmp_path, "first_seed=100", "stages.pretrain.seed=7")
+    assert {job.seed for job in fixed.all if job.stage == "pretrain"} == {7}
+
+
+def test_an_arm_may_differ_in_its_random_numbers_alone(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["arms"]["b"] = {"pretrain": {"seed_offset": 1000}}
+    jobs = jobs_of(tree, tmp_path)
+    one, other = (jobs.of[arm, 1, "pretrain"] for arm in "ab")
+    assert (one.seed, other.seed) == (1, 1001)
+    assert one.settings() == other.settings()
+    assert one.digest != other.digest
+    assert jobs.of["a", 1, "again"].digest != jobs.of["b", 1, "again"].digest
+    # The digest follows from the seed: the same run as in a study that begins there.
+    tree["arms"]["b"] = {}
+    later = jobs_of(tree, tmp_path, "first_seed=1001")
+    assert later.of["a", 1001, "pretrain"].digest == other.digest
+
+
 def test_settings_name_folders_and_digests_do_not(tmp_path: Path) -> None:
     study = read(content(tmp_path), tmp_path)
     jobs = list_jobs(study, tmp_path / "jobs")
@@ -161,6 +190,11 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
     ("override", "message"),
     [
         ("seeds=0", "seeds is 0. Use at least 1"),
+        ("first_seed=-1", "first_seed is -1. Use at least 0"),
+        ("stages.pretrain.seed_offset=-1", "seed_offset is -1. Use at least 0"),
+        ("stages.corpus.seed_offset=1", "changes nothing in a stage without random numbers"),
+        ("arms.b.pretrain={seed: 1, seed_offset: 1}", "seed and seed_offset exclude each other"),
+        ("calibrate=2", "calibrate needs primary"),
         ("baseline=c", "baseline is 'c'. Use one of a, b"),
         ("arms.b={other: {}}", "arms.b is 'other'. Use one of corpus, pretrain, again"),
         ("measures.loss.score=pretrain", "Write the stage and the score, as pretrain/loss"),

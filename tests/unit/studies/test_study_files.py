@@ -26,6 +26,8 @@ def test_every_arm_has_its_jobs(
     for own in OWN_FILES:
         (tmp_path / own).parent.mkdir(exist_ok=True)
         (tmp_path / own).touch()
+    if scale == "nano" != Study.read(str(file)).config.scale:
+        pytest.skip("too small for any study but those of the method itself")
     study = Study.read(str(file), [f"scale={scale}"])
     jobs = list_jobs(study, tmp_path)
     assert {arm for arm, *_ in jobs.of} == set(study.config.arms)
@@ -50,3 +52,15 @@ def test_it_has_a_page_that_says_whether_it_has_been_run(file: Path) -> None:
     _, results, _ = page.replace("<!-- /results -->", "<!-- results -->").split("<!-- results -->")
     assert ("| arm |" in results) != ("Not run yet." in results)
     assert f"({file.stem}.md)" in (PAGES / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_pilots_says_what_a_study_detects() -> None:
+    page = (PAGES.parent / "studies.md").read_text(encoding="utf-8")
+    seeds, factors = (
+        [float(cell) for cell in line.split("|")[2:-1]]
+        for line in page.splitlines()
+        if line.startswith(("| seeds | 2", "| deviations |"))
+    )
+    assert len(seeds) == len(factors) == 8
+    for count, factor in zip(seeds, factors, strict=True):
+        assert factor == pytest.approx(detectable(1.0, int(count)), abs=0.005)

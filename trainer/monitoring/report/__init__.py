@@ -19,11 +19,14 @@ from pathlib import Path
 from trainer.config import Kinds, Tree
 from trainer.errors import ConfigError, DataError, SamestepError
 from trainer.monitoring.report.run import RunFolder
+from trainer.monitoring.report.study import StudiesFolder
 from trainer.monitoring.report.suite import PLAN, SuiteFolder
 from trainer.storage import write_text
 from trainer.tasks import TASKS
 
 MOST_RUNS = 10  # colors that one can tell apart
+LINKS = "study"
+"""What the address of a page of a study begins with, see `Report.linked`."""
 _OBJECTIVES = Kinds("trainer.objectives")
 
 
@@ -31,7 +34,8 @@ class Report:
     """The page's data; each `data` reads only what the runs have written since the last call.
 
     Args:
-        folders: at most 10 runs, or suites of `samestep finetune-suite`. They need not exist yet.
+        folders: at most 10 runs, suites of `samestep finetune-suite`, or folders of `samestep
+            study`. They need not exist yet.
 
     Raises:
         ConfigError: there are too many, one is named twice, or one is a file.
@@ -51,6 +55,7 @@ class Report:
         self.names = _names(paths)
         self.folders = [RunFolder(path) for path in paths]
         self._suites = [SuiteFolder(path) for path in paths]
+        self._studies = [StudiesFolder(path) for path in paths]
 
     def data(self, live: bool = False) -> Tree:
         """The data of the page, now.
@@ -58,9 +63,13 @@ class Report:
         Args:
             live: the page shall fetch this again and again.
         """
-        runs, suites, configs, tasks = [], [], [], []
-        for name, run, suite in zip(self.names, self.folders, self._suites, strict=True):
-            # A folder becomes one or the other when its process starts.
+        runs, suites, studies, configs, tasks = [], [], [], [], []
+        folders = zip(self.names, self.folders, self._suites, self._studies, strict=True)
+        for number, (name, run, suite, of_folder) in enumerate(folders):
+            # A folder becomes one of the three when its process starts.
+            if of_folder.studies:
+                studies += of_folder.describe(f"{LINKS}/{number}" if live else None)
+                continue
             if (run.folder / PLAN).is_file():
                 suites.append(suite.describe(name))
                 continue
@@ -72,6 +81,7 @@ class Report:
         return {
             "runs": runs,
             "suites": suites,
+            "studies": studies,
             "settings": _settings(configs),
             # Curves of several tasks in one chart have no name in common.
             "task": tasks[0] if len(set(tasks)) == 1 else None,
@@ -80,6 +90,34 @@ class Report:
             "live": live,
             "now": now,
         }
+
+    def linked(self, link: str) -> str | None:
+        """The page behind a link in the data: of a study, or of a run of a study.
+
+        Args:
+            link: as study/0/masking_rate, or study/0/masking_rate/train-1f2e3d4c5b.
+
+        Returns:
+            The page; None if the data have no such link.
+        """
+        kind, _, rest = link.partition("/")
+        number, _, address = rest.partition("/")
+        if kind != LINKS or number not in map(str, range(len(self._studies))):
+            return None
+        found = self._studies[int(number)].page(address)
+        if found is None:
+            return None
+        path, run = found
+        if run is None:
+            return path.read_text(encoding="utf-8")
+        report = Report([str(path)])
+        report.names = [run]
+        return page(report.names, report.data())
+
+
+def _is_known(folder: RunFolder) -> bool:
+    has_file = any((folder.folder / name).is_file() for name in ("config.yaml", PLAN))
+    return has_file or bool(StudiesFolder(folder.folder).studies)
 
 
 def write_report(
@@ -102,7 +140,7 @@ def write_report(
     """
     report = Report(runs)
     for run in report.folders:
-        if not any((run.folder / name).is_file() for name in ("config.yaml", PLAN)):
+        if not _is_known(run):
             raise ConfigError(
                 f"{run.folder} is no run (no config.yaml in it); name the output folder of a run"
             )
@@ -118,7 +156,7 @@ def write_report(
 
 def has_metrics(data: Tree) -> bool:
     """Whether there is anything to show."""
-    return bool(data["suites"]) or any(run["series"] for run in data["runs"])
+    return bool(data["suites"] or data["studies"]) or any(run["series"] for run in data["runs"])
 
 
 def page(names: Sequence[str], data: Tree) -> str:

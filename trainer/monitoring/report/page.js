@@ -305,8 +305,19 @@ function status() {
       ...suite.running.map(run => `${run.task} ${run.run}: step ${run.step} of ${run.steps}`),
     ],
   }));
-  section("status", [...runs, ...suites], parent => {
-    for (const { name, color, badge, share, lines } of [...runs, ...suites]) progress(parent, name, color, badge, share, lines);
+  const studies = data.studies.map(study => ({
+    name: study.name, color: study.color, share: study.total ? study.finished / study.total : 0,
+    badge: study.finished === study.total ? "finished" : study.running.length ? "running" : "stopped",
+    lines: [
+      study.question,
+      `${study.finished} of ${study.total} jobs finished`,
+      study.finished < study.total && study.eta ? left([study.eta[1], study.eta[0], study.eta[2]], data.now, now) : null,
+      ...study.running,
+    ],
+  }));
+  const all = [...runs, ...suites, ...studies];
+  section("status", all, parent => {
+    for (const { name, color, badge, share, lines } of all) progress(parent, name, color, badge, share, lines);
   });
   const lost = state.lost ? "no answer from samestep watch; the page shows what it had last" : "";
   if (byId("lost").textContent !== lost) byId("lost").textContent = lost;
@@ -321,6 +332,36 @@ function suites() {
   section("suites", rows, parent => {
     if (!rows.length) return;
     table(parent, "Suites", [["Suite"], ["Task"], ["Runs", true], ["Score"], ["Mean", true], ["Best", true], ["Time", true]], rows);
+  });
+}
+
+/** A link of the live page; in a file, where the address leads nowhere, the text and the folder. */
+function linked(address, text, path) {
+  if (address === null) return `${text} (${path})`;
+  const link = document.createElement("a");
+  link.setAttribute("href", address.split("/").map(encodeURIComponent).join("/"));
+  link.textContent = text;
+  return link;
+}
+
+function studies() {
+  section("studies", data.studies.map(study => [study.name, study.page, study.stages]), parent => {
+    if (!data.studies.length) return;
+    table(parent, "Studies", [["Study"], ["Stage"], ["Jobs", true], ["Time", true]], data.studies.flatMap(study => study.stages.map((stage, i) => ({
+      color: study.color,
+      cells: [
+        i || (data.live && !study.page) ? study.name : linked(study.page, study.name, study.path),
+        stage.stage, `${stage.finished} of ${stage.total}`, clock(stage.seconds),
+      ],
+    }))));
+  });
+  const runs = data.studies.flatMap(study => study.runs.map(run => ({
+    color: study.color, cells: [run.link, run.run, run.path, run.state, number(run.step, 9)],
+  })));
+  byId("jobs").hidden = !runs.length;
+  section("study-runs", runs, parent => {
+    if (!runs.length) return;
+    table(parent, "Runs", [["Run"], ["State"], ["Step", true]], runs.map(({ color, cells: [link, run, path, ...rest] }) => ({ color, cells: [linked(link, run, path), ...rest] })));
   });
 }
 
@@ -460,11 +501,12 @@ function controls() {
 function update(fetched) {
   data = fetched;
   state.skew = Date.now() / 1000 - data.now;
-  [...data.runs, ...data.suites].forEach((run, i) => { run.color = COLORS[i % COLORS.length]; });
+  [...data.runs, ...data.suites, ...data.studies].forEach((run, i) => { run.color = COLORS[i % COLORS.length]; });
   document.querySelector("h1").textContent = data.live ? "Training, live" : "Training report";
   runButtons();
   status();
   suites();
+  studies();
   if (data.runs.length) summary();
   // A selection with the mouse is not disturbed; the next data come in two seconds.
   if (!state.dragging) updateCharts();

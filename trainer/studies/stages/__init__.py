@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainer.config import Tree
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,8 @@ class StageConfig(ABC):
 
     Attributes:
         seed: of all jobs of this stage; null is the study's, which differs between repetitions.
-        seed_offset: added to the seed. A second stage like another one, with an offset of at least
-            the number of seeds, gives a second run in each repetition, as for an ensemble.
+        seed_offset: added to the study's seed: an arm that differs in random numbers alone, or a
+            second run in each repetition.
     """
 
     seed: int | None = None
@@ -32,6 +33,18 @@ class StageConfig(ABC):
     """Whether the result depends on the seed itself, and not only on the stages that it uses."""
     product: ClassVar[str]
     """What other stages use of this one: a file or folder in a job's folder."""
+
+    def __post_init__(self) -> None:
+        if self.seed_offset and self.seed is not None:
+            raise ConfigError("seed and seed_offset exclude each other. Leave one out.")
+        if self.seed_offset < 0:
+            raise ConfigError(f"seed_offset is {self.seed_offset}. Use at least 0.")
+        if self.seed_offset and not self.random:
+            raise ConfigError("seed_offset changes nothing in a stage without random numbers.")
+
+    def seed_of(self, repetition: int) -> int:
+        """The seed of the job's commands, from the seed of the repetition."""
+        return repetition + self.seed_offset if self.seed is None else self.seed
 
     @abstractmethod
     def resolved(self) -> Tree:

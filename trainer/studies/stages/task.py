@@ -41,6 +41,7 @@ class Config(StageConfig):
     product = "model"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.at <= 1:
             raise ConfigError(f"at is {self.at}. Use a share above 0 and at most 1, as 0.25.")
 

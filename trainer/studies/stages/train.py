@@ -33,6 +33,7 @@ class Config(StageConfig):
     product = "run"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("output", "seed"):
             if name in self.settings:
                 raise ConfigError(

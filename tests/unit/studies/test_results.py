@@ -1,0 +1,62 @@
+"""What a study says about its primary comparison, from results of jobs that are written here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.studies.test_study import content, read
+from trainer.studies import page
+from trainer.studies.costs import Usage
+from trainer.studies.jobs import Result, list_jobs
+from trainer.studies.results import Results, collect
+
+PRIMARY = {"measure": "loss", "arms": ["a", "b"], "pilot_deviation": 0.1, "detects": 0.6}
+
+
+def results(
+    folder: Path, ours: Sequence[float], theirs: Sequence[float], *overrides: str
+) -> Results:
+    """A study whose arms a and b have these losses, one for each seed."""
+    tree = content(folder) | {"primary": PRIMARY, "seeds": len(ours)}
+    study = read(tree, folder, *overrides)
+    jobs = list_jobs(study, folder / "jobs")
+    for arm, values in (("a", ours), ("b", theirs)):
+        for repetition, loss in zip(study.config.repetitions, values, strict=True):
+            job = jobs.of[arm, repetition, "pretrain"]
+            job.folder.mkdir(parents=True)
+            Result({"loss": loss}, Usage()).save(job.folder)
+    return collect(study, jobs)
+
+
+def test_it_says_what_pairing_is_worth(tmp_path: Path) -> None:
+    found = results(tmp_path, [5.0, 6.0, 7.0], [5.1, 6.2, 7.3], "first_seed=100")
+    assert found.primary is not None
+    assert found.primary.deviation == pytest.approx(0.1)
+    assert found.unpaired_deviation == pytest.approx(np.sqrt(1 + 1.1**2))
+    assert "Pairing took the deviation from 1.487 to 0.100." in page.notes(found)[-1]
+    found.write(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert written["unpaired_deviation"] == found.unpaired_deviation
+    assert written["calibration"] is None
+
+
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    found = results(tmp_path, [5.0], [5.1])
+    assert found.unpaired_deviation is None
+    assert "Pairing" not in page.notes(found)[-1]
+
+
+def test_equal_arms_are_cut_into_studies_whose_findings_are_counted(tmp_path: Path) -> None:
+    # Seeds 0 to 2 differ by about 0.1, seeds 3 to 5 by nothing, and seed 6 is left over.
+    theirs = [5.0] * 7
+    ours = [5.1, 5.11, 5.09, 5.1, 5.0, 4.9, 9.0]
+    found = results(tmp_path, ours, theirs, "calibrate=3")
+    assert found.calibration is not None
+    assert (found.calibration.count, found.calibration.cases) == (1, 2)
+    assert "Cut into 2 studies of 3 seeds" in page.notes(found)[-1]
+    assert "excludes zero in 1 of them, 50.0 % [1.3, 98.7]" in page.notes(found)[-1]
