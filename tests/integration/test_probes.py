@@ -48,7 +48,7 @@ def test_a_run_takes_the_same_steps_and_finds_what_the_features_tell(
 def test_other_ranks_other_strategies_and_a_stop_change_no_score(
     experiment_file: str, probed: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    train = ("train", experiment_file, setting(probed, pool="first"))
+    train = ("train", experiment_file, setting(probed, rows=20))
     assert samestep(*train, f"output={tmp_path / 'one'}", "strategy=single").code == 0
     two = (*train, f"output={tmp_path / 'two'}", "--processes", 2)  # FSDP
     assert samestep(*two, "training.steps=6", "schedule.decay=constant").code == 0
