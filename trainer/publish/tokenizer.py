@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
@@ -61,16 +62,17 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
         )
         backend.save(str(folder / _MODEL))
         # Programs that generate or score texts look for tokens of these names.
-        added = {"bos_token": begin}
-        if vocabulary.end is not None:
-            added["eos_token"] = backend.id_to_token(vocabulary.end)
+        named = {"bos_token": vocabulary.cls, "eos_token": vocabulary.end}
+        added = {
+            name: backend.id_to_token(token) for name, token in named.items() if token is not None
+        }
         settings |= added
         _add_names(folder, added)
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return pad
 
 
-def _add_names(folder: Path, added: dict[str, str]) -> None:
+def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
     """Adds special tokens to the file that older versions of `transformers` read."""
     names = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
     (folder / _NAMES).write_text(json.dumps(names | added, indent=2), encoding="utf-8")
