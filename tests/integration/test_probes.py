@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
@@ -19,6 +21,32 @@ def probed(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     build = tasks.write_build("classification", folder, dataset_folder / "tokenizer")
     assert main(["data", "build", str(build)]) == 0
     return folder / "data-classification"
+
+
+@pytest.fixture(scope="module")
+def noisy(probed: Path, dataset_folder: Path) -> Path:
+    """The same texts, a third of them with the other label.
+
+    Rows lie near the border then, so a score shows a change of the features.
+    """
+    folder = probed.parent
+    for file in ("classification.jsonl", "classification-dev.jsonl"):
+        rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+        swapped = np.random.default_rng(len(rows)).random(len(rows)) < 1 / 3
+        for row, swap in zip(rows, swapped, strict=True):
+            row["label"] = tasks.LABELS[swap ^ tasks.LABELS.index(row["label"])]
+        tasks.write(folder / f"noisy-{file}", rows)
+    source = {
+        "kind": "classification",
+        "paths": [str(folder / "noisy-classification.jsonl")],
+        "heldout": [str(folder / "noisy-classification-dev.jsonl")],
+        **tasks.SOURCES["classification"],
+    }
+    build = folder / "noisy.yaml"
+    tree = {"source": source, "tokenizer": {"path": str(dataset_folder / "tokenizer")}}
+    build.write_text(yaml.safe_dump({**tree, "output": str(folder / "noisy"), "workers": 1}))
+    assert main(["data", "build", str(build)]) == 0
+    return folder / "noisy"
 
 
 def setting(path: Path, **others: object) -> str:
@@ -46,15 +74,16 @@ def test_a_run_takes_the_same_steps_and_finds_what_the_features_tell(
 
 
 def test_other_ranks_other_strategies_and_a_stop_change_no_score(
-    experiment_file: str, probed: Path, tmp_path: Path, samestep: Samestep
+    experiment_file: str, noisy: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    train = ("train", experiment_file, setting(probed, rows=20))
+    train = ("train", experiment_file, setting(noisy, rows=60, layer=1))
     assert samestep(*train, f"output={tmp_path / 'one'}", "strategy=single").code == 0
     two = (*train, f"output={tmp_path / 'two'}", "--processes", 2)  # FSDP
     assert samestep(*two, "training.steps=6", "schedule.decay=constant").code == 0
     one_found, two_found = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert list(two_found) == [4, 6]
     assert two_found[4] == one_found[4]
+    assert len(set(one_found.values())) > 1  # they follow the weights
     # Continued: the score of the last step stands, and others follow.
     assert samestep(*two, "schedule.decay=constant").code == 0
     assert list(scores(tmp_path / "two")) == [4, 6, 8, 12]
