@@ -18,7 +18,13 @@ from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
 from trainer.training import starting
 from trainer.training.experiment import Experiment
-from trainer.training.run import build_model, build_objectives, checkpoint_folder, open_loader
+from trainer.training.run import (
+    build_model,
+    build_objectives,
+    build_probes,
+    checkpoint_folder,
+    open_loader,
+)
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import check_weights, load_config
 
@@ -79,6 +85,8 @@ def check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[in
     splits = ["train"] + ["heldout"] * (experiment.training.evaluate_every is not None)
     for number, phase, split in itertools.product(devices, experiment.resolved_phases(), splits):
         open_loader(experiment, dataset, Replica(0, number), phase, split).close()
+    for number in devices:
+        build_probes(experiment, dataset, Replica(0, number))
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
@@ -23,6 +24,10 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
     - For a decoder with a task head, special tokens are added where
       `objectives.task_rows.RowTask` has them. `transformers` finds the pooled position by looking
       for the last token that is not padding, so a tokenizer without a padding token gets one.
+
+    - For a language model that reads from left to right, a text gets the token that begins it, as
+      in `objectives.causal_lm`, and none at its end, where it is continued. Tokenizers without a
+      begin token of their own, as GPT-2's, stay as they are published.
 
     - A SentencePiece model of T5's kind gets the tokenizer.json that `transformers` reads first.
 
@@ -45,12 +50,32 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
             backend.add_special_tokens([PADDING])
             pad = backend.token_to_id(PADDING)
             settings["pad_token"] = PADDING
-            names = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
-            names["pad_token"] = PADDING
-            (folder / _NAMES).write_text(json.dumps(names, indent=2), encoding="utf-8")
+            _add_names(folder, {"pad_token": PADDING})
         backend.save(str(folder / _MODEL))
+    elif config.causal and not config.prefix_lm and vocabulary.cls is not None:
+        backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
+        begin = backend.id_to_token(vocabulary.cls)
+        backend.post_processor = TemplateProcessing(
+            single=f"{begin}:0 $A:0",
+            pair=f"{begin}:0 $A:0 $B:0",
+            special_tokens=[(begin, vocabulary.cls)],
+        )
+        backend.save(str(folder / _MODEL))
+        # Programs that generate or score texts look for tokens of these names.
+        named = {"bos_token": vocabulary.cls, "eos_token": vocabulary.end}
+        added = {
+            name: backend.id_to_token(token) for name, token in named.items() if token is not None
+        }
+        settings |= added
+        _add_names(folder, added)
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return pad
+
+
+def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
+    """Adds special tokens to the file that older versions of `transformers` read."""
+    names = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
+    (folder / _NAMES).write_text(json.dumps(names | added, indent=2), encoding="utf-8")
 
 
 def _template(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> TemplateProcessing:

@@ -18,6 +18,7 @@ from trainer.optim import schedules
 from trainer.strategies import fsdp, single
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
+from trainer.training.probes import Config as ProbeConfig
 from trainer.training.settings import Config as TrainingConfig
 
 
@@ -49,6 +50,7 @@ class Experiment:
         training: steps, batch sizes, precision.
         phases: consecutive parts of the run with a sequence length, batch size, learning rate or
             objective of their own; without any, the run is one phase.
+        probes: small tasks, by name, on which the hidden states are scored during the run.
         optimizer: a module of trainer/optim with a `Config`.
         schedule: the learning rate over the run.
         strategy: how the model is split over processes (a module of trainer/strategies).
@@ -75,6 +77,7 @@ class Experiment:
     optimizer: Annotated[optim.Config, Kinds("trainer.optim")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()
+    probes: dict[str, ProbeConfig] = field(default_factory=dict)
     strategy: Annotated[strategies.Config, Kinds("trainer.strategies")] = field(
         default_factory=fsdp.Config
     )

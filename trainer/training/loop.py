@@ -18,7 +18,8 @@ one token with a loss of 5. The mean of the ranks' means is (1 + 5) / 2 = 3. The
 is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 
 The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
-every `log_every` steps, where it reads the accumulated metrics. Evaluations and saves wait as well,
+every `log_every` steps, where it reads the accumulated metrics. Evaluations, probes and saves wait
+as well,
 and so do two optional checks: of faults (each step) and of the state's bits (`verify_state_every`).
 """
 
@@ -60,6 +61,7 @@ from trainer.training.passes import (
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
+from trainer.training.probes import Probe, accuracy
 from trainer.training.recorder import Recorder
 from trainer.training.settings import Config
 from trainer.training.state import Meta, TrainState, state_tensors
@@ -93,6 +95,7 @@ class Trainer:
         self.loaders = loaders
         self.checkpoints = checkpoints
         self.description = description
+        self.probes: Mapping[str, Probe] = {}
         self.state = TrainState()
         self.best = Best(config.best)
         self.recorder = Recorder(strategy)
@@ -198,6 +201,10 @@ class Trainer:
             if self._due(self.config.evaluate_every):
                 self._evaluate_and_log(phase)
                 end_section("evaluation")
+            for name, probe in self.probes.items():
+                if self._due(probe.config.every):
+                    self._probe_and_log(name, probe)
+                    end_section("evaluation")
             if self.best.out_of_patience and not logged:
                 self._log_training()
             # Every rank calls `decide` after every step, so all of them stop after the same one.
@@ -357,6 +364,17 @@ class Trainer:
         row = {f"heldout/{name}": value for name, value in scores.items()}
         self.recorder.log(self.state.step, row)
         self.best.update(self.state.step, scores, self.strategy.all_reduce)
+
+    def _probe_and_log(self, name: str, probe: Probe) -> None:
+        """Scores a classifier on the hidden states; see `trainer.training.probes`."""
+        train, heldout = (
+            probe.read(self.model, self.strategy, split, f"{name} {split}")
+            for split in ("train", "heldout")
+        )
+        self.model.train()
+        # All ranks have the features. One fits the classifier, and writes the row.
+        if self.strategy.replica.index == 0:
+            self.recorder.log(self.state.step, {f"probe/{name}/accuracy": accuracy(train, heldout)})
 
     def save(self, checkpointers: Sequence[Checkpointer]) -> None:
         """Starts checkpoints of everything that the next step depends on."""

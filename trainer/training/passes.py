@@ -223,7 +223,7 @@ def _over_batch(
     found = []
     for host_batch in micro_batches:
         with strategy.autocast():
-            found.append(objective.summary(model, _on_device(strategy, host_batch)).float())
+            found.append(objective.summary(model, on_device(strategy, host_batch)).float())
     own, replica = torch.cat(found), strategy.replica
     # All replicas have as many rows, some of which only pad. Each fills in its own, and the sum is
     # complete: of [a 0] and [0 b] it is [a b].
@@ -248,12 +248,12 @@ def _forward(
     Args:
         own: columns on the device, from `_over_batch`.
     """
-    batch = {**_on_device(strategy, host_batch), **own}
+    batch = {**on_device(strategy, host_batch), **own}
     with strategy.autocast():
         return objective.loss(model, batch, totals)
 
 
-def _on_device(strategy: Strategy, host_batch: Batch) -> Mapping[str, Tensor]:
+def on_device(strategy: Strategy, host_batch: Batch) -> Mapping[str, Tensor]:
     """The columns of a micro-batch that are for the device."""
     columns = {name: column for name, column in host_batch.items() if name not in HOST_COLUMNS}
     # Without segments, attention needs no mask and takes its fastest kernel. So they are left out

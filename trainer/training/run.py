@@ -17,6 +17,7 @@ from torch import nn
 
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
+from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
 from trainer.accelerators.detect import detect
@@ -32,9 +33,9 @@ from trainer.objectives import Objective
 from trainer.optim import Structure, groups
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
-from trainer.training import forecast, run_folder
+from trainer.training import forecast, probes, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
-from trainer.training.compatibility import check_best, check_compatibility
+from trainer.training.compatibility import check_best, check_compatibility, check_dataset
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
@@ -93,6 +94,7 @@ def train(experiment: Experiment) -> int:
                 for each in trainer.phases:
                     check_installed(each.objective.task.metrics)
                 check_best(experiment, trainer.objectives)
+            trainer.probes = build_probes(experiment, dataset, strategy.replica, strategy.largest)
             if step is not None:
                 changes = trainer.restore(step, source)
                 changed = f" with {changes}" if changes else ""
@@ -482,6 +484,76 @@ def open_loader(
         order,
         BatchLayout(phase.global_batch_size, size, replica),
         pack_spec=spec,
+        collate=objective.collate,
+        largest=largest,
+    )
+
+
+def build_probes(
+    experiment: Experiment,
+    dataset: AnyDataset,
+    replica: Replica,
+    largest: Callable[[int], int] = int,
+) -> dict[str, probes.Probe]:
+    """Builds the probes of a run by name.
+
+    Args:
+        dataset: the run's.
+
+    Raises:
+        ConfigError: one is not compatible with the run.
+        DataError: a dataset cannot be read, has other rows, or a split without rows.
+    """
+    if not experiment.probes:
+        return {}
+    with torch.device("meta"):
+        model = experiment.build_model()
+    found: dict[str, probes.Probe] = {}
+    for name, config in experiment.probes.items():
+        data = _probed_data(experiment, config)
+        probed = data.open()
+        objective = probes.build_objective(probed)
+        check_dataset(probed, objective, config.sequence_length)
+        probes.check(name, config, probed, dataset, experiment.model, model)
+        opening = partial(_open_probed, experiment, data, probed, objective, replica, largest)
+        for split in ("train", "heldout"):
+            opening(split).close()  # an error now, rather than at the first score
+        found[name] = probes.Probe(config, experiment.model, opening)
+    return found
+
+
+def _probed_data(experiment: Experiment, config: probes.Config) -> DataConfig:
+    """How a probe's dataset is read: as the run's, but a text in each row."""
+    return replace(
+        experiment.data,
+        path=config.path,
+        sources=(),
+        weights=(),
+        sequence_length=config.sequence_length,
+        packing="padded",
+        group_by_length=None,
+        exclude=(),
+    )
+
+
+def _open_probed(
+    experiment: Experiment,
+    data: DataConfig,
+    dataset: AnyDataset,
+    objective: Objective,
+    replica: Replica,
+    largest: Callable[[int], int],
+    split: str,
+) -> StreamingLoader:
+    """Opens the rows of a probe, in their order, for a single pass."""
+    # At least one row for each device.
+    size = max(probes.BATCH, replica.count * replica.devices)
+    return StreamingLoader(
+        dataset,
+        data,
+        SplitOrder(experiment.seed, split, finite=True),
+        BatchLayout(size, probes.MICRO_BATCH, replica),
+        pack_spec=objective.pack_spec(data.sequence_length),
         collate=objective.collate,
         largest=largest,
     )

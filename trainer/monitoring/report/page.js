@@ -9,12 +9,14 @@ const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
 // The charts: title, unit, metrics. Curves of a task are named by it, and its scores have charts of their own.
 function chartsOf(data) {
   const named = word => (data.task ? `${data.task}: ${word.toLowerCase()}` : word);
-  const scores = !data.of_task ? [] : [...new Set(data.runs.flatMap(run => Object.keys(run.series)))]
-    .filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name)).sort();
+  const measured = [...new Set(data.runs.flatMap(run => Object.keys(run.series)))];
+  const probes = measured.filter(name => name.startsWith("probe/")).sort();
+  const scores = !data.of_task ? [] : measured.filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name)).sort();
   return [
     [named("Loss"), data.of_task ? "of the task" : "nats per prediction", ["train/loss", "heldout/loss"]],
     [named("Accuracy"), data.masked ? "of masked predictions" : data.of_task ? "of the rows" : "of predictions", ["train/accuracy", "heldout/accuracy"]],
     ...scores.map(name => [named(name.slice("heldout/".length).replaceAll("_", " ")), "held-out rows", [name]]),
+    ...probes.map(name => [`Probe ${name.slice("probe/".length).replaceAll("/", ": ").replaceAll("_", " ")}`, "held-out rows", [name]]),
     ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
     ["Model FLOPs utilization", "share of the devices' peak", ["perf/mfu"]],
     ["Learning rate", "", ["train/lr"]],

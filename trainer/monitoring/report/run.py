@@ -24,7 +24,7 @@ Columns: TypeAlias = dict[str, tuple[Ints, Floats]]
 
 _SMOOTHING = 50  # a moving average covers 1/50 of a curve
 _BUCKETS = 400  # of a curve, about one for each pixel of a chart
-_NOT_SMOOTHED = ("train/lr", "heldout/")
+_NOT_SMOOTHED = ("train/lr", "heldout/", "probe/")
 _ETA = ("perf/eta_seconds", "perf/eta_low_seconds", "perf/eta_high_seconds")
 _NOT_PLOTTED = ("train/tokens", "train/examples", "train/flops", "perf/energy_joules", *_ETA)
 
