@@ -20,7 +20,7 @@ from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
-from trainer.publish.cli import register_publish
+from trainer.publish.cli import register_average, register_export, register_publish
 
 if TYPE_CHECKING:
     from trainer.training.experiment import Experiment
@@ -173,54 +173,6 @@ def _add_evaluate(commands: Commands) -> None:
     _add_processes(evaluate)
 
 
-def _add_export(commands: Commands) -> None:
-    export = add_command(
-        commands,
-        "export",
-        _export,
-        "write a checkpoint as a Hugging Face folder",
-        "example:\n  samestep export runs/bert_mini exported/bert_mini",
-    )
-    export.add_argument(
-        "checkpoint",
-        metavar="CKPT",
-        help="a run (its newest checkpoint), RUN/best, or a step's folder or address; or hf://NAME",
-    )
-    export.add_argument("folder", metavar="DIR", help="the folder to write")
-    export.add_argument(
-        "--adapter",
-        action="store_true",
-        help="of a model with model.peft: what was added to it, as a folder of the peft library",
-    )
-    export.add_argument(
-        "--part",
-        metavar="NAME",
-        help="a model inside of the checkpoint's: generator, of an ELECTRA",
-    )
-
-
-def _add_average(commands: Commands) -> None:
-    average = add_command(
-        commands,
-        "average",
-        _average,
-        "average the weights of a run's last checkpoints",
-        "The new folder can be evaluated, exported and started from like a run.\n\n"
-        "example:\n  samestep average runs/bert_mini runs/bert_mini_average --last 5",
-    )
-    average.add_argument("source", metavar="RUN", help="a run, or the folder of its checkpoints")
-    average.add_argument("folder", metavar="DIR", help="the folder to write")
-    average.add_argument(
-        "--last", type=int, metavar="N", default=5, help="number of checkpoints (default: 5)"
-    )
-    average.add_argument(
-        "--decay",
-        type=float,
-        metavar="D",
-        help="exponential weights: each checkpoint has D of the next one's (default: equal ones)",
-    )
-
-
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """Builds the parser of all sub-commands, from this package and from entry points.
 
@@ -244,9 +196,9 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         _add_train,
         _add_config,
         _add_evaluate,
-        _add_export,
+        register_export,
         register_publish,
-        _add_average,
+        register_average,
         register_fill,
         add_fetch,
         add_report,
@@ -402,23 +354,6 @@ def _show_scores(scores: Mapping[str, float], file: Path | None) -> int:
             write_text(file, json.dumps(dict(scores)) + "\n")
         for name, value in scores.items():
             sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
-    return EXIT_DONE
-
-
-def _export(args: argparse.Namespace) -> int:
-    from trainer.publish.export import export, export_adapter
-
-    if args.adapter:
-        export_adapter(args.checkpoint, args.folder)
-    else:
-        export(args.checkpoint, args.folder, args.part)
-    return EXIT_DONE
-
-
-def _average(args: argparse.Namespace) -> int:
-    from trainer.publish.average import average
-
-    average(args.source, args.folder, args.last, args.decay)
     return EXIT_DONE
 
 

@@ -18,10 +18,10 @@ from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
 from trainer.training import starting
 from trainer.training.experiment import Experiment
+from trainer.training.probe_rows import build_probes
 from trainer.training.run import (
     build_model,
     build_objectives,
-    build_probes,
     checkpoint_folder,
     open_loader,
 )

@@ -1,4 +1,4 @@
-"""`samestep publish`."""
+"""The commands `samestep export`, `publish` and `average`."""
 
 from __future__ import annotations
 
@@ -38,4 +38,71 @@ def _publish(args: argparse.Namespace) -> int:
     from trainer.publish.hub import publish
 
     publish(args.source, args.repository, args.revisions, args.private, args.dry_run)
+    return EXIT_DONE
+
+
+def register_export(commands: Commands) -> None:
+    """Adds `samestep export`."""
+    export = add_command(
+        commands,
+        "export",
+        _export,
+        "write a checkpoint as a Hugging Face folder",
+        "example:\n  samestep export runs/bert_mini exported/bert_mini",
+    )
+    export.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a run (its newest checkpoint), RUN/best, or a step's folder or address; or hf://NAME",
+    )
+    export.add_argument("folder", metavar="DIR", help="the folder to write")
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a model with model.peft: what was added to it, as a folder of the peft library",
+    )
+    export.add_argument(
+        "--part",
+        metavar="NAME",
+        help="a model inside of the checkpoint's: generator, of an ELECTRA",
+    )
+
+
+def _export(args: argparse.Namespace) -> int:
+    from trainer.publish.export import export, export_adapter
+
+    if args.adapter:
+        export_adapter(args.checkpoint, args.folder)
+    else:
+        export(args.checkpoint, args.folder, args.part)
+    return EXIT_DONE
+
+
+def register_average(commands: Commands) -> None:
+    """Adds `samestep average`."""
+    average = add_command(
+        commands,
+        "average",
+        _average,
+        "average the weights of a run's last checkpoints",
+        "The new folder can be evaluated, exported and started from like a run.\n\n"
+        "example:\n  samestep average runs/bert_mini runs/bert_mini_average --last 5",
+    )
+    average.add_argument("source", metavar="RUN", help="a run, or the folder of its checkpoints")
+    average.add_argument("folder", metavar="DIR", help="the folder to write")
+    average.add_argument(
+        "--last", type=int, metavar="N", default=5, help="number of checkpoints (default: 5)"
+    )
+    average.add_argument(
+        "--decay",
+        type=float,
+        metavar="D",
+        help="exponential weights: each checkpoint has D of the next one's (default: equal ones)",
+    )
+
+
+def _average(args: argparse.Namespace) -> int:
+    from trainer.publish.average import average
+
+    average(args.source, args.folder, args.last, args.decay)
     return EXIT_DONE

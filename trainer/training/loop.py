@@ -19,8 +19,8 @@ is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 
 The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
 every `log_every` steps, where it reads the accumulated metrics. Evaluations, probes and saves wait
-as well,
-and so do two optional checks: of faults (each step) and of the state's bits (`verify_state_every`).
+as well, and so do two optional checks: of faults (each step) and of the state's bits
+(`verify_state_every`).
 """
 
 from __future__ import annotations

@@ -104,6 +104,9 @@ class Probe:
             model: as `strategy.prepare` returns it; left in eval mode.
             split: "train" or "heldout".
             work: name for `Accelerator.graph`.
+
+        Raises:
+            SamestepError: a feature is not finite; on all ranks.
         """
         model.eval()
         loader = self._open(split)
@@ -131,8 +134,7 @@ class Probe:
         )
         with strategy.accelerator.graph(f"rows of {work}"):
             whole = strategy.all_reduce(table).cpu().numpy()
-        whole = whole[whole[:, -1] > 0]
-        return Split(whole[:, :-2], whole[:, -2].astype(np.int64))
+        return rows_of(whole)
 
     def _features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """The features of a micro-batch: float32 [B, D]."""
@@ -149,23 +151,30 @@ class Probe:
         return (states * weights).sum(1) / weights.sum(1)
 
 
+def rows_of(table: npt.NDArray[np.float32]) -> Split:
+    """Takes rows apart: features, then the label, then 1, or 0 for a row that was skipped.
+
+    Raises:
+        SamestepError: a feature is not finite.
+    """
+    if not np.isfinite(table).all():
+        raise SamestepError(
+            "a probe has read hidden states that are not finite, so the weights are useless. "
+            "Lower optimizer.lr, and start from an earlier checkpoint."
+        )
+    table = table[table[:, -1] > 0]
+    return Split(table[:, :-2], table[:, -2].astype(np.int64))
+
+
 def accuracy(train: Split, heldout: Split) -> float:
     """Fits a ridge classifier to the rows of `train`; returns its accuracy on `heldout`.
 
     The strength of the penalty is chosen by leaving out each training row in turn, in closed form.
-
-    Raises:
-        SamestepError: a feature is not finite.
     """
     from sklearn.linear_model import RidgeClassifierCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    if not (np.isfinite(train.features).all() and np.isfinite(heldout.features).all()):
-        raise SamestepError(
-            "a probe has read hidden states that are not finite, so the weights are useless. "
-            "Lower optimizer.lr, and start from an earlier checkpoint."
-        )
     if len(np.unique(train.labels)) == 1:  # nothing to tell apart
         return float((heldout.labels == train.labels[0]).mean())
     classifier = make_pipeline(StandardScaler(), RidgeClassifierCV(np.logspace(0, 4, 9)))

@@ -17,7 +17,6 @@ from torch import nn
 
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
-from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
 from trainer.accelerators.detect import detect
@@ -33,9 +32,9 @@ from trainer.objectives import Objective
 from trainer.optim import Structure, groups
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
-from trainer.training import forecast, probes, run_folder
+from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
-from trainer.training.compatibility import check_best, check_compatibility, check_dataset
+from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
@@ -45,6 +44,7 @@ from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
+from trainer.training.probe_rows import build_probes
 from trainer.training.rewind import rewind
 from trainer.training.start_record import start_of
 from trainer.training.teacher import attach_teacher
@@ -357,8 +357,7 @@ def _with_micro_batch(
         most = min(wanted, most)
 
     def open_sized(rows: int) -> Loader:
-        # If a step has several micro-batches, measure two: the second meets the gradients of the
-        # first, which FSDP2 keeps whole.
+        # Two if a step has several: the second meets the first's gradients, which FSDP2 keeps whole.
         examples = rows * devices
         if examples < phase.global_batch_size:
             examples *= 2
@@ -489,80 +488,10 @@ def open_loader(
     )
 
 
-def build_probes(
-    experiment: Experiment,
-    dataset: AnyDataset,
-    replica: Replica,
-    largest: Callable[[int], int] = int,
-) -> dict[str, probes.Probe]:
-    """Builds the probes of a run by name.
-
-    Args:
-        dataset: the run's.
-
-    Raises:
-        ConfigError: one is not compatible with the run.
-        DataError: a dataset cannot be read, has other rows, or a split without rows.
-    """
-    if not experiment.probes:
-        return {}
-    with torch.device("meta"):
-        model = experiment.build_model()
-    found: dict[str, probes.Probe] = {}
-    for name, config in experiment.probes.items():
-        data = _probed_data(experiment, config)
-        probed = data.open()
-        objective = probes.build_objective(probed)
-        check_dataset(probed, objective, config.sequence_length)
-        probes.check(name, config, probed, dataset, experiment.model, model)
-        opening = partial(_open_probed, experiment, data, probed, objective, replica, largest)
-        for split in ("train", "heldout"):
-            opening(split).close()  # an error now, rather than at the first score
-        found[name] = probes.Probe(config, experiment.model, opening)
-    return found
-
-
-def _probed_data(experiment: Experiment, config: probes.Config) -> DataConfig:
-    """How a probe's dataset is read: as the run's, but a text in each row."""
-    return replace(
-        experiment.data,
-        path=config.path,
-        sources=(),
-        weights=(),
-        sequence_length=config.sequence_length,
-        packing="padded",
-        group_by_length=None,
-        exclude=(),
-    )
-
-
-def _open_probed(
-    experiment: Experiment,
-    data: DataConfig,
-    dataset: AnyDataset,
-    objective: Objective,
-    replica: Replica,
-    largest: Callable[[int], int],
-    split: str,
-) -> StreamingLoader:
-    """Opens the rows of a probe, in their order, for a single pass."""
-    # At least one row for each device.
-    size = max(probes.BATCH, replica.count * replica.devices)
-    return StreamingLoader(
-        dataset,
-        data,
-        SplitOrder(experiment.seed, split, finite=True),
-        BatchLayout(size, probes.MICRO_BATCH, replica),
-        pack_spec=objective.pack_spec(data.sequence_length),
-        collate=objective.collate,
-        largest=largest,
-    )
-
-
 def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Writes the settings and the tokenizer into the run's folder, so it is self-contained.
+    """Writes settings and tokenizer into the run's folder, so that it is self-contained.
 
-    The tokenizer also goes to where the checkpoints are: they can be used without the run's folder.
+    Checkpoints in another place can be used alone: the tokenizer is there, too.
     """
     folder = Path(experiment.output)
     storage.write_text(folder / "config.yaml", dump(experiment))

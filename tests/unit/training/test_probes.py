@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.errors import SamestepError
-from trainer.training.probes import Split, accuracy
+from trainer.training.probes import Split, accuracy, rows_of
 
 
 def rows(count: int, seed: int, shift: float = 3.0) -> Split:
@@ -36,8 +36,10 @@ def test_rows_of_a_single_class_are_no_error() -> None:
     assert accuracy(same, train) == pytest.approx(1 / 3)
 
 
-def test_features_that_are_not_finite_are_an_error() -> None:
-    broken = rows(30, 0)
-    broken.features[3, 2] = np.nan
+def test_skipped_rows_are_left_out_and_features_must_be_finite() -> None:
+    table = np.ones((30, 6), np.float32)
+    table[4, -1] = 0  # skipped
+    assert len(rows_of(table).labels) == 29
+    table[3, 2] = np.nan
     with pytest.raises(SamestepError, match="not finite"):
-        accuracy(broken, rows(30, 1))
+        rows_of(table)

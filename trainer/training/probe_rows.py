@@ -1,0 +1,89 @@
+"""The probes of a run, and the rows that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from data_pipeline.reading.batches import BatchLayout
+from data_pipeline.reading.concat_dataset import AnyDataset
+from data_pipeline.reading.config import Config as DataConfig
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
+from trainer.objectives import Objective
+from trainer.strategies import Replica
+from trainer.training import probes
+from trainer.training.compatibility import check_dataset
+from trainer.training.experiment import Experiment
+
+
+def build_probes(
+    experiment: Experiment,
+    dataset: AnyDataset,
+    replica: Replica,
+    largest: Callable[[int], int] = int,
+) -> dict[str, probes.Probe]:
+    """Builds the probes of a run by name.
+
+    Args:
+        dataset: the run's.
+
+    Raises:
+        ConfigError: one is not compatible with the run.
+        DataError: a dataset cannot be read, has other rows, or a split without rows.
+    """
+    if not experiment.probes:
+        return {}
+    with torch.device("meta"):
+        model = experiment.build_model()
+    found: dict[str, probes.Probe] = {}
+    for name, config in experiment.probes.items():
+        data = _probed_data(experiment, config)
+        probed = data.open()
+        objective = probes.build_objective(probed)
+        check_dataset(probed, objective, config.sequence_length)
+        probes.check(name, config, probed, dataset, experiment.model, model)
+        opening = partial(_open_probed, experiment, data, probed, objective, replica, largest)
+        for split in ("train", "heldout"):
+            opening(split).close()  # an error now, rather than at the first score
+        found[name] = probes.Probe(config, experiment.model, opening)
+    return found
+
+
+def _probed_data(experiment: Experiment, config: probes.Config) -> DataConfig:
+    """How a probe's dataset is read: as the run's, but a text in each row."""
+    return replace(
+        experiment.data,
+        path=config.path,
+        sources=(),
+        weights=(),
+        sequence_length=config.sequence_length,
+        packing="padded",
+        group_by_length=None,
+        exclude=(),
+    )
+
+
+def _open_probed(
+    experiment: Experiment,
+    data: DataConfig,
+    dataset: AnyDataset,
+    objective: Objective,
+    replica: Replica,
+    largest: Callable[[int], int],
+    split: str,
+) -> StreamingLoader:
+    """Opens the rows of a probe, in their order, for a single pass."""
+    # At least one row for each device.
+    size = max(probes.BATCH, replica.count * replica.devices)
+    return StreamingLoader(
+        dataset,
+        data,
+        SplitOrder(experiment.seed, split, finite=True),
+        BatchLayout(size, probes.MICRO_BATCH, replica),
+        pack_spec=objective.pack_spec(data.sequence_length),
+        collate=objective.collate,
+        largest=largest,
+    )
