@@ -357,7 +357,7 @@ def _with_micro_batch(
         most = min(wanted, most)
 
     def open_sized(rows: int) -> Loader:
-        # Two if a step has several: the second meets the first's gradients, which FSDP2 keeps whole.
+        # Two if a step has several: the second meets the first's gradients, whole under FSDP2.
         examples = rows * devices
         if examples < phase.global_batch_size:
             examples *= 2
