@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from trainer.monitoring.costs import Usage
 from trainer.monitoring.forecast import Range
 from trainer.progress import Progress, ends_in
-from trainer.studies.costs import Usage
 
 Slot: TypeAlias = Mapping[str, str]
 """Environment variables of the processes that use one device."""

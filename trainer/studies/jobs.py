@@ -11,9 +11,9 @@ from typing import Any
 
 from trainer.config import Tree
 from trainer.errors import ConfigError
+from trainer.monitoring.costs import Usage
 from trainer.monitoring.report.study import RESULT
 from trainer.storage import write_text
-from trainer.studies.costs import Usage
 from trainer.studies.stages import StageConfig
 from trainer.studies.study import REFERENCE, Study
 

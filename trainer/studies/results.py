@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trainer.config import Tree
 from trainer.errors import DataError
+from trainer.monitoring.costs import Usage, total
 from trainer.storage import write_text
-from trainer.studies.costs import Usage, total
 from trainer.studies.jobs import Job, Jobs, Result
 from trainer.studies.row_scores import RowScore, read_row_score
 from trainer.studies.statistics import (
@@ -182,11 +182,12 @@ def _minus(one: _Score, other: _Score) -> _Score:
 
 
 def _score(job: Job, result: Result, name: str) -> _Score:
-    if name not in result.scores:
-        raise DataError(
-            f"{job.folder} has no score {name!r}. Use one of {', '.join(result.scores)}."
-        )
-    value = result.scores[name]
+    scores = result.scores
+    if name not in scores:  # of a job that an earlier version has finished, perhaps
+        scores = job.config.scores(job.folder)
+    if name not in scores:
+        raise DataError(f"{job.folder} has no score {name!r}. Use one of {', '.join(scores)}.")
+    value = scores[name]
     value = value if math.isfinite(value) else math.nan
     file = job.config.predictions(job.folder)
     of_rows = None if file is None else read_row_score(file, name)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from trainer.config import Kinds, Tree, decode, read_tree, recipes
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
-from trainer.studies import costs
+from trainer.monitoring import costs
 from trainer.studies.stages import StageConfig
 
 STAGES = Kinds("trainer.studies.stages")

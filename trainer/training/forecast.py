@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trainer.models import Model
 from trainer.monitoring.forecast import Schedule, TimeLeft
 from trainer.monitoring.throughput import Throughput
+from trainer.objectives import Objective
 from trainer.partition import whole_shape
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
@@ -27,15 +29,20 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
     with torch.device("meta"):
         model = experiment.build_model()
 
-    def flops_per_step(phase: Phase) -> float:
-        length, objective = phase.sequence_length, trainer.objectives[phase.index]
-        spec = objective.pack_spec(length)
-        # The choices of a row (multiple choice) are sequences of their own; see `PackSpec.parts`.
-        positions = length if spec.parts is None else spec.positions
-        per_token: float = model.flops_per_token(length, objective.predictions(length) / positions)
-        return per_token * positions * phase.global_batch_size
+    per_step = [
+        flops_of_step(model, trainer.objectives[phase.index], phase) for phase in trainer.phases
+    ]
+    return _until(trainer, per_step)
 
-    return _until(trainer, [flops_per_step(phase) for phase in trainer.phases])
+
+def flops_of_step(model: Model, objective: Objective, phase: Phase) -> float:
+    """Returns the model FLOPs of a step of a phase, on all devices."""
+    length = phase.sequence_length
+    spec = objective.pack_spec(length)
+    # The choices of a row (multiple choice) are sequences of their own; see `PackSpec.parts`.
+    positions = length if spec.parts is None else spec.positions
+    per_token = model.flops_per_token(length, objective.predictions(length) / positions)
+    return per_token * positions * phase.global_batch_size
 
 
 def _until(trainer: Trainer, per_step: Sequence[float]) -> Callable[[int], float]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.unit.studies.test_study import content, read
+from trainer.monitoring.costs import Usage
 from trainer.studies import page
-from trainer.studies.costs import Usage
 from trainer.studies.jobs import Result, list_jobs
 from trainer.studies.results import Results, collect
 

@@ -13,9 +13,9 @@ import yaml
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint import Config as Settings
 from trainer.errors import ConfigError
+from trainer.monitoring.costs import Config as Costs
+from trainer.monitoring.costs import CpuEnergy, Usage
 from trainer.studies import page, results
-from trainer.studies.costs import Config as Costs
-from trainer.studies.costs import CpuEnergy, Usage
 from trainer.studies.jobs import Jobs, Result, list_jobs
 from trainer.studies.size import sizes
 from trainer.studies.study import Study

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from trainer.inspect.plan.plan import Plan
     from trainer.inspect.plan.trace import Step
+    from trainer.inspect.plan.work import Device, Work
     from trainer.training.experiment import Experiment
     from trainer.training.phases import Phase
 
@@ -44,10 +45,11 @@ def register(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "compute a run's memory per device and what it sends between devices",
+        "compute a run's memory per device, its traffic, time and energy",
         "example:\n  samestep plan configs/pretrain/t5_11b.yaml --devices 64 --memory 80GiB",
         "Computes how much memory a run takes of each device under each strategy, and what it "
-        "sends between devices in a step. Needs no GPU and no dataset, and allocates nothing.",
+        "sends between devices in a step; and estimates the time, energy and CO2 of all steps. "
+        "Needs no GPU and no dataset, and allocates nothing.",
     )
     parser.add_argument("file", help="the experiment, a YAML file")
     parser.add_argument(
@@ -66,6 +68,12 @@ def register(commands: Commands) -> None:
         help="of a device, as 24GiB; also prints which micro-batch fits (default with "
         f"micro_batch_size: auto on GPUs: {_ASSUMED}, an H100's)",
     )
+    for name, metavar, text in (
+        ("tflops", "N", "peak of a device in 1e12 FLOP/s (default: 989, an H100's in bf16)"),
+        ("utilization", "SHARE", "of the peak that training reaches (default: 0.4)"),
+        ("watts", "N", "power of a device under load (default: 700, an H100's)"),
+    ):
+        parser.add_argument(f"--{name}", type=float, metavar=metavar, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
@@ -77,6 +85,8 @@ def _plan(args: argparse.Namespace) -> int:
     from trainer.config.sizes import parse_size
     from trainer.inspect.plan.plan import STRATEGIES, Planner, as_json, copies_of
     from trainer.inspect.plan.trace import Step
+    from trainer.inspect.plan.work import work
+    from trainer.monitoring import costs
     from trainer.training.starting import load_experiment
 
     # --strategy takes all arguments that follow, so overrides may be among them.
@@ -88,6 +98,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.devices < 1:
         raise ConfigError(f"--devices must be at least 1, not {args.devices}")
     memory = parse_size(args.memory, "--memory") if args.memory else None
+    device = _device(args)
     experiment = load_experiment(args.file, overrides)
     phases, assumption = list(experiment.resolved_phases()), ""
     if memory is None and any(phase.micro_batch_size == "auto" for phase in phases):
@@ -120,6 +131,7 @@ def _plan(args: argparse.Namespace) -> int:
         progress.expect(1 + traces)
         for phase, planner in zip(phases, planners, strict=True):
             found.append((phase, [planner.plan(name, memory) for name in names]))
+    needed = work(experiment, args.devices, device, costs.Config())
     if args.json:
         listed = [
             {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
@@ -127,15 +139,39 @@ def _plan(args: argparse.Namespace) -> int:
         ]
         assumed = memory is not None and not args.memory
         found_for = {"devices": args.devices, "memory": memory, "memory_assumed": assumed}
-        sys.stdout.write(json.dumps({**found_for, "phases": listed}, indent=1) + "\n")
+        sys.stdout.write(
+            json.dumps({**found_for, "work": asdict(needed), "phases": listed}, indent=1) + "\n"
+        )
         return EXIT_DONE
     if assumption:
         console.print(assumption)
     for phase, plans in found:
         console.print(_table(_title(experiment, phase, step, args.devices), plans))
+    console.print(_work_line(needed, args.devices, device))
     notes = [_NOTES, _FITS if memory else "", experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
+
+
+def _device(args: argparse.Namespace) -> Device:
+    from trainer.inspect.plan.work import H100
+
+    given = {name: getattr(args, name) for name in ("tflops", "utilization", "watts")}
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name} is {value}. Use a number above 0.")
+    if (args.utilization or 0) > 1:
+        raise ConfigError(f"--utilization is {args.utilization}. Use at most 1, the whole peak.")
+    return replace(H100, **{name: value for name, value in given.items() if value is not None})
+
+
+def _work_line(needed: Work, devices: int, device: Device) -> str:
+    hours = f"{needed.hours:,.1f} hours" if needed.hours < 48 else f"{needed.hours / 24:,.1f} days"
+    return (
+        f"All steps: {needed.flops:.2e} FLOPs. With {devices} devices at {device.utilization:.0%} "
+        f"of {device.tflops:g} TFLOP/s and {device.watts:g} W each: {hours}, "
+        f"{needed.kwh:,.0f} kWh, {needed.kilograms:,.0f} kg CO2."
+    )
 
 
 def _without_probe(experiment: Experiment, phase: Phase) -> Phase:
