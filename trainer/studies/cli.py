@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,8 +68,11 @@ def _study(args: argparse.Namespace) -> int:
     slots = _slots(args.parallel)
     execution.interrupt_on_sigterm()
     folder: Path = args.output / study.name
-    # Two studies in one folder would train in the same folders of jobs.
-    with only_writer(args.output, f"--output={args.output}"):
+    # Two studies in one folder would train in the same folders of jobs. If all are finished, only
+    # the page is written, and others may be at work.
+    missing = runner.missing(jobs)
+    lock = only_writer(args.output, f"--output={args.output}") if missing else nullcontext()
+    with lock:
         total, left = len(jobs.all), len(runner.missing(jobs))
         progress = Progress(study.name, total, done=total - left, logs=False)
         tell = partial(_tell, jobs, runner.arms_of(jobs), len(slots), progress)

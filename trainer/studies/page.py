@@ -159,7 +159,7 @@ def _mean(row: Row, measure: Measure) -> str:
     if measure.minus is not None:  # a difference itself
         return _estimate(row.mean, measure)
     text = _number(row.mean.mean, measure)
-    if row.mean.deviation is None:
+    if not row.mean.deviation:  # one seed, or the same number for all, as a size
         return text
     return f"{text} ± {_number(row.mean.deviation, measure)}"
 
@@ -172,7 +172,7 @@ def _difference(row: Row, measure: Measure) -> str:
 
 def _estimate(estimate: Estimate, measure: Measure) -> str:
     text = _signed(estimate.mean, measure)
-    if estimate.low is None or estimate.high is None:
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return text
     text += f" [{_signed(estimate.low, measure)}, {_signed(estimate.high, measure)}]"
     return f"**{text}**" if estimate.excludes_zero else text
