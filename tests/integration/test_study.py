@@ -42,8 +42,10 @@ measures:
   loss: {score: pretrain/loss, better: lower}
   loss at half: {score: often/loss, better: lower}
   topic: {score: topic/accuracy, percent: true}
+  parameters: {score: pretrain/trained_parameters}
 primary: {measure: loss, arms: [small, large], pilot_deviation: 0.1, detects: 0.6}
 curves: [{stage: pretrain, against: flops}]
+relations: [{measure: loss, against: parameters, logarithmic: true}]
 """
 
 
@@ -98,7 +100,8 @@ def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
     assert "| large |" in text
     for image in tmp_path.glob("images/*.svg"):
         assert f"images/{image.name}" in text
-    assert len(list(tmp_path.glob("images/*.svg"))) == 4
+    # Three measures that vary, one that is the same for all seeds, a relation and the curves.
+    assert len(list(tmp_path.glob("images/*.svg"))) == 5
     assert "<svg" in (tmp_path / "one" / "rates" / "index.html").read_text()
     scores = (tmp_path / "one" / "rates" / "scores.json").read_bytes()
     costs = json.loads((tmp_path / "one" / "rates" / "costs.json").read_text())

@@ -12,7 +12,7 @@ from trainer.errors import MissingExtra
 from trainer.storage import write_text
 from trainer.studies.jobs import Jobs
 from trainer.studies.results import Results, Row, curve
-from trainer.studies.study import Curves, Measure
+from trainer.studies.study import Curves, Measure, Relation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ _AXES = {"step": "step", "tokens": "tokens", "flops": "FLOPs"}
 
 
 def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
-    """Writes a plot for each measure and each entry of `curves`.
+    """Writes a plot for each measure and each entry of `relations` and `curves`.
 
     Returns:
         The files, in the order in which a page shows them.
@@ -52,13 +52,23 @@ def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
     files = []
     with matplotlib.rc_context(_STYLE):
         for name, measure in config.measures.items():
-            if rows := results.of(name):
+            rows = results.of(name)
+            if rows and not all(_is_size(row) for row in rows):
                 files.append(folder / f"{_slug(name)}.svg")
                 _save(_of_measure(rows, name, measure), files[-1])
+        for relation in config.relations:
+            names = (_slug(relation.measure), _slug(relation.against))
+            files.append(folder / f"{'-against-'.join(names)}.svg")
+            _save(_of_relation(results, relation), files[-1])
         for curves in config.curves:
             files.append(folder / f"{_slug(curves.stage)}-{_slug(curves.metric)}.svg")
             _save(_of_curves(results, jobs, curves), files[-1])
     return files
+
+
+def _is_size(row: Row) -> bool:
+    """Whether all seeds have the same number, which needs no plot."""
+    return row.mean.low is not None and row.mean.low == row.mean.high
 
 
 def _slug(name: str) -> str:
@@ -95,6 +105,31 @@ def _of_measure(rows: Sequence[Row], name: str, measure: Measure) -> Figure:
     axes.margins(y=0.15)
     axes.grid(axis="x")
     axes.set_xlabel(f"{name}{', %' * measure.percent} ({measure.better} is better)")
+    return figure
+
+
+def _of_relation(results: Results, relation: Relation) -> Figure:
+    """A point for each arm, with the interval of its mean."""
+    figure, axes = _figure(3.4)
+    measures = results.study.config.measures
+    places = {row.arm: row.mean.mean for row in results.of(relation.against)}
+    scale, across = (
+        100 if measures[name].percent else 1 for name in (relation.measure, relation.against)
+    )
+    shown = [row for row in results.of(relation.measure) if row.arm in places]
+    for number, row in enumerate(shown):
+        color, x, mean = _COLORS[number % len(_COLORS)], across * places[row.arm], row.mean
+        if mean.low is not None and mean.high is not None:
+            axes.plot([x, x], [scale * mean.low, scale * mean.high], color=color, linewidth=1.5)
+        axes.plot(x, scale * mean.mean, "o", color=color, label=row.arm, markersize=5)
+    if relation.logarithmic:
+        axes.set_xscale("log")
+    for axis, name in ((axes.set_xlabel, relation.against), (axes.set_ylabel, relation.measure)):
+        axis(f"{name}{', %' * measures[name].percent}")
+    axes.margins(y=0.15)
+    axes.grid()
+    if shown:
+        axes.legend(fontsize=8)
     return figure
 
 

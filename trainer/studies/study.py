@@ -78,6 +78,21 @@ class Curves:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Relation:
+    """A plot of one measure against another, with a point for each arm.
+
+    Attributes:
+        measure: the vertical axis.
+        against: the horizontal axis.
+        logarithmic: whether the horizontal axis is.
+    """
+
+    measure: str
+    against: str
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A study.
 
@@ -99,6 +114,7 @@ class Config:
         calibrate: for arms that are equal: cut the repetitions into studies of this many seeds, and
             count those whose interval of the primary comparison excludes zero; null does not.
         curves: plots of runs.
+        relations: plots of one measure against another.
         cpu_hours: what the whole study takes, in hours of one core; shown by --list.
         costs: how energy and CO2 are estimated.
     """
@@ -116,6 +132,7 @@ class Config:
     primary: Primary | None = None
     calibrate: int | None = None
     curves: tuple[Curves, ...] = ()
+    relations: tuple[Relation, ...] = ()
     cpu_hours: float = 0.0
     costs: costs.Config = field(default_factory=costs.Config)
 
@@ -138,6 +155,9 @@ class Config:
                     )
         for number, curves in enumerate(self.curves):
             _among(curves.stage, self.stages, f"curves.{number}.stage")
+        for number, relation in enumerate(self.relations):
+            for name in ("measure", "against"):
+                _among(getattr(relation, name), self.measures, f"relations.{number}.{name}")
         for arm, changes in self.arms.items():
             for stage in changes or {}:
                 _among(stage, self.stages, f"arms.{arm}")

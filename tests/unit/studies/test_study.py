@@ -200,6 +200,7 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
         ("measures.loss.score=pretrain", "Write the stage and the score, as pretrain/loss"),
         ("measures.loss.minus=pretrain", "measures.loss.minus is 'pretrain'. Write the stage"),
         ("measures.loss.score=fit/loss", "measures.loss.score is 'fit'. Use one of corpus"),
+        ("relations=[{measure: loss, against: size}]", "relations.0.against is 'size'"),
         ("curves=[{stage: fit}]", "curves.0.stage is 'fit'"),
         (
             "primary={measure: loss, arms: [a], pilot_deviation: 1, detects: 1}",
