@@ -76,9 +76,11 @@ def test_a_run_takes_the_same_steps_and_finds_what_the_features_tell(
 def test_other_ranks_other_strategies_and_a_stop_change_no_score(
     experiment_file: str, noisy: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    train = ("train", experiment_file, setting(noisy, rows=60, layer=1))
-    assert samestep(*train, f"output={tmp_path / 'one'}", "strategy=single").code == 0
-    two = (*train, f"output={tmp_path / 'two'}", "--processes", 2)  # FSDP
+    train = ("train", experiment_file)
+    often = (setting(noisy, rows=60, layer=1, every=1), f"output={tmp_path / 'one'}")
+    assert samestep(*train, *often, "strategy=single").code == 0
+    two = (*train, setting(noisy, rows=60, layer=1), f"output={tmp_path / 'two'}")
+    two = (*two, "--processes", 2)  # FSDP
     assert samestep(*two, "training.steps=6", "schedule.decay=constant").code == 0
     one_found, two_found = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert list(two_found) == [4, 6]
