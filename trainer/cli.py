@@ -152,7 +152,7 @@ def _add_evaluate(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="RUN",
-        help="combine the predictions with those of this run of the same task; repeat it for more "
+        help="combine the predictions with this run's, of the same task; repeat it for more "
         "runs. The outputs are averaged; for tags, the runs vote",
     )
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")

@@ -233,7 +233,7 @@ def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:
         return {}
     found = {path: tuple(field.name for field in dataclasses.fields(schema))}
     for name, hint in typing.get_type_hints(schema).items():
-        # Sections in a list have a number in their path, and those of a mapping a name.
+        # Sections in a list have a number in their path, and in a mapping a name.
         inner = () if typing.get_origin(hint) in (tuple, dict) else typing.get_args(hint)
         for part in (hint, *inner):
             if dataclasses.is_dataclass(part):

@@ -75,8 +75,8 @@ class Patterns:
         """
         table = Table("layer", *NAMES)
         for number, of_layer in zip(layers, self.heads.swapaxes(0, 1), strict=True):
-            cells = (f"{100 * each.mean():.0f} ({100 * each.max():.0f})" for each in of_layer)
-            table.add_row(str(number), *cells)
+            texts = (f"{100 * each.mean():.0f} ({100 * each.max():.0f})" for each in of_layer)
+            table.add_row(str(number), *texts)
         table.add_section()
         table.add_row("uniform", *(f"{100 * share:.0f}" for share in self.uniform))
         followed = (self.heads > _MOSTLY).sum((1, 2))

@@ -59,7 +59,7 @@ def register(commands: Commands) -> None:
         subcommands,
         "distance",
         _distance,
-        "show how far the weights of a checkpoint have moved from those of another one",
+        "show how far the weights of a checkpoint have moved from another one's",
         "The L2 norm of the difference, divided by the norm of the first weights, for each layer.\n"
         "Parameters that only one of them has, as a task's head, are left out.\n\n"
         "example:\n  samestep checkpoint distance runs/bert_mini runs/mrpc",

@@ -88,7 +88,7 @@ def test_a_pilot_has_other_seeds_and_shares_what_has_none(tmp_path: Path) -> Non
     assert [job.seed for job in pilot.all if job.stage == "pretrain"] == [100, 100, 101, 101]
     shared = {job.digest for job in study.all} & {job.digest for job in pilot.all}
     assert shared == {study.of["a", 0, "corpus"].digest}
-    # Seeds that overlap are the same jobs, and a stage's own seed is that of all.
+    # Seeds that overlap are the same jobs, and all have a stage's own seed.
     overlapping = jobs_of(tree, tmp_path, "first_seed=1")
     assert overlapping.of["b", 1, "again"].digest == study.of["b", 1, "again"].digest
     fixed = jobs_of(tree, tmp_path, "first_seed=100", "stages.pretrain.seed=7")

@@ -28,7 +28,7 @@ def test_every_arm_has_its_jobs(
     for name in OWN_FILES:
         Path("conll2003", name).touch()
     if scale == "nano" != Study.read(str(file)).config.scale:
-        pytest.skip("too small for any study but those of the method itself")
+        pytest.skip("too small for any study but of the method itself")
     study = Study.read(str(file), [f"scale={scale}"])
     jobs = list_jobs(study, tmp_path)
     assert {arm for arm, *_ in jobs.of} == set(study.config.arms)
@@ -58,7 +58,7 @@ def test_it_has_a_page_that_says_whether_it_has_been_run(file: Path) -> None:
 def test_the_table_of_pilots_says_what_a_study_detects() -> None:
     page = (PAGES.parent / "studies.md").read_text(encoding="utf-8")
     seeds, factors = (
-        [float(cell) for cell in line.split("|")[2:-1]]
+        [float(number) for number in line.split("|")[2:-1]]
         for line in page.splitlines()
         if line.startswith(("| seeds | 2", "| deviations |"))
     )
