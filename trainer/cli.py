@@ -279,6 +279,10 @@ def _train(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic import agent
 
+    if args.encoder and args.ensemble:
+        raise ConfigError(
+            "--encoder would give all runs of the ensemble the same encoder; leave one of both out"
+        )
     folders = [args.run_folder, *args.ensemble]
     experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
     steps = [_step(args.step, experiment) for experiment in experiments]

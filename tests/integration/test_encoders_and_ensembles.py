@@ -115,3 +115,5 @@ def test_an_ensemble_needs_one_task(
     assert "--ensemble needs a run of a task" in failed.message
     failed = samestep("evaluate", tuned[0], "--ensemble", tuned[1], "--generate")
     assert "--ensemble is for the predictions of a head" in failed.message
+    both = ("--ensemble", tuned[1], "--encoder", finished_run)
+    assert "the same encoder" in samestep("evaluate", tuned[0], *both).message

@@ -76,7 +76,7 @@ def test_a_run_takes_the_same_steps_and_finds_what_the_features_tell(
 def test_other_ranks_other_strategies_and_a_stop_change_no_score(
     experiment_file: str, noisy: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    train = ("train", experiment_file)
+    train = ("train", experiment_file, "optimizer.lr=0.1")  # so that each step changes the features
     often = (setting(noisy, rows=60, layer=1, every=1), f"output={tmp_path / 'one'}")
     assert samestep(*train, *often, "strategy=single").code == 0
     two = (*train, setting(noisy, rows=60, layer=1), f"output={tmp_path / 'two'}")

@@ -25,7 +25,8 @@ _Floats = npt.NDArray[np.float64]
 class Patterns:
     """The mean attention of each head to the positions of each pattern.
 
-    The mean is over all tokens of all texts that are not special. A text without any counts not.
+    The mean is over all tokens of all texts that are not special. Texts without such tokens are
+    skipped.
 
     Args:
         layers, heads: L, H, of the arrays to come.

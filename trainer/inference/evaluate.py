@@ -226,6 +226,7 @@ def _comparable(one: Predictions, other: Predictions) -> bool:
         and one.outputs.shape == other.outputs.shape
         and np.array_equal(one.document, other.document)
         and np.array_equal(one.begin, other.begin)
+        and np.array_equal(one.column, other.column)
         and np.array_equal(one.length, other.length)
         and [row.texts for row in one.rows] == [row.texts for row in other.rows]
     )

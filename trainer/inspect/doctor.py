@@ -73,7 +73,8 @@ def _checks_of(experiment: Experiment) -> list[Check]:
         checks.append(("checkpoints", lambda: _disk("checkpoints", Path(folder), needed)))
     if metrics := experiment.objective.task.metrics:
         checks.append(("metrics", lambda: _metrics(metrics)))
-    if any(map(storage.is_url, experiment.data.paths)):
+    probed = [probe.path for probe in experiment.probes.values()]
+    if any(map(storage.is_url, [*experiment.data.paths, *probed])):
         default = os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
         cache = Path(experiment.data.cache or default)
         checks.append(("cache", lambda: _disk("cache", cache, 0)))

@@ -78,6 +78,9 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
             run = Path(_local(str(weights.folder), folder)).parent
             yield f"{setting}={_checkpoint(weights, run)}"
     data = experiment.data
+    for name, probe in experiment.probes.items():
+        if storage.is_url(probe.path):
+            yield f"probes.{name}.path={_dataset(probe.path, folder)}"
     here = {path: str(_dataset(path, folder)) for path in data.paths if storage.is_url(path)}
     if here and data.path is not None:
         yield f"data.path={here[data.path]}"

@@ -209,7 +209,9 @@ def _distance(args: argparse.Namespace) -> int:
     console = _console()
     console.print(table)
     if left_out := distance.left_out(before, after):
-        console.print(f"left out, because only one of them has it: {', '.join(left_out)}")
+        console.print(
+            f"left out, because only one of them has it, or in another shape: {', '.join(left_out)}"
+        )
     if args.scores is not None:
         scores = {name: group.relative for name, group in found.items()}
         write_text(args.scores, json.dumps(scores) + "\n")

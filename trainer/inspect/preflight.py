@@ -62,7 +62,9 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     if teacher and readable(teacher) and not is_hub_path(teacher):
         build_teacher(experiment, load_config(teacher))
     if all(map(readable, experiment.data.paths)):
-        check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
+        probes = {name: each for name, each in experiment.probes.items() if readable(each.path)}
+        here = replace(experiment, probes=probes)
+        check_data(here, here.data.open(), sorted({min(devices), max(devices)}))
 
 
 def _has_all_weights(experiment: Experiment) -> bool:

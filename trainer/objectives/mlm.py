@@ -34,9 +34,9 @@ class Config(ObjectiveConfig):
         ngrams: predicts runs of up to this number of words (or tokens, without `whole_words`); a
             run of n has a probability proportional to 1/n (Lan et al. 2020, "ALBERT": 3).
         maskings: number of different maskings of a row, of which each epoch draws one, as from a
-            file that was masked beforehand; they do not depend on the seed. 1 is static masking
-            (Liu et al. 2019, "RoBERTa", section 4.1); BERT's files had 10. null: new masks in each
-            epoch.
+            file that was masked beforehand. 1 is static masking (Liu et al. 2019, "RoBERTa",
+            section 4.1); BERT's files had 10. null: new masks in each epoch. Rows of pairs hold
+            other texts in each epoch, and so have other masks.
     """
 
     masked = True

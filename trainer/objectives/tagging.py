@@ -99,7 +99,7 @@ class Tagging(RowTask):
             yield {"words": words, "label": label, "prediction": prediction}
 
     def combined(self, outputs: Sequence[Float32]) -> Float32:
-        """The tag that most members predict; of several, the one that an earlier member predicts.
+        """Majority vote on each tag; ties go to the earliest member.
 
         Example: the votes 3 1 1 give 1, and 3 1 2 give 3.
         """

@@ -1,4 +1,4 @@
-"""What a run has trained, in numbers: parameters, and bytes of its checkpoints."""
+"""Parameter counts and checkpoint sizes of a run."""
 
 from __future__ import annotations
 

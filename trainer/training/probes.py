@@ -1,4 +1,4 @@
-"""Probes: what the hidden states of a model tell a linear classifier, while the model is trained.
+"""Linear probes of hidden states during training.
 
 A probe reads rows of a small task with the current weights, in eval mode, and fits a ridge
 classifier to their features. Dropout, masks and the data order are functions of counters, so a run
@@ -27,7 +27,7 @@ from trainer.strategies import Strategy
 from trainer.training.passes import Loader, on_device
 
 BATCH = 256
-"""Rows that a probe reads at a time, over all replicas; as many as there are devices, if more."""
+"""Global batch size of a probe, raised to the number of devices if that is larger."""
 MICRO_BATCH = 32
 """Rows of a forward pass, for one device."""
 
@@ -40,8 +40,8 @@ class Config:
 
     Attributes:
         path: folder or address of a dataset of kind classification, built with the run's tokenizer.
-        every: steps between two scores; one is also computed at the end.
-        rows: number of rows to train the classifier on, and to score it on: the first ones of each
+        every: steps between two scores; one is also computed at the last of `training.steps`.
+        rows: number of rows to train the classifier on, and to score it on: a fixed sample of each
             split.
         layer: number of the layer: 0 is the embeddings, -1 the last layer.
         pool: how a text's hidden states become one vector: their mean, or the first one ([CLS]).

@@ -489,9 +489,9 @@ def open_loader(
 
 
 def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Writes settings and tokenizer into the run's folder, so that it is self-contained.
+    """Writes the settings and the tokenizer into the run's folder, so it is self-contained.
 
-    Checkpoints in another place can be used alone: the tokenizer is there, too.
+    The tokenizer also goes to where the checkpoints are: they can be used without the run's folder.
     """
     folder = Path(experiment.output)
     storage.write_text(folder / "config.yaml", dump(experiment))

@@ -21,7 +21,7 @@ class StageConfig(ABC):
     """A stage.
 
     Attributes:
-        seed: of all jobs of this stage; null is the study's, which differs between repetitions.
+        seed: of all jobs of this stage; null takes the repetition's seed.
         seed_offset: added to the study's seed: an arm that differs in random numbers alone, or a
             second run in each repetition.
     """
