@@ -68,6 +68,21 @@ def _mix_in(key: U64, part: npt.ArrayLike) -> U64:
     return _scramble(key ^ np.asarray(part).astype(np.uint64, copy=False))
 
 
+def odd_factors(count: int) -> U64:
+    """Returns random odd numbers, by which products modulo 2**64 can be undone: uint64 [count]."""
+    return mix(np.arange(count)) | np.uint64(1)
+
+
+def hash_rows(rows: U64) -> U64:
+    """Hashes each row of [B, S] into a 64-bit key: uint64 [B].
+
+    Each column has its own factor, so the order counts, and any change of a single entry changes
+    the row's key.
+    """
+    keys: U64 = rows @ odd_factors(rows.shape[1])
+    return keys
+
+
 def name_key(name: str) -> int:
     """The 64-bit key of a name (a purpose, a parameter), equal in every process and version."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -13,7 +13,7 @@ from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset
 from trainer.examples import Batch, Examples, PackSpec
-from trainer.hashing import U64, combine, mix, name_key
+from trainer.hashing import U64, combine, hash_rows, name_key
 
 _DROPOUT = name_key("dropout")
 
@@ -86,8 +86,7 @@ class RowMaker:
 def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int64:
     """Hashes each row's identity and input tokens: int64 [B], summed modulo 2**64 over a batch.
 
-    Each column has its own odd factor, which is invertible modulo 2**64, so any change of a single
-    token changes the row's sum. Without `padding` the hash does not depend on the rows' width.
+    Without `padding` the hash does not depend on the rows' width.
     """
     sums = []
     for name in ("tokens", "target_tokens"):
@@ -95,7 +94,7 @@ def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int
             tokens = arrays[name].astype(np.uint64).reshape(len(arrays["epoch"]), -1)
             if not padding and "segments" in arrays:
                 tokens[arrays["segments"].reshape(tokens.shape) == 0] = 0
-            sums.append(tokens @ (mix(np.arange(tokens.shape[1])) | np.uint64(1)))
+            sums.append(hash_rows(tokens))
     return combine(source, arrays["epoch"], arrays["example"], *sums).view(np.int64)
 
 

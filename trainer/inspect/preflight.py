@@ -19,12 +19,7 @@ from trainer.strategies import Replica
 from trainer.training import starting
 from trainer.training.experiment import Experiment
 from trainer.training.probe_rows import build_probes
-from trainer.training.run import (
-    build_model,
-    build_objectives,
-    checkpoint_folder,
-    open_loader,
-)
+from trainer.training.run import build_model, build_objectives, checkpoint_folder, open_loader
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import check_weights, load_config
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Vocabulary
-from trainer.hashing import U64, combine, mix, name_key, uniform
+from trainer.hashing import U64, combine, hash_rows, mix, name_key, uniform
 from trainer.objectives import Objective, ObjectiveConfig
 from trainer.objectives.chosen_tokens import ChosenTokens, check_ngrams
 from trainer.objectives.rows import Bools, Int32, Int64
@@ -114,8 +114,7 @@ class MaskedLM(ChosenTokens):
         """Returns what each row's masks are hashed from: uint64 [B]."""
         if self.config.maskings is None:
             return examples.key
-        # A factor for each column, so that the order of tokens counts; odd, so that none is lost.
-        text = tokens.astype(np.uint64) @ (mix(np.arange(tokens.shape[1])) | np.uint64(1))
+        text = hash_rows(tokens.astype(np.uint64))
         return combine(_TEXT, text, examples.key % np.uint64(self.config.maskings))
 
     def mask(self, tokens: Int32, key: U64) -> tuple[Int64, Int32, Bools]:

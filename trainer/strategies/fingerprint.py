@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.errors import SamestepError
-from trainer.hashing import mix
+from trainer.hashing import odd_factors
 from trainer.partition import local_parts
 from trainer.strategies import Strategy
 
@@ -176,9 +176,8 @@ def _column_sums(tensor: Tensor) -> Tensor:
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
-    """Random odd numbers, by which products modulo 2**64 can be undone: int64 [count]."""
-    odd = mix(np.arange(count)) | np.uint64(1)
-    return torch.from_numpy(odd.view(np.int64)).to(device)
+    """The `odd_factors` of sums modulo 2**64, on the device: int64 [count]."""
+    return torch.from_numpy(odd_factors(count).view(np.int64)).to(device)
 
 
 def _named(tensors: Mapping[str, Tensor], chosen: Tensor) -> str:

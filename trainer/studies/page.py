@@ -172,7 +172,7 @@ def _difference(row: Row, measure: Measure) -> str:
 
 def _estimate(estimate: Estimate, measure: Measure) -> str:
     text = _signed(estimate.mean, measure)
-    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
+    if estimate.low is None or estimate.high is None or estimate.is_exact:
         return text
     text += f" [{_signed(estimate.low, measure)}, {_signed(estimate.high, measure)}]"
     return f"**{text}**" if estimate.excludes_zero else text

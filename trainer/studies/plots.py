@@ -53,7 +53,7 @@ def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         for name, measure in config.measures.items():
             rows = results.of(name)
-            if rows and not all(_is_size(row) for row in rows):
+            if rows and not all(row.mean.is_exact for row in rows):
                 files.append(folder / f"{_slug(name)}.svg")
                 _save(_of_measure(rows, name, measure), files[-1])
         for relation in config.relations:
@@ -64,11 +64,6 @@ def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
             files.append(folder / f"{_slug(curves.stage)}-{_slug(curves.metric)}.svg")
             _save(_of_curves(results, jobs, curves), files[-1])
     return files
-
-
-def _is_size(row: Row) -> bool:
-    """Whether all seeds have the same number, which needs no plot."""
-    return row.mean.low is not None and row.mean.low == row.mean.high
 
 
 def _slug(name: str) -> str:

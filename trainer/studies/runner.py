@@ -99,8 +99,7 @@ class Plan:
         }
         self._running: set[str] = set()
         self._lock = Lock()  # each slot has a thread
-        with self._lock:
-            self._write()
+        self._write()
 
     def begins(self, job: Job) -> None:
         with self._lock:

@@ -30,6 +30,11 @@ class Estimate:
     high: float | None = None
 
     @property
+    def is_exact(self) -> bool:
+        """Whether neither seeds nor held-out rows change it, as the size of a model."""
+        return self.low is not None and self.low == self.high
+
+    @property
     def excludes_zero(self) -> bool:
         """Whether the interval is on one side of zero."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high

@@ -76,13 +76,11 @@ def _open_probed(
     split: str,
 ) -> StreamingLoader:
     """Opens the rows of a probe, in their order, for a single pass."""
-    # At least one row for each device.
-    size = max(probes.BATCH, replica.count * replica.devices)
     return StreamingLoader(
         dataset,
         data,
         SplitOrder(experiment.seed, split, finite=True),
-        BatchLayout(size, probes.MICRO_BATCH, replica),
+        BatchLayout(probes.batch_size(replica), probes.MICRO_BATCH, replica),
         pack_spec=objective.pack_spec(data.sequence_length),
         collate=objective.collate,
         largest=largest,

@@ -23,11 +23,10 @@ from trainer.errors import ConfigError, MissingExtra, SamestepError
 from trainer.models import Inputs, Model, ModelConfig
 from trainer.objectives import Objective
 from trainer.objectives.classification import Config as Classification
-from trainer.strategies import Strategy
+from trainer.strategies import Replica, Strategy
 from trainer.training.passes import Loader, on_device
 
-BATCH = 256
-"""Global batch size of a probe, raised to the number of devices if that is larger."""
+_BATCH = 256
 MICRO_BATCH = 32
 """Rows of a forward pass, for one device."""
 
@@ -113,8 +112,7 @@ class Probe:
         rows = min(self.config.rows, loader.examples)
         outputs: list[Tensor] = []
         columns: list[tuple[Tensor, ...]] = []
-        size = max(BATCH, strategy.replica.count * strategy.replica.devices)
-        for micro_batches in itertools.islice(loader, -(-rows // size)):
+        for micro_batches in itertools.islice(loader, -(-rows // batch_size(strategy.replica))):
             with strategy.accelerator.graph(work):
                 for batch in micro_batches:
                     with strategy.autocast():
@@ -149,6 +147,11 @@ class Probe:
             return states[:, 0]
         weights = real[..., None].float()
         return (states * weights).sum(1) / weights.sum(1)
+
+
+def batch_size(replica: Replica) -> int:
+    """The global batch size of a probe: at least one row for each device."""
+    return max(_BATCH, replica.count * replica.devices)
 
 
 def rows_of(table: npt.NDArray[np.float32]) -> Split:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
+from trainer.inspect.plan.device import H100, Device
 from trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainer.inspect.plan.plan import Plan
     from trainer.inspect.plan.trace import Step
-    from trainer.inspect.plan.work import Device, Work
+    from trainer.inspect.plan.work import Work
     from trainer.training.experiment import Experiment
     from trainer.training.phases import Phase
 
@@ -69,11 +70,16 @@ def register(commands: Commands) -> None:
         f"micro_batch_size: auto on GPUs: {_ASSUMED}, an H100's)",
     )
     for name, metavar, text in (
-        ("tflops", "N", "peak of a device in 1e12 FLOP/s (default: 989, an H100's in bf16)"),
-        ("utilization", "SHARE", "of the peak that training reaches (default: 0.4)"),
-        ("watts", "N", "power of a device under load (default: 700, an H100's)"),
+        (
+            "tflops",
+            "N",
+            "peak of a device in 1e12 FLOP/s (default: %(default)g, an H100's)",
+        ),
+        ("utilization", "SHARE", "of the peak that training reaches (default: %(default)g)"),
+        ("watts", "N", "power of a device under load (default: %(default)g, an H100's)"),
     ):
-        parser.add_argument(f"--{name}", type=float, metavar=metavar, help=text)
+        default = getattr(H100, name)
+        parser.add_argument(f"--{name}", type=float, metavar=metavar, default=default, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
@@ -154,15 +160,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _device(args: argparse.Namespace) -> Device:
-    from trainer.inspect.plan.work import H100
-
-    given = {name: getattr(args, name) for name in ("tflops", "utilization", "watts")}
-    for name, value in given.items():
-        if value is not None and not value > 0:
+    device = Device(args.tflops, args.utilization, args.watts)
+    for name, value in asdict(device).items():
+        if not value > 0:
             raise ConfigError(f"--{name} is {value}. Use a number above 0.")
-    if (args.utilization or 0) > 1:
-        raise ConfigError(f"--utilization is {args.utilization}. Use at most 1, the whole peak.")
-    return replace(H100, **{name: value for name, value in given.items() if value is not None})
+    if device.utilization > 1:
+        raise ConfigError(f"--utilization is {device.utilization}. Use at most 1, the whole peak.")
+    return device
 
 
 def _work_line(needed: Work, devices: int, device: Device) -> str:

@@ -7,28 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from trainer.inspect.plan.batch import stand_in
+from trainer.inspect.plan.device import Device
 from trainer.monitoring import costs
 from trainer.training.experiment import Experiment
 from trainer.training.forecast import flops_of_step
-
-
-@dataclass(frozen=True)
-class Device:
-    """Assumptions about each device.
-
-    Attributes:
-        tflops: peak, in 1e12 FLOP/s.
-        utilization: share of the peak that training reaches.
-        watts: power under load.
-    """
-
-    tflops: float
-    utilization: float
-    watts: float
-
-
-H100 = Device(tflops=989.0, utilization=0.4, watts=700.0)
-"""NVIDIA's data sheet of the H100 SXM, in bf16; 40 % is what large models reach with care."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ makes (a dataset, a run), in the same arm and with the same seed.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,3 +78,14 @@ class StageConfig(ABC):
     def predictions(self, folder: Path) -> Path | None:
         """The file with a line for each held-out row; None without one."""
         return None
+
+
+class ScoringConfig(StageConfig):
+    """A stage whose command scores checkpoints, and writes the scores to a file."""
+
+    random = False
+    product = "scores.json"
+
+    def scores(self, folder: Path) -> Mapping[str, float]:
+        scores: dict[str, float] = json.loads((folder / self.product).read_text(encoding="utf-8"))
+        return scores

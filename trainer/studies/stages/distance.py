@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import Tree
-from trainer.studies.stages import StageConfig
+from trainer.studies.stages import ScoringConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StageConfig):
+class Config(ScoringConfig):
     """A distance between two checkpoints, for each layer.
 
     Attributes:
@@ -23,9 +22,6 @@ class Config(StageConfig):
     start: str
     run: str
 
-    random = False
-    product = "scores.json"
-
     def resolved(self) -> Tree:
         return {"start": self.start, "run": self.run}
 
@@ -33,7 +29,3 @@ class Config(StageConfig):
         file = str(folder / self.product)
         checkpoints = [settings["start"], settings["run"]]
         return [["checkpoint", "distance", *checkpoints, "--scores", file]]
-
-    def scores(self, folder: Path) -> Mapping[str, float]:
-        scores: dict[str, float] = json.loads((folder / self.product).read_text(encoding="utf-8"))
-        return scores

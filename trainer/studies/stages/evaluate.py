@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.config import Tree
 from trainer.studies.finetune.suite import PREDICTIONS
-from trainer.studies.stages import StageConfig
+from trainer.studies.stages import ScoringConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StageConfig):
+class Config(ScoringConfig):
     """An evaluation.
 
     Attributes:
@@ -31,9 +31,6 @@ class Config(StageConfig):
     encoder: str | None = None
     ensemble: tuple[str, ...] = ()
     keep_predictions: bool = False
-
-    random = False
-    product = "scores.json"
 
     def resolved(self) -> Tree:
         tree: Tree = {"run": self.run, "settings": self.settings}
@@ -56,10 +53,6 @@ class Config(StageConfig):
             file.unlink(missing_ok=True)  # of an attempt that was stopped
             options += ["--predictions", str(file)]
         return [["evaluate", settings["run"], *overrides(settings["settings"]), *options]]
-
-    def scores(self, folder: Path) -> Mapping[str, float]:
-        scores: dict[str, float] = json.loads((folder / self.product).read_text(encoding="utf-8"))
-        return scores
 
     def predictions(self, folder: Path) -> Path | None:
         file = folder / PREDICTIONS

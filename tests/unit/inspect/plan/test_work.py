@@ -8,7 +8,8 @@ import pytest
 
 from tests.integration.commands import Samestep
 from trainer.config import load
-from trainer.inspect.plan.work import Device, flops, work
+from trainer.inspect.plan.device import Device
+from trainer.inspect.plan.work import flops, work
 from trainer.monitoring.costs import Config
 from trainer.training.experiment import Experiment
 
