@@ -197,6 +197,9 @@ def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     assert load_weights(start).step == load_weights(finished_run).step
     result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *TWO_STEPS, *found)
     assert result.code == 0, result.err
+    probe = f"probes.topic={{path: {s3_folder}/data, every: 2}}"
+    (probed,) = settings(samestep("fetch", experiment_file, probe, "--to", tmp_path / "data"))
+    assert probed == f"probes.topic.path={data}"
     mixture = "data.sources=" + json.dumps(
         [{"path": f"{s3_folder}/data", "weight": 2}, {"path": "here"}]
     )
