@@ -1,21 +1,30 @@
-"""What tells whether files have changed, without reading them."""
+"""Hashes of source files, so that a job is made again if its data changed."""
 
 from __future__ import annotations
 
+import hashlib
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
+from data_pipeline.reading.cache import default_folder
 from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, Tree, decode, to_tree
+from trainer.errors import StorageError
+from trainer.storage.local import write_text
 
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 
-Stamp = list[str | int]
-"""Path, size and time of the last change of a file; of an address, only its name."""
+_LARGE = 64 * 2**20
+"""Bytes of a file whose hash is worth keeping: about a tenth of a second of reading."""
+
+Stamp = list[str]
+"""Name and SHA-256 of a file; of an address, only its name."""
 
 
 def stamps(source: SourceConfig) -> list[Stamp]:
-    """Returns a stamp for each file of a source."""
+    """Returns a stamp for each file of a source. Copies of the files have the same stamps."""
     files = [Path(file) for file in source.build().files]
     hub = to_tree(source).get("dataset")
     if hub and Path(hub["path"]).is_dir():  # a local copy of a dataset of the Hub
@@ -34,8 +43,26 @@ def stamps_of(recipe: Tree) -> list[Stamp]:
 
 
 def _stamp(file: Path) -> Stamp:
-    # Reading all rows for a hash would delay each start of a suite by minutes for a large task.
     if not file.is_file():
         return [str(file)]
     stat = file.stat()
-    return [str(file), stat.st_size, stat.st_mtime_ns]
+    return [file.name, _sha256(file.resolve(), stat.st_size, stat.st_mtime_ns)]
+
+
+@cache
+def _sha256(file: Path, size: int, changed: int) -> str:
+    if size < _LARGE:
+        return _read(file)
+    key = hashlib.sha256(f"{file} {size} {changed}".encode()).hexdigest()
+    known = default_folder() / "digests" / key
+    with suppress(OSError):
+        return known.read_text()
+    digest = _read(file)
+    with suppress(StorageError):  # without a cache it is read again at the next start
+        write_text(known, digest)
+    return digest
+
+
+def _read(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

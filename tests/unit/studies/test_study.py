@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from trainer.checkpoint import Config as Settings
 from trainer.errors import ConfigError
 from trainer.monitoring.costs import Config as Costs
 from trainer.monitoring.costs import CpuEnergy, Usage
-from trainer.studies import page, results
+from trainer.studies import inputs, page, results
 from trainer.studies.jobs import Jobs, Result, list_jobs
 from trainer.studies.size import sizes
 from trainer.studies.study import Study
@@ -133,6 +135,35 @@ def test_changed_files_and_settings_make_new_jobs(tmp_path: Path) -> None:
     second = jobs_of(tree, tmp_path)
     assert first.of["a", 0, "pretrain"].digest == second.of["a", 0, "pretrain"].digest
     assert first.of["b", 0, "pretrain"].digest != second.of["b", 0, "pretrain"].digest
+
+
+def test_a_copy_of_the_data_makes_no_new_jobs(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    first = jobs_of(tree, tmp_path)
+    os.utime(tmp_path / "text.jsonl", (1, 1))
+    again = jobs_of(tree, tmp_path)
+    assert [job.digest for job in again.all] == [job.digest for job in first.all]
+
+
+def test_hashes_of_large_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(inputs, "_LARGE", 0)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}")
+    source = {"kind": "jsonl", "paths": [str(file)]}
+
+    def stamps() -> list[inputs.Stamp]:
+        inputs._sha256.cache_clear()  # as in another process
+        return inputs.stamps_of({"source": source})
+
+    expected = [["rows.jsonl", hashlib.sha256(b"{}").hexdigest()]]
+    assert stamps() == expected
+    (kept,) = (tmp_path / "cache" / "digests").iterdir()
+    kept.write_text("of the cache")
+    assert stamps() == [["rows.jsonl", "of the cache"]]
+    file.write_text("[]")
+    os.utime(file, (1, 1))
+    assert stamps() == [["rows.jsonl", hashlib.sha256(b"[]").hexdigest()]]
 
 
 def test_an_arm_may_leave_out_a_stage(tmp_path: Path) -> None:
