@@ -87,6 +87,9 @@ class Config(Family):
         tied: whether the head shares the token embeddings and scales hidden states by
             width ** -0.5 (v1.0); v1.1 does neither.
         relative_buckets: number of buckets of relative positions.
+        relative_std: standard deviation of the initial relative biases; null is that of linear
+            layers, width ** -0.5. Scores have a deviation of about 1, so with the default
+            attention hardly sees positions at first, which keeps very small models from learning.
         max_distance: all larger distances share a bucket.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
             gets the text too: its class (`classification`), a score for choosing among texts
@@ -106,6 +109,7 @@ class Config(Family):
     architecture: Architecture = "encoder_decoder"
     tied: bool = True
     relative_buckets: int = 32
+    relative_std: float | None = None
     max_distance: int = 128
     head: Head = "language_model"
     labels: tuple[str, ...] = ()
@@ -130,6 +134,10 @@ class Config(Family):
         if self.relative_buckets < 4 or self.relative_buckets % 4:
             raise ConfigError(
                 f"relative_buckets is {self.relative_buckets}. Use a multiple of 4, such as 32."
+            )
+        if self.relative_std is not None and self.relative_std <= 0:
+            raise ConfigError(
+                f"relative_std is {self.relative_std}. Use a positive number, or null."
             )
         if self.max_distance <= self.relative_buckets // 2:
             raise ConfigError(
@@ -201,6 +209,7 @@ class Config(Family):
             "attention.out.weight": ((self.heads * self.head_width) ** -0.5,),
             ".ffn.down.weight": (self.ffn_width**-0.5,),
             "embeddings.tokens.weight": (1.0,),
+            "_bias.weight": (width if self.relative_std is None else self.relative_std,),
         }
         return next((stds for end, stds in of_ends.items() if name.endswith(end)), (width,))
 

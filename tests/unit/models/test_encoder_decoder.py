@@ -299,6 +299,20 @@ def test_initial_values_are_those_of_mesh_tensorflow(build: Build):
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("architecture", ["encoder_decoder", "prefix_lm"])
+def test_relative_biases_may_begin_larger(build: Build, architecture: t5.Architecture):
+    config = t5.Config(
+        vocab_size=40, layers=1, width=64, heads=512, head_width=2, ffn_width=8,
+        architecture=architecture,
+    )  # fmt: skip
+    default, large = build(config), build(dataclasses.replace(config, relative_std=2.0))
+    for name, weight in large.named_parameters():
+        if name.endswith("_bias.weight"):
+            assert abs(weight.std().item() / 2 - 1) < 0.02
+        else:
+            torch.testing.assert_close(weight, default.get_parameter(name), rtol=0, atol=0)
+
+
 def test_gpt2_scales_what_goes_into_the_residual_stream(build: Build):
     model = build(
         gpt2.Config(vocab_size=50, layers=8, width=64, heads=2, ffn_width=256, max_positions=8)
@@ -366,6 +380,7 @@ def test_sharded_by_its_units(config: t5.Config, build: Build, batch: Batch, che
             "decoder_layers is 3, but architecture prefix_lm has one",
         ),
         ({"relative_buckets": 6}, "relative_buckets is 6. Use a multiple of 4"),
+        ({"relative_std": 0.0}, "relative_std is 0.0. Use a positive number, or null"),
         ({"max_distance": 16}, "32 buckets need more than 16"),
         ({"dropout": 1.0}, r"dropout is 1.0. Use a number in \[0, 1\)"),
     ],
