@@ -162,12 +162,17 @@ def _by_kind(collectives: list[Collective]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas", "reshard"), [("fsdp", 1, "true"), ("hsdp", 64, "false")]
+    ("name", "replicas", "settings"),
+    [
+        ("fsdp", 1, ""),
+        ("hsdp", 64, ", reshard_after_forward: false"),
+        ("hsdp", 64, ", reduce_each_micro_batch: true"),
+    ],
 )
 def test_512_ranks_that_are_not_there_exchange_what_was_planned(
-    experiment_file: str, name: str, replicas: int, reshard: str
+    experiment_file: str, name: str, replicas: int, settings: str
 ) -> None:
-    strategy = f"strategy={{kind: fsdp, replicas: {replicas}, reshard_after_forward: {reshard}}}"
+    strategy = f"strategy={{kind: fsdp, replicas: {replicas}{settings}}}"
     experiment = load(Experiment, experiment_file, [strategy])
     counted = count_fake(
         experiment, experiment.resolved_phases()[0], experiment.strategy, 512, micro_batches=2

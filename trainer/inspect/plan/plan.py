@@ -165,8 +165,13 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
                 f"{strategy} with {copies} copies of the model does not divide {devices} devices. "
                 "Set strategy.replicas to a divisor of them, or plan for another strategy"
             )
-        reshard = not isinstance(own, fsdp.Config) or own.reshard_after_forward
-        return Rows(*sizes, parts=devices // copies, reshard=reshard)
+        config = own if isinstance(own, fsdp.Config) else fsdp.Config()
+        return Rows(
+            *sizes,
+            parts=devices // copies,
+            reshard=config.reshard_after_forward,
+            reduce_each=config.reduce_each_micro_batch,
+        )
     # "zero3" -> 3. Buffers are DeepSpeed's defaults unless the experiment uses this stage.
     stage = int(strategy[-1])
     if not isinstance(own, deepspeed.Config) or own.stage != stage:

@@ -146,10 +146,12 @@ class Rows(Division):
     Attributes:
         parts: devices that hold one copy of the model; under HSDP fewer than `devices`.
         reshard: whether gathered units are freed between their forward and backward passes.
+        reduce_each: whether gradients are reduced after each micro-batch.
     """
 
     parts: int
     reshard: bool = True
+    reduce_each: bool = False
 
     def __post_init__(self) -> None:
         # Elements of each sharding unit (None: the root unit) with padding: a shard has
@@ -170,7 +172,8 @@ class Rows(Division):
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
         gradients = _FP32 * self._padded_gradients // self.parts
-        if accumulates:  # they stay unsharded until the last micro-batch reduces them
+        whole = accumulates and not self.reduce_each
+        if whole:  # they stay unsharded until the last micro-batch reduces them
             gradients += _FP32 * self.trained
         return Held(
             parameters=_FP32 * self._padded // self.parts,
@@ -178,16 +181,16 @@ class Rows(Division):
             optimizer=self.state(self.parts),
             # Units are gathered in 16 bits, so autocast copies the weights of the root unit only.
             activations=activations.root if self.width < _FP32 else activations.full,
-            buffers=self._buffers(accumulates),
+            buffers=self._buffers(whole),
             update=self.update // self.parts,
         )
 
-    def _buffers(self, accumulates: bool) -> int:
+    def _buffers(self, whole: bool) -> int:
         """Returns the bytes of buffers at the peak of the backward pass.
 
         The root unit is gathered all the time. Of the others, the current one and the next are; if
         units are not resharded after the forward pass, all are. The gradients of the current unit
-        are copied for their reduce-scatter. `accumulates`: these gradients themselves are not
+        are copied for their reduce-scatter. `whole`: these gradients themselves are not
         counted here, since `held` includes all units' gradients.
         """
         unit, unit_gradients = (
@@ -196,7 +199,7 @@ class Rows(Division):
         )
         # Prefetching gathers the next unit while the current one computes.
         gathered = 2 * unit if self.reshard else self._padded - self._root
-        copies = _FP32 if accumulates else self.width + _FP32
+        copies = _FP32 if whole else self.width + _FP32
         return _FP32 * self._root + self.width * gathered + copies * unit_gradients
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
@@ -205,9 +208,10 @@ class Rows(Division):
         units = passes * self.width * (self._padded - self._root)
         gathered = micro_batches * (_FP32 * self._root + units)
         gradients = _FP32 * self._padded_gradients
+        reductions = micro_batches if self.reduce_each else 1
         found = [
             Collective("all-gather", gathered, self.parts),
-            Collective("reduce-scatter", gradients, self.parts),
+            Collective("reduce-scatter", reductions * gradients, self.parts),
         ]
         copies = self.devices // self.parts
         if copies > 1:  # HSDP: shards are reduced over the copies of the model

@@ -162,7 +162,10 @@ class Step:
                 self.teacher = load_config(teacher).build().requires_grad_(False).eval()
         self.update = live.peaks[0]
         units = {
-            p: i for i, unit in enumerate(self._model.sharding_units()) for p in unit.parameters()
+            p: i
+            for i, unit in enumerate(self._model.sharding_units())
+            for p in unit.parameters()
+            if p.ndim > 1  # FSDP2 gathers vectors with the root unit, in fp32
         }
         self._copied: dict[Tensor, int] = {p: 2 if p in units else 1 for p in named.values()}
         self.parameters = {

@@ -1,0 +1,81 @@
+"""FSDP2 computes with the same weights as DDP, and may reduce gradients in each micro-batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conformance.worker import losses, make_trainer
+from tests.processes import run_ranks
+from trainer.config import load
+from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
+
+STEPS = ["training.steps=6", "optimizer={kind: adamw, lr: 1e-2}"]  # norms move away from 1 at once
+
+
+def train(file: str, overrides: list[str]) -> list[float]:
+    world = World.start(60)
+    world.connect("gloo")
+    seen = losses(file, overrides, world)
+    world.close()
+    return list(seen.values()) if isinstance(seen, dict) else list(seen)
+
+
+def gradients_after_the_first_micro_batch(file: str, overrides: list[str]) -> list[bool]:
+    """Whether each parameter's partition has a gradient then."""
+    world = World.start(60)
+    world.connect("gloo")
+    trainer = make_trainer(load(Experiment, file, overrides), world)
+    strategy, found = trainer.strategy, list[Any]()
+    backward = strategy.backward
+
+    def watched(loss: torch.Tensor) -> None:
+        backward(loss)
+        found.append([parameter.grad is not None for parameter in strategy.parameters.values()])
+
+    strategy.backward = watched  # type: ignore[method-assign]
+    trainer.fit([])
+    trainer.close()
+    world.close()
+    return list(found[0])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "{kind: fsdp, replicas: 2}"])
+def test_bf16_is_that_of_ddp(experiment_file: str, tmp_path: Path, strategy: str) -> None:
+    """Norms gathered in bf16 have weights of 8 bits, and losses that are off by 1e-4."""
+    settings = [*STEPS, "training.precision=bf16"]
+    seen = [
+        run_ranks(
+            2, train, experiment_file, [*settings, f"output={tmp_path / name}", f"strategy={kind}"]
+        )[0]
+        for name, kind in (("ddp", "ddp"), ("sharded", strategy))
+    ]
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["kind: fsdp", "kind: fsdp, replicas: 2"])
+def test_gradients_may_be_reduced_in_each_micro_batch(
+    experiment_file: str, tmp_path: Path, strategy: str
+) -> None:
+    settings = [*STEPS, "training.micro_batch_size=2"]
+    seen = {}
+    for each in ("false", "true"):
+        changed = f"strategy={{{strategy}, reduce_each_micro_batch: {each}}}"
+        overrides = [*settings, f"output={tmp_path / each}", changed]
+        seen[each] = run_ranks(2, train, experiment_file, overrides)[0]
+    np.testing.assert_allclose(seen["true"], seen["false"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_reduced_gradients_are_partitioned_at_once(
+    experiment_file: str, tmp_path: Path, each: bool
+) -> None:
+    settings = [*STEPS, "training.micro_batch_size=2", f"output={tmp_path}"]
+    settings.append(f"strategy={{kind: fsdp, reduce_each_micro_batch: {str(each).lower()}}}")
+    for found in run_ranks(2, gradients_after_the_first_micro_batch, experiment_file, settings):
+        assert set(found) == {each}
