@@ -135,10 +135,11 @@ class Turns:
             return True
         if self._job.device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the other side needs the memory
         if self.steps > 0:
             self.seconds += time.perf_counter() - self._began
             self.cpu_seconds += time.process_time() - self._cpu_began
+        if self._job.device == "cuda":
+            torch.cuda.empty_cache()  # the other side needs the memory
         self._commands.send(None)
         return self.wait()
 

@@ -83,6 +83,9 @@ class Accelerator(ABC):
             a number that is not a tensor may change from step to step.
         compilations: number of compilations of each graph so far, by the graph's name. A second
             compilation of a graph is an error.
+        collective_device: the device from which collectives connect at once; None: in the first
+            collective.
+        attention_kernels: those that torch may choose from; "" if there is no choice.
     """
 
     device: torch.device
@@ -90,6 +93,8 @@ class Accelerator(ABC):
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     compiles: bool = False
     compilations: Mapping[str, int] = MappingProxyType({})
+    collective_device: torch.device | None = None
+    attention_kernels: str = ""
 
     @property
     @abstractmethod

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ _TFLOPS = {
 }
 _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
+_BACKEND: Any = torch.backends.cuda
+
 
 @dataclass(frozen=True)
 class Config(accelerators.Config):
@@ -43,10 +46,14 @@ class Config(accelerators.Config):
     Attributes:
         tf32: lets fp32 matrix products use TensorFloat-32: faster, with 10 bits of mantissa. Off,
             because runs on different hardware would no longer agree within the tolerance.
+        deterministic: repeats a run bit by bit on the same devices, if it is started the same way:
+            torch uses slower kernels where fast ones add in any order, and refuses operations that
+            have no others.
     """
 
     measures_memory = True
     tf32: bool = False
+    deterministic: bool = False
 
     def build(self) -> CudaAccelerator:
         if not torch.cuda.is_available():
@@ -57,6 +64,10 @@ class Config(accelerators.Config):
         index = local_device(torch.cuda.device_count(), "GPU")
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
+        avoid_cudnn_attention()
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
+            torch.use_deterministic_algorithms(True)
         return CudaAccelerator(index)
 
     def processes(self) -> list[dict[str, str]]:
@@ -67,6 +78,22 @@ class Config(accelerators.Config):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = visible if len(visible) == count else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+
+
+def avoid_cudnn_attention() -> None:
+    """Keeps `scaled_dot_product_attention` from using cuDNN, torch's first choice on H100 and H200.
+
+    With cuDNN 9.20, gradients of queries are NaN for some masks if the length is 64 more than a
+    multiple of 128 (pytorch#196678), and each new shape takes tens of milliseconds to plan.
+    """
+    _BACKEND.enable_cudnn_sdp(False)
+
+
+def _attention_kernels() -> str:
+    """The kernels that `scaled_dot_product_attention` may choose from: "flash, efficient, math"."""
+    names = {"cudnn": "cudnn", "flash": "flash", "mem_efficient": "efficient", "math": "math"}
+    enabled = (shown for name, shown in names.items() if getattr(_BACKEND, f"{name}_sdp_enabled")())
+    return ", ".join(enabled)
 
 
 def _count() -> int:
@@ -137,6 +164,9 @@ class CudaAccelerator(Accelerator):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        # NCCL connects at once, where a failure is explained, not in the first collective.
+        self.collective_device = self.device
+        self.attention_kernels = _attention_kernels()
         self._millijoules = _energy_counter(self.device)
 
     @property

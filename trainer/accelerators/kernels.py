@@ -29,6 +29,11 @@ def has_fast_fp64(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def adds_rows_in_order(device: torch.device) -> bool:
+    """Whether `index_add_` sums rows in the same order each time; on GPUs it uses atomics."""
+    return device.type != "cuda"
+
+
 def fuses_trained_bias(bias: Tensor) -> bool:
     """Whether attention with a bias that needs a gradient has a fused kernel on its device.
 

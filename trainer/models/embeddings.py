@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from trainer.accelerators.kernels import adds_rows_in_order
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
 
@@ -29,7 +30,11 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, rows: Tensor, matrix: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
-        return matrix.index_add_(0, ids.flatten(), rows.flatten(0, -2)), None
+        if adds_rows_in_order(matrix.device):
+            return matrix.index_add_(0, ids.flatten(), rows.flatten(0, -2)), None
+        # Sorts the ids first, so that a repeated run has the same bits.
+        backward = torch.ops.aten.embedding_dense_backward
+        return matrix.add_(backward(rows, ids, len(matrix), -1, False)), None
 
 
 class Embeddings(nn.Module):

@@ -111,7 +111,7 @@ def _reduce(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     accelerator: Accelerator = cuda.CudaAccelerator(rank) if on_gpu else cpu.CpuAccelerator()
     world = World.start(_SPAWN_SECONDS)
-    world.connect(accelerator.collective_backend)
+    world.connect(accelerator.collective_backend, accelerator.collective_device)
     tensor = torch.full((REDUCE_BYTES // 4,), float(rank + 1), device=accelerator.device)
     dist.all_reduce(tensor)
     # 1 + 2 + ... + processes: exact in fp32.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
@@ -83,10 +84,14 @@ class World:
         world._watchers.append(watcher)
         return world
 
-    def connect(self, backend: str) -> None:
+    def connect(self, backend: str, device: torch.device | None = None) -> None:
         """Initializes collectives.
 
         Separate from `start`, so that a failure in between reaches the other ranks, too.
+
+        Args:
+            backend: of torch.distributed.
+            device: of the accelerator, to connect at once; None connects in the first collective.
 
         Raises:
             LaunchError: the processes cannot connect to each other.
@@ -101,7 +106,12 @@ class World:
                     "and driver, or set accelerator=cpu."
                 )
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
+                device_id=device,
             )
 
     def close(self) -> None:

@@ -105,6 +105,8 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
     device = f"{devices} x {accelerator.description}, strategy {kind}"
     logger.info("device       %s, %s", device, settings.precision)
+    if accelerator.attention_kernels:
+        logger.info("attention    %s", accelerator.attention_kernels)
     _report_parameters(trainer)
     _report_sources(experiment)
     for phase in trainer.phases:

@@ -39,7 +39,12 @@ from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
-from trainer.training.micro_batch import out_of_memory, probe, without_probe
+from trainer.training.micro_batch import (
+    measure_once,
+    out_of_memory,
+    with_micro_batch,
+    without_probe,
+)
 from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
@@ -159,7 +164,7 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
     world = World.start(experiment.training.collective_timeout)
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
-        world.connect(accelerator.collective_backend)
+        world.connect(accelerator.collective_backend, accelerator.collective_device)
         yield experiment.strategy.build(accelerator, world, experiment.training.precision)
         world.close()
     except BaseException as error:
@@ -227,12 +232,12 @@ def build_trainer(
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
     widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
     phases = tuple(
-        _with_micro_batch(
+        with_micro_batch(
             phase,
             strategy,
             objective,
             widest,
-            partial(probe, model, optimizer, objective, strategy),
+            partial(measure_once, experiment, model, optimizer),
         )
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
@@ -335,40 +340,6 @@ def _initial_values(
 
 def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:
     return torch.zeros(()).expand(stop - start)
-
-
-def _with_micro_batch(
-    phase: Phase,
-    strategy: Strategy,
-    objective: Objective,
-    open_split: Callable[[Phase], Loader],
-    measure: Callable[[Callable[[int], Loader], int], int | None],
-) -> Phase:
-    """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory.
-
-    Args:
-        measure: `probe` for the model; takes a function that opens a loader, and the most examples
-            of a device.
-    """
-    # 100 examples on 3 devices are at most 34 per device.
-    devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
-    most = -(-phase.global_batch_size // devices)
-    if wanted != "auto":
-        most = min(wanted, most)
-
-    def open_sized(rows: int) -> Loader:
-        # Two if a step has several: the second meets the first's gradients, whole under FSDP2.
-        examples = rows * devices
-        if examples < phase.global_batch_size:
-            examples *= 2
-        return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
-
-    # Measured even if the size is set: a message for a lack of memory names a size that fits.
-    fits = measure(open_sized, most)
-    size = wanted if wanted != "auto" else fits
-    if size is None:
-        size = without_probe(most, objective.pack_spec(phase.sequence_length).positions)
-    return replace(phase, micro_batch_size=size, fits=fits)
 
 
 def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Objective]:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trainer.models.relative import RelativeBias
+from trainer.models.relative import RelativeBias, _bounds
 
 
 def bucket(distance: int, bidirectional: bool, count: int = 32, farthest: int = 128) -> int:
@@ -22,6 +22,18 @@ def bucket(distance: int, bidirectional: bool, count: int = 32, farthest: int = 
         math.log(distance / exact) / math.log(farthest / exact) * (count - exact) + 1e-6
     )
     return first + min(far, count - 1)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ((8, 16, 128), [12, 16, 23, 32, 46, 64, 91]),
+        ((2, 4, 9), [5]),  # 2 * sqrt(4.5) = 4.24
+        ((1, 2, 128), []),
+    ],
+)
+def test_buckets_begin_at_exact_distances(bounds: tuple[int, int, int], expected: list[int]):
+    assert list(_bounds(*bounds)) == expected
 
 
 @pytest.fixture(params=[False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,22 @@ def test_auto_measures_on_the_device_and_is_recorded(experiment_file: str, tmp_p
     )
 
 
+@pytest.mark.usefixtures("limited")
+def test_a_run_measures_once(
+    experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
+    kept = tmp_path / "micro_batch.json"
+    assert list(json.loads(kept.read_text()).values()) == [6]
+    monkeypatch.setattr("trainer.training.micro_batch.probe", _run_out)
+    shutil.rmtree(tmp_path / "checkpoints")  # another start, from step 0
+    _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
+    shutil.rmtree(tmp_path / "checkpoints")
+    kept.write_text("{")  # damaged
+    with pytest.raises(SamestepError, match="2 GiB"):
+        _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
+
+
 def test_measuring_changes_nothing(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +167,8 @@ def test_when_memory_runs_out_a_size_that_fits_is_named(
 def test_when_not_even_one_example_fits_the_rest_is_named(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.training.run.probe", _run_out)
+    monkeypatch.setattr("trainer.training.micro_batch.probe", _run_out)
+    monkeypatch.setattr("trainer.accelerators.cpu.CpuAccelerator", LimitedMemory)
     with pytest.raises(
         SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"
     ):

@@ -1,0 +1,118 @@
+"""What GPUs are asked for, where there are none: only the calls of CUDA are replaced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.accelerators import cuda, host_memory, kernels
+from trainer.models import embeddings
+from trainer.strategies.world import World
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(cuda, "_energy_counter", lambda device: None)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_attention_never_uses_cudnn() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    accelerator = cuda.Config().build()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert accelerator.attention_kernels == "flash, efficient, math"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_determinism_is_a_choice() -> None:
+    cuda.Config().build()
+    assert not torch.are_deterministic_algorithms_enabled()
+    cuda.Config(deterministic=True).build()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_nccl_connects_from_its_device_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **settings: asked.update(settings)
+    )
+    monkeypatch.delenv("RANK", raising=False)
+    accelerator = cuda.Config().build()
+    World.start(5).connect(accelerator.collective_backend, accelerator.collective_device)
+    assert asked["device_id"] == torch.device("cuda", 0)
+
+
+class Runtime:
+    """Calls of CUDA's runtime, which answers with `status`."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.locked = status, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.status == 0:
+            self.locked[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_memory_of_any_size_is_page_locked_until_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """torch's own is rounded up to a power of two."""
+    runtime = Runtime(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", _Nothing)
+    memory = host_memory.reserve(4097, torch.device("cuda", 0))
+    assert not memory.any()
+    assert list(runtime.locked.values()) == [4097] * (status == 0)
+    view = memory[5:].view(torch.uint8)
+    del memory
+    assert len(runtime.locked) == (status == 0)
+    del view
+    assert not runtime.locked
+
+
+class _Nothing:
+    def __init__(self, device: torch.device) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def test_sorted_gradients_of_embeddings_are_those_of_atomics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = torch.randint(0, 7, (3, 50), generator=torch.Generator().manual_seed(0))
+    found = []
+    for in_order in (True, False):
+        monkeypatch.setattr(
+            embeddings, "adds_rows_in_order", lambda device, answer=in_order: answer
+        )
+        table = torch.linspace(-1, 1, 7 * 4).view(7, 4).requires_grad_()
+        rows, matrix = embeddings._Lookup.apply(table, ids)
+        (rows.square().sum() + matrix.cos().sum()).backward()
+        found.append(table.grad)
+    torch.testing.assert_close(found[1], found[0])
+    assert kernels.adds_rows_in_order(torch.device("cpu"))
+    assert not kernels.adds_rows_in_order(torch.device("cuda", 0))
