@@ -43,13 +43,32 @@ def _lock(memory: Tensor, device: torch.device) -> None:
             )
 
 
-def copy(tensors: Iterable[Tensor], memory: Tensor) -> None:
-    """Copies tensors into `memory`, one after the other; returns when all are copied."""
-    locked, start = memory.is_pinned(), 0
+def computed(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
+    """The point in the device's queue of work after which these have their values; None: now."""
+    device = locked_by(tensors)
+    return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def copy(tensors: Iterable[Tensor], memory: Tensor, after: torch.cuda.Event | None = None) -> None:
+    """Copies tensors into `memory`, one after the other; returns when all are copied.
+
+    Args:
+        after: from `computed`. Copies wait for it, and not for work that is queued later.
+    """
+    if after is None:
+        _copy(tensors, memory, locked=False)
+        return
+    stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_event(after)
+        _copy(tensors, memory, locked=memory.is_pinned())
+    stream.synchronize()
+
+
+def _copy(tensors: Iterable[Tensor], memory: Tensor, locked: bool) -> None:
+    start = 0
     for tensor in tensors:
         stop = start + tensor.nbytes
         view = memory[start:stop].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor, non_blocking=locked)
         start = stop
-    if locked:
-        torch.cuda.current_stream().synchronize()

@@ -182,12 +182,22 @@ class Staging:
             self._body = self._thread.submit(host_memory.reserve, size, device)
         return self._body
 
-    def copy(self, pieces: Iterable[Piece]) -> tuple[bytes, memoryview]:
-        """Copies the pieces. Returns header and body of the file, valid until the next call."""
+    def copy(self, pieces: Iterable[Piece]) -> Future[tuple[bytes, memoryview]]:
+        """Copies the pieces in the background; until it is done, they must not change.
+
+        Returns header and body of the file, valid until the next call.
+        """
         ordered = _in_file_order(pieces)
-        body = self.reserve(ordered).result()
-        host_memory.copy((piece.tensor for piece in ordered), body)
-        return self._header, body.numpy().data
+        body, header = self.reserve(ordered), self._header
+        tensors = [piece.tensor for piece in ordered]
+        computed = host_memory.computed(tensors)
+
+        def copied() -> tuple[bytes, memoryview]:
+            memory = body.result()  # reserved before, by the same thread
+            host_memory.copy(tensors, memory, computed)
+            return header, memory.numpy().data
+
+        return self._thread.submit(copied)
 
 
 def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:

@@ -7,6 +7,7 @@ import platform
 import threading
 import uuid
 from collections.abc import Mapping
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ class Checkpointer:
         self._world_size = world_size
         self._peer_timeout = peer_timeout
         self._staging = layout.Staging()
+        self._copying: futures.Future[tuple[bytes, memoryview]] | None = None
         self._thread: threading.Thread | None = None
         # The step of the last save, its error, and the number of saves that have failed in a row.
         self._saving = 0
@@ -131,6 +133,7 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, object],
         kept: int | None = None,
+        wait_for_copy: bool = True,
     ) -> None:
         """Writes a checkpoint; if `asynchronous`, returns once the tensors have been copied.
 
@@ -144,6 +147,8 @@ class Checkpointer:
                 sharded or replicated over all ranks; segments are partitions over all ranks.
             meta: everything else that is needed to resume; must be JSON.
             kept: a step that retention keeps from now on, instead of the last call's.
+            wait_for_copy: if false and `asynchronous`, returns at once. The caller must call
+                `copied` before a tensor changes.
         """
         # The previous save must be over: its staging memory is used again.
         self.settle()
@@ -164,15 +169,24 @@ class Checkpointer:
         except CheckpointError as error:
             self._fail(step, error)
             return
-        content = self._staging.copy(layout.pieces_to_write(tensors, self._rank, self._world_size))
+        pieces = layout.pieces_to_write(tensors, self._rank, self._world_size)
+        self._copying = self._staging.copy(pieces)
         self._verified.discard(folder)
-        arguments = (step, content, meta_text)
+        arguments = (step, self._copying, meta_text)
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="checkpoint", daemon=True
         )
         self._thread.start()
+        if wait_for_copy:
+            self.copied()
         if not self.config.asynchronous:
             self.settle()
+
+    def copied(self) -> None:
+        """Waits until the tensors of the last save have been copied, and may change."""
+        if self._copying is not None:
+            futures.wait([self._copying])
+            self._copying = None
 
     def settle(self) -> None:
         """Waits until no save is running; does not raise if the last one failed."""
@@ -387,13 +401,15 @@ class Checkpointer:
                 logger.warning("removing step %d: the run resumed from an earlier step", later)
                 integrity.remove_step(integrity.step_folder(self.folder, later))
 
-    def _write(self, step: int, content: tuple[bytes, memoryview], meta: bytes) -> None:
+    def _write(
+        self, step: int, content: futures.Future[tuple[bytes, memoryview]], meta: bytes
+    ) -> None:
         """Writes, commits and removes old steps; keeps an error for the next collective call."""
         folder = integrity.step_folder(self.folder, step)
         try:
             writer.write_step(
                 folder,
-                content,
+                content.result(),
                 meta,
                 rank=self._rank,
                 world_size=self._world_size,

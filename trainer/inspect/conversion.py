@@ -241,7 +241,7 @@ def _write(folder: Location, tensors: StoredTensors, step: int, meta: Mapping[st
         ]
         writer.write_step(
             folder,
-            staging.copy(pieces),
+            staging.copy(pieces).result(),
             text,
             rank=rank,
             world_size=len(shares),

@@ -66,6 +66,11 @@ class Checkpoints:
         for each in self._all():
             each.reserve(tensors)
 
+    def copied(self) -> None:
+        """Waits until tensors that are being saved have been copied, and may change."""
+        for each in self._all():
+            each.copied()
+
     def discard_after(self, step: int) -> None:
         """Removes what was saved after a step, so a restart also continues from that step."""
         for each in self._all():

@@ -243,6 +243,7 @@ class Trainer:
             self.recorder.add_batch(step, micro_batches, self.loader)
             # The last moment to see whether bits have flipped since the previous update.
             self.state_check.before_update(self.state.step)
+            self.checkpoints.copied()
             with self._graph("update", separate=checks):
                 for metrics in gradients.metrics:
                     self.recorder.meter.add(metrics)
@@ -396,7 +397,8 @@ class Trainer:
             meta["faults"] = self.faults.state_dict()
         for checkpointer in checkpointers:
             keep = self.best.step if checkpointer is durable else None
-            checkpointer.save(self.state.step, tensors, meta, keep)
+            # The next step computes gradients meanwhile, and waits before its update.
+            checkpointer.save(self.state.step, tensors, meta, keep, wait_for_copy=False)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
         """Restores a checkpoint, which any world size and strategy may have written.
@@ -409,6 +411,7 @@ class Trainer:
             The settings that have changed since then, as text.
         """
         self.state_check.forget()
+        self.checkpoints.copied()
         source = checkpointer or self.checkpoints.durable
         meta, changes = restore(source, step, self.strategy, self.optimizer, self.description)
         self.state.load_state_dict(meta["state"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,14 +23,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.processes import run_ranks
 from trainer import partition
-from trainer.checkpoint import files, layout
+from trainer.accelerators import host_memory
+from trainer.checkpoint import Checkpointer, Config, files, layout
 from trainer.checkpoint.layout import Piece, StoredPiece
 from trainer.errors import CheckpointError
 from trainer.partition import Segment, SegmentParameter
 
 
 def write(path: Path, pieces: list[Piece]) -> None:
-    files.write(path, *layout.Staging().copy(pieces))
+    files.write(path, *layout.Staging().copy(pieces).result())
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
@@ -127,14 +130,48 @@ def test_the_example_of_the_module_is_right(tmp_path: Path) -> None:
 def test_staging_copies_and_is_used_again() -> None:
     staging = layout.Staging()
     tensor = torch.ones(1000)
-    _, body = staging.copy([whole("a", tensor)])
+    _, body = staging.copy([whole("a", tensor)]).result()
     address = torch.frombuffer(body, dtype=torch.float32).data_ptr()
     tensor.zero_()
     assert torch.frombuffer(body, dtype=torch.float32).sum() == 1000
-    _, again = staging.copy([whole("a", tensor)])
+    _, again = staging.copy([whole("a", tensor)]).result()
     assert torch.frombuffer(again, dtype=torch.float32).data_ptr() == address
-    _, larger = staging.copy([whole("a", tensor), whole("b", torch.ones(1))])
+    _, larger = staging.copy([whole("a", tensor), whole("b", torch.ones(1))]).result()
     assert len(larger) == 4004
+
+
+def test_training_goes_on_while_a_save_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is held back before the tensors change."""
+    tensor, may_copy = torch.ones(10), threading.Event()
+    copy = host_memory.copy
+    monkeypatch.setattr(host_memory, "copy", lambda *arguments: (may_copy.wait(), copy(*arguments)))
+    checkpointer = Checkpointer(tmp_path, Config(), rank=0, world_size=1)
+    checkpointer.save(1, {"w": tensor}, {}, wait_for_copy=False)
+    update = threading.Thread(target=lambda: (checkpointer.copied(), tensor.zero_()))
+    update.start()
+    time.sleep(0.1)
+    assert tensor.all()
+    may_copy.set()
+    update.join()
+    checkpointer.wait()
+    assert not tensor.any()
+    assert load_file(tmp_path / "step-00000001" / "rank-00000.safetensors")["w"].all()
+
+
+def test_a_copy_that_fails_is_a_save_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: object) -> None:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(host_memory, "copy", no_memory)
+    checkpointer = Checkpointer(tmp_path, Config(), rank=0, world_size=1)
+    checkpointer.save(1, {"w": torch.ones(10)}, {})
+    with pytest.raises(CheckpointError, match="step-00000001 failed: no memory is left"):
+        checkpointer.wait()
+    assert not (tmp_path / "step-00000001").exists()
 
 
 def test_staging_is_reserved_ahead() -> None:
@@ -142,7 +179,7 @@ def test_staging_is_reserved_ahead() -> None:
     staging.reserve([whole("a", tensor)])
     reserved = staging._body
     assert reserved is not None
-    _, body = staging.copy([whole("a", tensor)])
+    _, body = staging.copy([whole("a", tensor)]).result()
     assert torch.frombuffer(body, dtype=torch.float32).data_ptr() == reserved.result().data_ptr()
 
 

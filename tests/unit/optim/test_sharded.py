@@ -197,7 +197,7 @@ def train_part(folder: Path, steps: range, shape: Split | None) -> None:
         wanted = [piece for each in state.items() for piece in layout.local_pieces(*each)]
         layout.fill(wanted, stored.pieces)
     train(parameters, optimizer, steps)
-    header, body = layout.Staging().copy(layout.pieces_to_write(state, rank, world_size))
+    header, body = layout.Staging().copy(layout.pieces_to_write(state, rank, world_size)).result()
     (folder / f"{steps.stop}.{rank}").write_bytes(header + body)
     if shape is not None:
         dist.barrier()
