@@ -181,7 +181,8 @@ class Config(bert.Config):
         return RotaryAttention(self, self.local_theta, self.local_window // 2)
 
     def _build_head(self) -> nn.Module:
-        return super()._build_head() if self.head == "language_model" else TaskHead(self)
+        own = self.head not in ("language_model", "embedding")
+        return TaskHead(self) if own else super()._build_head()
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
