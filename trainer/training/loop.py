@@ -98,7 +98,7 @@ class Trainer:
         self.probes: Mapping[str, Probe] = {}
         self.state = TrainState()
         self.best = Best(config.best)
-        self.recorder = Recorder(strategy)
+        self.recorder = Recorder(strategy, compiles=config.compile)
         output = str(description["config"]["output"])
         self.faults = Faults(config.faults, strategy.loss_scale is not None, output)
         alert = partial(self.recorder.alert, "ERROR", "The run hangs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from trainer.monitoring.meter import Meter
 from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.strategies import Strategy
+from trainer.training.compiled import LIMIT, graphs
 from trainer.training.ledger import Ledger
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phases import Phase
 from trainer.training.state import Meta, TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -30,10 +34,14 @@ class Recorder:
     Attributes:
         meter: sums of the metrics.
         ledger: record of the consumed data.
+
+    Args:
+        compiles: whether layers are compiled (`training.compile`).
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, compiles: bool = False) -> None:
         self._strategy = strategy
+        self._compiles, self._graphs = compiles, 0
         self._trackers: Sequence[Tracker] = ()
         self.ledger = Ledger()
         self._throughput: Throughput | None = None
@@ -110,6 +118,8 @@ class Recorder:
         accelerator, loss_scale = self._strategy.accelerator, self._strategy.loss_scale
         if accelerator.compiles:
             rates["perf/compilations"] = float(sum(accelerator.compilations.values()))
+        elif self._compiles:
+            rates["perf/compilations"] = float(self._count_graphs())
         if joules:
             rates["perf/energy_joules"] = joules
         if loss_scale is not None:
@@ -117,6 +127,13 @@ class Recorder:
         self._logged_tokens, self._filled = state.tokens, 0
         self._close_row(digest)
         return rates
+
+    def _count_graphs(self) -> int:
+        """The number of graphs of compiled layers; the log says when it has changed."""
+        if (found := graphs()) != self._graphs:
+            logger.info("compiled     %d graphs of layers; at most %d of one kind", found, LIMIT)
+            self._graphs = found
+        return found
 
     def _close_row(self, digest: int) -> None:
         self.ledger.close_row(_hexadecimal(digest))

@@ -35,6 +35,7 @@ from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
+from trainer.training.compiled import compile_units
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
@@ -397,9 +398,7 @@ def build_model(
             "recompute; set it to false"
         )
     if settings.compile:
-        # Layers are compiled one by one: equal layers share one compiled graph.
-        for unit in model.sharding_units():
-            unit.compile()
+        compile_units(model, many_widths=experiment.data.group_by_length is not None)
     return model
 
 

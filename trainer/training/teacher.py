@@ -12,6 +12,7 @@ from trainer.models import Model, ModelConfig
 from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
 from trainer.training.compatibility import check_virtual_tokens
+from trainer.training.compiled import compile_units
 from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
@@ -105,8 +106,7 @@ def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
         packing, config.virtual_tokens, f"the teacher {name}", "name another teacher"
     )
     if experiment.training.compile:
-        for unit in model.sharding_units():
-            unit.compile()
+        compile_units(model, many_widths=experiment.data.group_by_length is not None)
     return model
 
 

@@ -1,0 +1,101 @@
+"""Counts the graphs of compiled layers in short runs, with a back-end that compiles nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.conformance import worker
+from trainer.config import load
+from trainer.monitoring import Tracker
+from trainer.strategies.world import World
+from trainer.training import compiled
+from trainer.training.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What torch.compile did in a run.
+
+    Attributes:
+        losses: of each step, then of each evaluation.
+        graphs: number of graphs handed to the back-end.
+        symbolic: number of their inputs with a symbolic size.
+        recompilations: number of graphs of code that had one already.
+        breaks: reasons for graph breaks.
+        reported: the metric `perf/compilations` of each row.
+    """
+
+    losses: list[float]
+    graphs: int
+    symbolic: int
+    recompilations: int
+    breaks: list[str]
+    reported: list[float]
+
+
+class _Rows(Tracker):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.reported: list[float] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.losses += [metrics[k] for k in ("train/loss", "heldout/loss") if k in metrics]
+        self.reported += [metrics[k] for k in ("perf/compilations",) if k in metrics]
+
+    def close(self) -> None: ...
+
+
+class _CountingBackend:
+    """Runs graphs as they are, and keeps the symbolic inputs of each."""
+
+    def __init__(self) -> None:
+        self.symbolic: list[int] = []
+
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[Any]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        self.symbolic.append(sum(map(_is_symbolic, inputs)))
+        return graph.forward
+
+
+def _is_symbolic(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, torch.SymInt)
+
+
+def run(file: str, overrides: list[str]) -> Counts:
+    """Trains as a rank of a run with compiled layers."""
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    backend = _CountingBackend()
+    compiled._backend = backend
+    world = World.start(60)
+    world.connect("gloo")
+    experiment = load(Experiment, file, overrides)
+    trainer = worker.make_trainer(experiment, world)
+    rows = _Rows()
+    trainer.fit([rows])
+    trainer.close()
+    world.close()
+    metrics = get_compilation_metrics()
+    return Counts(
+        losses=rows.losses,
+        graphs=len(backend.symbolic),
+        symbolic=sum(backend.symbolic),
+        recompilations=sum(each.recompile_reason is not None for each in metrics),
+        breaks=[re.sub(r"\s+", " ", reason)[:200] for reason in counters["graph_break"]],
+        reported=rows.reported,
+    )
+
+
+def run_with_limit(file: str, overrides: list[str], limit: int) -> Counts:
+    """`run` with fewer graphs per layer than `compiled.LIMIT`."""
+    compiled.LIMIT = limit
+    return run(file, overrides)
