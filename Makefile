@@ -12,7 +12,7 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-images test-slurm test-xla check conformance chaos bench clean
+.PHONY: help install demo test test-all test-images test-slurm test-xla test-gpu check conformance chaos bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (in
 	@{ command -v munged && command -v slurmctld && command -v slurmd; } >/dev/null || { echo "installing slurm-wlm and munge"; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes slurm-wlm munge >/dev/null; }
 	SAMESTEP_SLURM=1 $(BIN)/python -m pytest tests/slurm
+
+test-gpu: install  ## the tests of GPUs, on all that torch finds: each strategy, precision and family against a CPU
+	$(BIN)/python -m pytest -n 0 tests/conformance/test_cuda.py
 
 test-xla: install $(XLA_ENV)/.installed  ## the tests of TPUs' code, on XLA's CPU back-end (an environment of 7 GB the first time)
 	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla
