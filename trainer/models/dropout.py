@@ -27,7 +27,8 @@ def mix(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """x >> bits; torch-xla 2.9 computes the operator as a division that rounds towards 0."""
-    return torch.bitwise_right_shift(x, bits)
+    # A number instead of a tensor would be 64 bits wide in its scanned layers, which XLA rejects.
+    return torch.bitwise_right_shift(x, torch.tensor(bits, dtype=torch.int32))
 
 
 def split_key(key: Tensor, count: int) -> Tensor:
