@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 from typing import TypeAlias
 
 import numpy as np
@@ -91,3 +92,8 @@ def name_key(name: str) -> int:
 def uniform(keys: U64) -> npt.NDArray[np.float64]:
     """Maps keys to [0, 1) with 53 random bits, the precision of a float64."""
     return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def json_hash(content: object) -> str:
+    """The SHA-256 of JSON, in hexadecimal digits; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

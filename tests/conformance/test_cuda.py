@@ -1,4 +1,4 @@
-"""The same step on GPUS as in a single process on the CPU; skipped where there are none.
+"""The same step on GPUs as in a single process on the CPU; skipped where there are none.
 
 Batches are equal. Losses of 30 steps agree within 1e-4 relative in fp32 without TF32, where only
 the order of sums differs, and within 2e-2 in bf16 and fp16, which round each factor of a product.

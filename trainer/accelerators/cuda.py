@@ -64,7 +64,7 @@ class Config(accelerators.Config):
         index = local_device(torch.cuda.device_count(), "GPU")
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
-        avoid_cudnn_attention()
+        _avoid_cudnn_attention()
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
             torch.use_deterministic_algorithms(True)
@@ -80,7 +80,7 @@ class Config(accelerators.Config):
         return [{"CUDA_VISIBLE_DEVICES": name} for name in names]
 
 
-def avoid_cudnn_attention() -> None:
+def _avoid_cudnn_attention() -> None:
     """Keeps `scaled_dot_product_attention` from using cuDNN, torch's first choice on H100 and H200.
 
     With cuDNN 9.20, gradients of queries are NaN for some masks if the length is 64 more than a

@@ -87,9 +87,9 @@ class Config(Family):
         tied: whether the head shares the token embeddings and scales hidden states by
             width ** -0.5 (v1.0); v1.1 does neither.
         relative_buckets: number of buckets of relative positions.
-        relative_std: standard deviation of the initial relative biases; null is that of linear
-            layers, width ** -0.5. Scores have a deviation of about 1, so with the default
-            attention hardly sees positions at first, which keeps very small models from learning.
+        relative_std: standard deviation of the initial relative biases; null: width ** -0.5, as for
+            linear layers. Scores have a deviation of about 1, so with the default attention hardly
+            sees positions at first; very small models learn more with 2.
         max_distance: all larger distances share a bucket.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
             gets the text too: its class (`classification`), a score for choosing among texts

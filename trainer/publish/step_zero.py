@@ -5,8 +5,6 @@ Initial weights are a pure function of the configuration and the seed, so they a
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import dataclass, replace
 
@@ -18,6 +16,7 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Tree
 from trainer.errors import CheckpointError
+from trainer.hashing import json_hash
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.weights import Weights, load_weights
 
@@ -76,7 +75,7 @@ class StepZero:
         names = ("model", "seed", "init_layers", "redraw_layers")
         parts = {name: self.settings.get(name) for name in names}
         parts["init_from"] = None if self.trained is None else self.trained.identity()
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return json_hash(parts)
 
     def weights(self) -> Weights:
         """Initializes the model, as `trainer.training.run` does at the start.

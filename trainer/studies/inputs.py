@@ -1,4 +1,4 @@
-"""Hashes of source files, so that a job is made again if its data changed."""
+"""Hashes of source files: a job runs again if its data has changed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from trainer.config import Tree
 from trainer.errors import ConfigError
+from trainer.hashing import json_hash
 from trainer.monitoring.costs import Usage
 from trainer.monitoring.report.study import RESULT
 from trainer.storage import write_text
@@ -167,8 +167,7 @@ def _addressed(job: Job, inputs: list[object], root: Path) -> Job:
     settings = _replaced(job.resolved, digests)
     # The result of a build does not depend on the seed, and then nor does its digest.
     seed = job.seed if job.config.random else None
-    content = json.dumps([kind, settings, seed, inputs], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    digest = json_hash([kind, settings, seed, inputs])[:16]
     return replace(job, digest=digest, folder=root / f"{kind}-{digest[:10]}")
 
 

@@ -9,7 +9,7 @@ is for one combination of:
     whether a mask is needed
     training or evaluation
 
-BERT with two phases and evaluation needs about 20. Dynamo's own limit is 8, after which it runs
+BERT with two phases and evaluation needs 14 to 16. Dynamo's own limit is 8, after which it runs
 further shapes in eager mode and only logs a warning.
 """
 

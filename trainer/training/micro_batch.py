@@ -8,11 +8,11 @@ ever.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from trainer.config import to_tree
 from trainer.errors import SamestepError
+from trainer.hashing import json_hash
 from trainer.objectives import Objective
 from trainer.storage.local import write_text
 from trainer.strategies import Strategy
@@ -117,56 +118,16 @@ def probe(
     return largest(peak, budget, most)
 
 
-def measure_once(
+def with_micro_batch(
+    phase: Phase,
     experiment: Experiment,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     objective: Objective,
     strategy: Strategy,
-    open_loader: Callable[[int], Loader],
-    most: int,
-) -> int | None:
-    """`probe`, or what it found at an earlier start of the same run on such devices. Collective.
-
-    The run's folder keeps it, in `micro_batch.json`.
-    """
-    accelerator, replicas = strategy.accelerator, strategy.replica.count
-    if accelerator.memory() is None:
-        return None
-    facts = [accelerator.description, replicas, torch.__version__, most, to_tree(experiment)]
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    file = Path(experiment.output) / "micro_batch.json"
-    # Rank 0 reads for all: the others may not see its folder.
-    known = _read(file) if strategy.world.rank == 0 else {}
-    if found := strategy.largest(known.get(key, 0)):
-        return found
-    measured = probe(model, optimizer, objective, strategy, open_loader, most)
-    if experiment.training.compile:
-        torch.compiler.reset()  # forgets the graphs of all sizes that were tried
-    if strategy.world.rank == 0:
-        write_text(file, json.dumps(known | {key: measured}, indent=1) + "\n")
-    return measured
-
-
-def _read(file: Path) -> dict[str, int]:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # it does not exist, or was damaged: measure again
-        return {}
-
-
-def with_micro_batch(
-    phase: Phase,
-    strategy: Strategy,
-    objective: Objective,
     open_split: Callable[[Phase], Loader],
-    measure: Callable[[Objective, Strategy, Callable[[int], Loader], int], int | None],
 ) -> Phase:
-    """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory.
-
-    Args:
-        measure: `probe` for the model.
-    """
+    """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory."""
     # 100 examples on 3 devices are at most 34 per device.
     devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
     most = -(-phase.global_batch_size // devices)
@@ -181,11 +142,50 @@ def with_micro_batch(
         return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
 
     # Measured even if the size is set: a message for a lack of memory names a size that fits.
-    fits = measure(objective, strategy, open_sized, most)
+    measure = partial(probe, model, optimizer, objective, strategy, open_sized, most)
+    fits = _once(measure, experiment, strategy, [phase.index, most])
     size = wanted if wanted != "auto" else fits
     if size is None:
         size = without_probe(most, objective.pack_spec(phase.sequence_length).positions)
     return replace(phase, micro_batch_size=size, fits=fits)
+
+
+def _once(
+    measure: Callable[[], int | None],
+    experiment: Experiment,
+    strategy: Strategy,
+    subject: Sequence[int],
+) -> int | None:
+    """What `measure` finds, or found at an earlier start of the run on such devices. Collective.
+
+    The run's folder keeps it, in `micro_batch.json`.
+
+    Args:
+        subject: what is measured, besides the experiment.
+    """
+    accelerator, replicas = strategy.accelerator, strategy.replica.count
+    if accelerator.memory() is None:
+        return None
+    device = [accelerator.description, replicas, torch.__version__]
+    key = json_hash([*device, *subject, to_tree(experiment)])[:16]
+    file = Path(experiment.output) / "micro_batch.json"
+    # Rank 0 reads for all: the others may not see its folder.
+    known = _read(file) if strategy.world.rank == 0 else {}
+    if found := strategy.largest(known.get(key, 0)):
+        return found
+    measured = measure()
+    if experiment.training.compile:
+        torch.compiler.reset()  # forgets the graphs of all sizes that were tried
+    if strategy.world.rank == 0:
+        write_text(file, json.dumps(known | {key: measured}, indent=1) + "\n")
+    return measured
+
+
+def _read(file: Path) -> dict[str, int]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # it does not exist, or was damaged: measure again
+        return {}
 
 
 def out_of_memory(

@@ -40,12 +40,7 @@ from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
-from trainer.training.micro_batch import (
-    measure_once,
-    out_of_memory,
-    with_micro_batch,
-    without_probe,
-)
+from trainer.training.micro_batch import out_of_memory, with_micro_batch, without_probe
 from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
@@ -233,13 +228,7 @@ def build_trainer(
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
     widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
     phases = tuple(
-        with_micro_batch(
-            phase,
-            strategy,
-            objective,
-            widest,
-            partial(measure_once, experiment, model, optimizer),
-        )
+        with_micro_batch(phase, experiment, model, optimizer, objective, strategy, widest)
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]

@@ -126,6 +126,14 @@ def test_a_run_measures_once(
         _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
 
 
+@pytest.mark.usefixtures("limited")
+def test_each_phase_is_measured(experiment_file: str, tmp_path: Path) -> None:
+    """Longer rows take more memory, also where phases have equal batch sizes."""
+    phases = "phases=[{steps: 1, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
+    _run(experiment_file, tmp_path, phases, "training.micro_batch_size=auto")
+    assert list(json.loads((tmp_path / "micro_batch.json").read_text()).values()) == [6, 6]
+
+
 def test_measuring_changes_nothing(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -22,6 +21,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, renamed, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
+from trainer.hashing import json_hash
 from trainer.models import ModelConfig
 from trainer.studies.finetune.chance import constant_scores, upper_end
 from trainer.studies.finetune.task import Config as TaskConfig
@@ -242,8 +242,7 @@ def _seeded(run: Run, seed: int) -> Run:
     # A suite or checkpoint that has moved is still the same: digests say what lies there.
     no_paths = {"data": {**experiment["data"], "path": None}, "init_from": None}
     settings = renamed.original(experiment | no_paths)
-    content = json.dumps([settings, *run.depends_on], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    digest = json_hash([settings, *run.depends_on])[:16]
     run = replace(run, seed=seed, digest=digest)
     output = run.folder / "runs" / run.task / f"{run.name}-{digest[:8]}"
     return replace(run, folder=output, experiment={"output": str(output), **experiment})
@@ -379,7 +378,7 @@ def _dataset(
         *stamps(source),
         *([] if config.rows is None else [config.rows]),
     ]
-    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
+    digest = json_hash(depends_on)[:8]
     parts = [task.name, name, digest] if name else [task.name, digest]
     output = folder / "data" / "-".join(parts)
     if not (output / MANIFEST).exists():
