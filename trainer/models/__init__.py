@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models.cache import Cache
+from trainer.models.fused import FusedAttention
 from trainer.models.peft import Peft
 from trainer.models.stack import LayerPlace, ScanGroup
 
@@ -248,6 +249,10 @@ class Model(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Recomputes):
                 module.checkpointing = enabled
+
+    def fuse_attention(self, kernel: FusedAttention) -> bool:
+        """Computes attention of `forward` by the kernel; False: the model cannot, the default."""
+        return False
 
     def stacked(self) -> dict[str, int]:
         """Number of equally sized matrices stacked in the rows of a parameter (3 for fused QKV).

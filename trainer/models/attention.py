@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from trainer.accelerators.kernels import fuses_trained_bias
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
+from trainer.models.fused import FusedAttention, Mask
 from trainer.models.projections import Projection
 from trainer.models.stack import Context
 
@@ -37,17 +39,31 @@ def causal_mask(tokens: Tensor) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
 
 
+def near_mask(tokens: Tensor, window: int) -> Tensor:
+    """Allows attention to at most `window` positions away: [B, S] -> bool [S, S].
+
+    Distances are measured in the row. With a window of 1, rows are 110, 111, 011.
+    """
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    return (place[:, None] - place).abs() <= window
+
+
 def take(x: Tensor, positions: Tensor | None) -> Tensor:
     """Selects positions, int [B, P]: [B, S, D] -> [B, P, D]. None selects all."""
     return x if positions is None else x.take_along_dim(positions.long()[..., None], dim=1)
 
 
 class Attention(nn.Module):
-    """Heads, scale, dropout and kernel of both kinds of attention.
+    """Heads, scale, dropout and kernels of both kinds of attention.
 
     Attributes:
         kernel: computes attention without dropout; a strategy may replace it.
+        fused: computes attention where the context has a mask for it; see `Model.fuse_attention`.
+        fusible: whether `fused` can compute it: its scores are products of queries and keys, plus
+            a bias by distance.
     """
+
+    fusible = True
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -56,6 +72,7 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.dropout = config.attention_dropout
         self.kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
+        self.fused: FusedAttention | None = None
 
     def split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[B, S, parts * H * K] -> `parts` times [B, H, S, K]."""
@@ -79,7 +96,7 @@ class Attention(nn.Module):
             mask: bool, True where attention is allowed, or float, added to the scores; broadcasts
                 to [B, H, T, S]. A replaced kernel may take another form.
         """
-        # Fused kernels take neither dropout masks computed from keys, nor, on some devices, a
+        # PyTorch's kernels take neither dropout masks computed from keys, nor, on some devices, a
         # learned bias. SDPA's own fallback is slower than ours: it guards against rows with
         # nothing to attend to, which our masks never have.
         drops = dropout_key is not None and self.dropout > 0
@@ -91,6 +108,33 @@ class Attention(nn.Module):
             mixed = self.kernel(
                 query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
             )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def attend_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        bias: Tensor | None,
+        dropout_key: Tensor | None,
+    ) -> Tensor:
+        """Like `attend`, by the fused kernel; `bias` is by distance (see `FusedAttention`)."""
+        assert self.fused is not None, "the model has no fused attention"
+        mixed = self.fused(
+            query,
+            key,
+            value,
+            segments=mask.segments,
+            key_segments=mask.segments if mask.key_segments is None else mask.key_segments,
+            causal=mask.causal,
+            prefix=mask.prefix,
+            window=mask.window,
+            bias=bias,
+            scale=self._scale(query),
+            dropout=0.0 if dropout_key is None else self.dropout,
+            dropout_key=dropout_key,
+        )
         return mixed.transpose(1, 2).flatten(2)
 
     def _eager(
@@ -106,7 +150,7 @@ class Attention(nn.Module):
 
     def scores(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Scores [B, H, T, S], minus infinity where attention is not allowed; see `attend`."""
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = self._scale(query)
         # Scaling the queries is cheaper than scaling the scores: [T, K] is smaller than [T, S].
         scores = (query if scale == 1 else query * scale) @ key.transpose(-1, -2)
         if mask is None:
@@ -114,13 +158,19 @@ class Attention(nn.Module):
         is_bool = mask.dtype == torch.bool
         return scores.masked_fill_(~mask, float("-inf")) if is_bool else scores.add_(mask)
 
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
 
 class SelfAttention(Attention):
     """Self-attention with one fused projection for queries, keys and values.
 
     Attributes:
         prefix: returns extra keys and values that all positions attend to (`peft.prefix`).
+        window: positions attend to others at most this far away; None: to all.
     """
+
+    window: int | None = None
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -139,13 +189,32 @@ class SelfAttention(Attention):
         """[B, S, D] -> [B, S, D], or [B, P, D] for `positions` [B, P] only.
 
         Args:
-            bias: float, added to the scores; it contains the mask.
+            bias: float, added to the scores; it contains the mask. With `context.fused` it does
+                not, and is by distance (see `FusedAttention`).
         """
         query, key, value = self.split(self.qkv(hidden), 3)
         query, key = self.place(query, key, context)
+        if context.fused is not None:
+            near = replace(context.fused, window=self.window)
+            mixed = self.attend_fused(query, key, value, near, bias, context.key("attention"))
+        else:
+            mixed = self._attend_in_rows(query, key, value, hidden, bias, context)
+        out: Tensor = self.out(take(mixed, positions))
+        return out
+
+    def _attend_in_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor,
+        bias: Tensor | None,
+        context: Context,
+    ) -> Tensor:
+        """Attention with a mask for each score, or none; arguments as for `attend`, `forward`."""
         if context.cache is not None:
             key, value = context.cache.append(key, value)
-        mask = self.limit(context.mask if bias is None else bias, hidden, context)
+        mask = self._limit(context.mask if bias is None else bias, hidden, context)
         if self.prefix is not None:
             # The prefix comes before the first key and is visible to all positions. `is_causal`
             # aligns the first query with the first key, so it cannot express that.
@@ -162,17 +231,24 @@ class SelfAttention(Attention):
         causal = context.causal and (mask is None or mask.ndim == 2)
         if context.scores is not None:
             context.scores.append(self.scores(query, key, causal_mask(hidden) if causal else mask))
-        mixed = self.attend(query, key, value, mask, context.key("attention"), causal=causal)
-        out: Tensor = self.out(take(mixed, positions))
-        return out
+        return self.attend(query, key, value, mask, context.key("attention"), causal=causal)
 
     def place(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Adds positions to queries and keys, [B, H, S, K] each; by default they have none."""
         return query, key
 
-    def limit(self, mask: Tensor | None, hidden: Tensor, context: Context) -> Tensor | None:
-        """Forbids attention beyond what the mask forbids; by default nothing."""
-        return mask
+    def _limit(self, mask: Tensor | None, hidden: Tensor, context: Context) -> Tensor | None:
+        """Forbids attention beyond the window."""
+        if self.window is None:
+            return mask
+        near = near_mask(hidden, self.window)
+        if mask is None:
+            return (near & causal_mask(hidden) if context.causal else near)[None, None]
+        if mask.ndim == 2:  # segments, for a kernel that has no windows
+            mask = segment_mask(mask, context.causal)
+        if mask.dtype == torch.bool:
+            return mask & near
+        return mask.masked_fill(~near, float("-inf"))
 
 
 class CrossAttention(Attention):
@@ -205,6 +281,9 @@ class CrossAttention(Attention):
         # 2 sources with 3 beams of 1 position are queries [6, H, 1, K] -> [2, H, 3, K].
         query = query.view(len(key), -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
         site = context.key("cross_attention")
-        mixed = self.attend(query, key, value, context.memory_mask, site)
+        if context.fused_memory is not None:
+            mixed = self.attend_fused(query, key, value, context.fused_memory, None, site)
+        else:
+            mixed = self.attend(query, key, value, context.memory_mask, site)
         out: Tensor = self.out(mixed.reshape(*hidden.shape[:2], -1))
         return out

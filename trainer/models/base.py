@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models import Inputs, Model, Outputs, Role, Start, Stored
+from trainer.models.attention import Attention, SelfAttention
 from trainer.models.config import TransformerConfig
+from trainer.models.fused import FusedAttention
 from trainer.models.initialization import initial_values
 from trainer.models.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
@@ -35,6 +37,7 @@ class TransformerModel(Model):
         prompt: inserts learned embeddings before the text's (`peft.prompt`).
         embeddings: token embeddings are its parameter `tokens.weight`.
         head: called as head(hidden, token_embeddings, dropout_key); returns logits.
+        fuses_attention: whether training and evaluation use the fused kernel.
     """
 
     config: TransformerConfig
@@ -45,6 +48,7 @@ class TransformerModel(Model):
         super().__init__()
         self.config = config
         self.prompt: nn.Module | None = None
+        self.fuses_attention = False
         self.reads = config.reads
         # What an objective may ask for. A head that pools one position pools the last of a decoder,
         # which has seen all others, or the first of an encoder ([CLS]).
@@ -98,6 +102,18 @@ class TransformerModel(Model):
     def stacks(self) -> dict[str, Stack]:
         """The stacks of layers, by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Stack)}
+
+    def fuse_attention(self, kernel: FusedAttention) -> bool:
+        modules = [module for module in self.modules() if isinstance(module, Attention)]
+        prefixes = any(isinstance(m, SelfAttention) and m.prefix is not None for m in modules)
+        if prefixes or not all(module.fusible for module in modules):
+            return False
+        for module in modules:
+            module.fused = kernel
+        for model in self.modules():  # itself, and a generator
+            if isinstance(model, TransformerModel):
+                model.fuses_attention = True
+        return True
 
     def sharding_units(self) -> list[nn.Module]:
         """The layers in order. Embeddings and head share a matrix, so both stay in the root.

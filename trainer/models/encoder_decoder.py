@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache, Memory
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
+from trainer.models.fused import Mask
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 
@@ -107,17 +109,26 @@ class EncoderDecoder(TransformerModel):
         # The dropout of the embeddings was computed over source and target together.
         source, hidden = both.split([tokens.shape[1], targets.shape[1]], 1)
         source = self._prompted(source)
-        memory = self._encode(inputs, source, keys)
+        encoded = self._encode(inputs, source, keys)
         context = Context(
             sites=self.config.dropout_sites,
             keys=keys.decoder,
-            memory_mask=_between(target_segments, self.with_prompt(segments)),
             columns=self.columns(inputs),
         )
-        bias = self._decoder_bias(targets, target_segments)
+        between = target_segments, self.with_prompt(segments)
+        if self.fuses_attention:
+            # Target padding attends to nothing, instead of to the whole source as in `_between`:
+            # the kernel returns zeros there, which nothing reads.
+            fused = Mask(target_segments, causal=True)
+            context = replace(context, fused=fused, fused_memory=Mask(*between))
+            assert self.decoder_bias is not None, "the model has a decoder"
+            bias = self.decoder_bias.by_distance(targets.shape[1], targets.shape[1])
+        else:
+            context = replace(context, memory_mask=_between(*between))
+            bias = self._decoder_bias(targets, target_segments)
         # A prompt comes before the source only, so target positions are not shifted.
         read = None if whole else inputs.predicted
-        hidden = self.decoder.run(hidden, memory, bias, context, read)
+        hidden = self.decoder.run(hidden, encoded, bias, context, read)
         after = keys.after_decoder
         hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after, read)
         return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
@@ -179,12 +190,15 @@ class EncoderDecoder(TransformerModel):
     def _encoder_context(
         self, inputs: Inputs, hidden: Tensor, keys: _Keys
     ) -> tuple[Tensor, Context]:
-        """The encoder's relative bias, which contains the mask, and its context."""
+        """The encoder's relative bias and its context; the mask is in one of them."""
         length, segments = hidden.shape[1], self.with_prompt(inputs.segments)
-        mask = None if segments is None else segment_mask(segments)
-        bias = self.encoder_bias(length, length, mask)
         sites, columns = self.config.dropout_sites, self.columns(inputs)
-        return bias, Context(sites=sites, keys=keys.encoder, columns=columns)
+        context = Context(sites=sites, keys=keys.encoder, columns=columns)
+        if self.fuses_attention:
+            bias = self.encoder_bias.by_distance(length, length)
+            return bias, replace(context, fused=Mask(segments))
+        mask = None if segments is None else segment_mask(segments)
+        return self.encoder_bias(length, length, mask), context
 
     def _encode(
         self,

@@ -59,19 +59,26 @@ class RelativeBias(nn.Module):
         Returns:
             [B, H, T, S], or [1, H, T, S] without a mask, in the precision of matrix products.
         """
-        distance = torch.arange(1 - queries - before, keys - before, device=self.weight.device)
-        by_distance = F.embedding(self._bucket(distance), self.weight).T  # [H, T + S - 1]
-        if (dtype := autocast_dtype(by_distance.device)) is not None:
-            by_distance = by_distance.to(dtype)
+        by_distance = self.by_distance(queries, keys, before)
         # Each row of the result is the row above, shifted right by one. Reading a repeated vector
         # of n values as rows of n - 1 does that without a gather. T = 2 and S = 3 have distances
         # -1 0 1 2; padded and rolled they are 0 1 2 _ -1, and repeated and read in fours:
         #     0 1 2 _ -1 0 1 2 _ -1  ->  0 1 2 _ / -1 0 1 2
         # (`unfold` is slower forward and backward, and XLA does not support it.)
         ring = F.pad(by_distance, (0, 1)).roll(1 - queries, 1)
-        rows = ring[:, None].expand(-1, queries, -1).flatten(1)[:, : queries * len(distance)]
+        rows = ring[:, None].expand(-1, queries, -1).flatten(1)[:, : queries * by_distance.shape[1]]
         bias = rows.view(1, len(by_distance), queries, -1)[..., :keys]
         return bias.contiguous() if mask is None else torch.where(mask, bias, float("-inf"))
+
+    def by_distance(self, queries: int, keys: int, before: int = 0) -> Tensor:
+        """The bias of each distance: [H, T + S - 1], in the precision of matrix products.
+
+        Element j - i + T - 1 is the bias of query i and key j; see `forward`.
+        """
+        distance = torch.arange(1 - queries - before, keys - before, device=self.weight.device)
+        bias = F.embedding(self._bucket(distance), self.weight).T
+        dtype = autocast_dtype(bias.device)
+        return bias if dtype is None else bias.to(dtype)
 
     def _bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance (key position minus query position): int64 [N]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.models.attention import SelfAttention, causal_mask, segment_mask
+from trainer.models.attention import SelfAttention
 from trainer.models.config import TransformerConfig
 from trainer.models.stack import Context
 
@@ -36,7 +36,7 @@ class RotaryAttention(SelfAttention):
     Args:
         config: of the model.
         theta: base of the frequencies.
-        window: positions attend to others at most this far away; None: to all.
+        window: see `SelfAttention`. Distances in the row equal those in the sequence.
     """
 
     def __init__(self, config: TransformerConfig, theta: float, window: int | None) -> None:
@@ -46,18 +46,3 @@ class RotaryAttention(SelfAttention):
     def place(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         positions = context.columns["positions"]
         return rotate(query, positions, self.theta), rotate(key, positions, self.theta)
-
-    def limit(self, mask: Tensor | None, hidden: Tensor, context: Context) -> Tensor | None:
-        if self.window is None:
-            return mask
-        # Distances in the row: within a packed sequence they equal distances in the sequence, and
-        # `mask` separates the sequences. With a window of 1, rows are 110, 111, 011.
-        place = torch.arange(hidden.shape[1], device=hidden.device)
-        near = (place[:, None] - place).abs() <= self.window
-        if mask is None:
-            return (near & causal_mask(hidden) if context.causal else near)[None, None]
-        if mask.ndim == 2:  # segments, for a kernel that has no windows
-            mask = segment_mask(mask, context.causal)
-        if mask.dtype == torch.bool:
-            return mask & near
-        return mask.masked_fill(~near, float("-inf"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.models.cache import Cache, LayerCache
+from trainer.models.fused import Mask
 
 Hidden = TypeVar("Hidden", bound=Tensor | tuple[Tensor, ...])
 """The hidden states between layers: [B, S, D], or a (named) tuple of such tensors."""
@@ -35,6 +36,8 @@ class Context:
         keys: int32 [sites, B], a random key per site and row; None: no dropout.
         positions: int [B, P], the only positions that the layer must compute; None: all.
         memory_mask: like `mask`, for cross-attention.
+        fused, fused_memory: the masks of self-attention and cross-attention for a fused kernel,
+            which then computes attention; `mask` and `memory_mask` are None.
         cache: keys and values of earlier positions.
         columns: the columns of `Inputs.extra` that the layers read.
         scores: a list to which the layer appends its attention scores, [B, H, S, S], minus infinity
@@ -48,6 +51,8 @@ class Context:
     keys: Tensor | None = None
     positions: Tensor | None = None
     memory_mask: Tensor | None = None
+    fused: Mask | None = None
+    fused_memory: Mask | None = None
     cache: LayerCache | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     scores: list[Tensor] | None = None
@@ -127,6 +132,7 @@ class Stack(nn.ModuleList):
             hidden: input of the first layer.
             memory: [B, M, D], an encoder's output; None: no cross-attention.
             bias: added to the scores of self-attention, [B or 1, H, S, S]; minus infinity masks.
+                With `context.fused`, [H, 2 S - 1] by distance.
             context: shared by all layers, except that `keys` is int32 [layers, sites, B].
             positions: int [B, P], the positions that the last layer computes; None: all.
             cache: keys and values of earlier positions.

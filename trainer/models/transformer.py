@@ -16,6 +16,7 @@ from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
+from trainer.models.fused import Mask
 from trainer.models.heads import ScalarMix
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
@@ -111,9 +112,16 @@ class Transformer(TransformerModel):
         elif read is not None and "next_sentence" in outputs:
             read = F.pad(read, (1, 0))
         causal = self.config.causal or not outputs.isdisjoint(self.config.causal_outputs)
-        mask, bias = self._mask(hidden[..., 0], segments, prefix, causal)
+        fused, mask, bias = None, None, None
+        if self.fuses_attention and not attention:
+            fused = Mask(segments, causal=causal, prefix=prefix)
+            if self.relative_bias is not None:
+                bias = self.relative_bias.by_distance(hidden.shape[1], hidden.shape[1])
+        else:
+            mask, bias = self._mask(hidden[..., 0], segments, prefix, causal)
         context = Context(
             mask=mask,
+            fused=fused,
             causal=causal,
             # Segments are equivalent to the mask unless there is a prefix or a bias.
             segments=segments if prefix is None and bias is None and not self._has_prefix else None,
