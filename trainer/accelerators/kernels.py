@@ -55,3 +55,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Disables autocast, for operations that choose their precision themselves."""
+    return torch.autocast(device.type, enabled=False)

@@ -65,16 +65,9 @@ class VocabularyHead(nn.Module, ABC):
     """Predicts tokens: hidden states times an output matrix, plus a bias."""
 
     def forward(
-        self,
-        hidden: Tensor,
-        embedding: Tensor,
-        *columns: Tensor | None,
-        target: Target | None = None,
+        self, hidden: Tensor, embedding: Tensor, *columns: Any, target: Target | None = None
     ) -> Tensor:
-        """[B, S, D] or [B, P, D], token embeddings [V, E] -> logits [B, P, V].
-
-        With a target, only their scores, from `score_hidden`.
-        """
+        """[B, P, D], token embeddings [V, E] -> logits [B, P, V], or their scores for a target."""
         factors = self.factors(hidden, embedding, *columns)
         return F.linear(*factors) if target is None else score_hidden(*factors, target)
 

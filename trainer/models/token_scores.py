@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.accelerators.kernels import autocast_dtype, reuses_memory
+from trainer.accelerators.kernels import autocast_dtype, reuses_memory, without_autocast
 from trainer.models.cross_entropy import cross_entropy_, differentiate_, exponentiate_
 
 CHUNK_BYTES = 2**29
@@ -120,7 +120,7 @@ class _ChunkedScores(torch.autograd.Function):
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         # Explicit casts: autocast would cache one made here, which has no gradient, and use it for
         # another product with the same matrix.
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             bias = None if bias is None else bias.to(dtype)
             score, gradients = _score(hidden.to(dtype), matrix.to(dtype), bias, target, needs)
         ctx.save_for_backward(*gradients)
