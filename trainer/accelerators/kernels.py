@@ -29,6 +29,14 @@ def has_fast_fp64(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def reuses_memory(device: torch.device) -> bool:
+    """Whether a tensor's memory can be written again and again, to save memory.
+
+    Other devices record operations into graphs, whose compiler assigns memory itself.
+    """
+    return device.type in FUSED
+
+
 def adds_rows_in_order(device: torch.device) -> bool:
     """Whether `index_add_` sums rows in the same order each time; on GPUs it uses atomics."""
     return device.type != "cuda"
@@ -47,3 +55,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Disables autocast, for operations that choose their precision themselves."""
+    return torch.autocast(device.type, enabled=False)

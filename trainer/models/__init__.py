@@ -23,6 +23,7 @@ from trainer.models.cache import Cache
 from trainer.models.fused import FusedAttention
 from trainer.models.peft import Peft
 from trainer.models.stack import LayerPlace, ScanGroup
+from trainer.models.token_scores import Target
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Inputs:
         dropout_key: int32 [B], a random key for each row; None: no dropout.
         noise: float [B, S, E], added to normalized embeddings without gradients (SiFT).
         extra: other columns of the batch, by name. A model reads those listed in `reads`.
+        targets: output -> the tokens that it should predict. For these outputs a model may return
+            scores (`scores_of`) in place of logits.
     """
 
     tokens: Tensor
@@ -59,24 +62,30 @@ class Inputs:
     dropout_key: Tensor | None = None
     noise: Tensor | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    targets: Mapping[str, Target] = field(default_factory=dict)
 
     # A batch also has columns for the loss and for bookkeeping. Models get them in `extra`, so a
     # new model may read a new column without a change here.
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor]) -> Self:
+    def of(
+        cls, batch: Mapping[str, Tensor], targets: Mapping[str, Target] = MappingProxyType({})
+    ) -> Self:
         """Selects a model's inputs from a batch."""
         given = {name: batch[name] for name in _COLUMNS if name in batch}
-        return cls(**given, extra={name: batch[name] for name in batch if name not in given})
+        extra = {name: batch[name] for name in batch if name not in given}
+        return cls(**given, extra=extra, targets=targets)
 
     # Strategies move or shard all columns alike through this.
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Applies a function to every column except `extra`."""
+        """Applies a function to every column except `extra` and `targets`."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         changed = {name: change(column) for name, column in columns.items() if column is not None}
-        return type(self)(**changed, extra=self.extra)
+        return type(self)(**changed, extra=self.extra, targets=self.targets)
 
 
-_COLUMNS = tuple(column.name for column in fields(Inputs) if column.name != "extra")
+_COLUMNS = tuple(
+    column.name for column in fields(Inputs) if column.name not in ("extra", "targets")
+)
 
 Outputs: TypeAlias = frozenset[str]
 """Names of a model's outputs. The set is open; these are in use:
@@ -101,7 +110,13 @@ Outputs: TypeAlias = frozenset[str]
                        infinity where attention is not allowed
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;
                        0 is the embeddings; the last layer's include the final norm
+    scores.NAME        float32 [5], in place of the logits NAME: see `TokenScore.unpack`
 """
+
+
+def scores_of(output: str) -> str:
+    """The output that a model may return in place of logits with a target."""
+    return f"scores.{output}"
 
 
 class Role(NamedTuple):

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models import Inputs, Model, Outputs, Role, Start, Stored
+from trainer.models import Inputs, Model, Outputs, Role, Start, Stored, scores_of
 from trainer.models.attention import Attention, SelfAttention
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention
+from trainer.models.heads import VocabularyHead
 from trainer.models.initialization import initial_values
 from trainer.models.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
@@ -80,6 +81,26 @@ class TransformerModel(Model):
         """
         first = self.config.head in POOLED and not self.config.decoder
         return predicted if predicted is None or first else predicted + self.inserted
+
+    def answer(
+        self,
+        name: str,
+        head: nn.Module,
+        inputs: Inputs,
+        hidden: Tensor,
+        matrix: Tensor,
+        *columns: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Runs the head of an output.
+
+        Its logits; or, if it has a target and all logits at once would be large, its scores.
+        """
+        target = inputs.targets.get(name)
+        if target is None or not isinstance(head, VocabularyHead):
+            return {name: head(hidden, matrix, *columns)}
+        if target.chunks(self.config.vocab_size) == 1:
+            return {name: head(hidden, matrix, *columns)}
+        return {scores_of(name): head(hidden, matrix, *columns, target=target)}
 
     @property
     def token_embeddings(self) -> Tensor:

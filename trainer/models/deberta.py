@@ -277,13 +277,13 @@ class Deberta(Transformer):
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         if self.decoder_positions is None or "tokens" not in outputs:
             return super().forward(inputs, outputs)
-        found = {"tokens": self._decoded(inputs)}
+        found = self._decoded(inputs)
         if rest := outputs - {"tokens"}:
             found |= super().forward(inputs, rest)
         return found
 
-    def _decoded(self, inputs: Inputs) -> Tensor:
-        """Logits of masked tokens by the enhanced mask decoder, [B, P, V]."""
+    def _decoded(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Logits of masked tokens by the enhanced mask decoder, [B, P, V], or their scores."""
         assert self.decoder_positions is not None
         keys = self._keys(inputs.dropout_key)
         hidden, matrix, segments, _ = self._embed(inputs, keys.embeddings)
@@ -312,8 +312,8 @@ class Deberta(Transformer):
             queries = self.layers[-1]((queries, hidden), None, relative, last)
             if own is not None:  # other masks in the second pass
                 own = torch.stack([split_key(key, 1)[0] for key in own])
-        logits: Tensor = self.head(self._finish(queries, keys.final, at), matrix, keys.final)
-        return logits
+        hidden = self._finish(queries, keys.final, at)
+        return self.answer("tokens", self.head, inputs, hidden, matrix, keys.final)
 
     def start_from(self, stored: Stored) -> Start:
         start = super().start_from(stored)

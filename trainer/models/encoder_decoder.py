@@ -95,7 +95,7 @@ class EncoderDecoder(TransformerModel):
             read = None if whole else self.pooled(inputs.predicted)
             hidden = self._encode(inputs, source, keys, read)
             hidden = hidden if read is not None else hidden[:, self.inserted :]
-            return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+            return found | self._answer(inputs, hidden, matrix, keys.head, outputs)
         targets, target_segments = inputs.target_tokens, inputs.target_segments
         if self.config.head != "language_model":
             targets, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
@@ -131,7 +131,7 @@ class EncoderDecoder(TransformerModel):
         hidden = self.decoder.run(hidden, encoded, bias, context, read)
         after = keys.after_decoder
         hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after, read)
-        return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+        return found | self._answer(inputs, hidden, matrix, keys.head, outputs)
 
     def _keys(self, key: Tensor | None) -> _Keys:
         if not self.training or key is None:
@@ -153,19 +153,19 @@ class EncoderDecoder(TransformerModel):
 
     def _answer(
         self,
+        inputs: Inputs,
         hidden: Tensor,
         matrix: Tensor,
         key: Tensor | None,
-        predicted: Tensor | None,
         outputs: Outputs,
     ) -> dict[str, Tensor]:
-        """The head's logits; `hidden` has all positions if it is an output itself."""
+        """The head's output; `hidden` has all positions if it is an output itself."""
         found = {}
         if "hidden" in outputs:
             found["hidden"] = hidden
-            hidden = take(hidden, predicted)
+            hidden = take(hidden, inputs.predicted)
         if self.config.predicts in outputs:
-            found[self.config.predicts] = self.head(hidden, matrix, key)
+            found |= self.answer(self.config.predicts, self.head, inputs, hidden, matrix, key)
         return found
 
     def _embed_source(

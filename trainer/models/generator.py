@@ -89,9 +89,9 @@ class WithGenerator(Discriminator):
             # With one key, both models would drop the same elements of their shared embeddings.
             keys = None if inputs.dropout_key is None else split_key(inputs.dropout_key, 2)
             first = inputs if keys is None else replace(inputs, dropout_key=keys[0])
-            logits = self.generator(first, frozenset({"tokens"}))["tokens"]
-            found["tokens"] = logits
+            found = self.generator(first, frozenset({"tokens"}))
             if "sampled" in outputs:
+                logits = found["tokens"]  # samples need them: objectives set no target for these
                 assert inputs.predicted is not None, "samples replace predicted positions"
                 at = inputs.predicted.long()
                 found["sampled"] = sample(logits, inputs.extra["sample_key"], at)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,10 @@ from trainer.models.config import Activation, Pooling, TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.layers import activate
 from trainer.models.norms import LayerNorm
+from trainer.models.token_scores import Target, score_hidden
+
+Factors: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states [B, P, E], output matrix [V, E] and bias [V], whose product are logits."""
 
 _POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
@@ -56,7 +61,22 @@ class EmbeddingHead(nn.Module):
         return hidden
 
 
-class MaskedLMHead(nn.Module):
+class VocabularyHead(nn.Module, ABC):
+    """Predicts tokens: hidden states times an output matrix, plus a bias."""
+
+    def forward(
+        self, hidden: Tensor, embedding: Tensor, *columns: Any, target: Target | None = None
+    ) -> Tensor:
+        """[B, P, D], token embeddings [V, E] -> logits [B, P, V], or their scores for a target."""
+        factors = self.factors(hidden, embedding, *columns)
+        return F.linear(*factors) if target is None else score_hidden(*factors, target)
+
+    @abstractmethod
+    def factors(self, hidden: Tensor, embedding: Tensor, *columns: Any) -> Factors:
+        """The factors of the logits; the arguments are those of `forward`."""
+
+
+class MaskedLMHead(VocabularyHead):
     """Predicts tokens: dense, activation, norm, then the output matrix and a bias."""
 
     def __init__(self, config: TransformerConfig, activation: Activation) -> None:
@@ -67,14 +87,13 @@ class MaskedLMHead(nn.Module):
         self.decoder = _decoder(config)
         self.bias = nn.Parameter(self.dense.weight.new_zeros(config.vocab_size))
 
-    def forward(self, hidden: Tensor, embedding: Tensor, _key: Tensor | None = None) -> Tensor:
-        """[B, P, D], token embeddings [V, E] -> logits [B, P, V]."""
+    def factors(self, hidden: Tensor, embedding: Tensor, *_columns: Any) -> Factors:
         hidden = self.norm(activate(self.dense(hidden), self.activation))
         matrix = embedding if self.decoder is None else self.decoder.weight
-        return F.linear(hidden, matrix, self.bias)
+        return hidden, matrix, self.bias
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(VocabularyHead):
     """Predicts tokens by the output matrix alone; if it is shared, of scaled hidden states."""
 
     def __init__(self, config: TransformerConfig, scale: float = 1.0) -> None:
@@ -82,15 +101,13 @@ class LanguageModelHead(nn.Module):
         self.scale = scale
         self.decoder = _decoder(config)
 
-    def forward(self, hidden: Tensor, embedding: Tensor, _key: Tensor | None = None) -> Tensor:
-        """[B, P, D], token embeddings [V, D] -> logits [B, P, V]."""
+    def factors(self, hidden: Tensor, embedding: Tensor, *_columns: Any) -> Factors:
         if self.decoder is not None:
-            logits: Tensor = self.decoder(hidden)
-            return logits
-        return F.linear(hidden if self.scale == 1 else hidden * self.scale, embedding)
+            return hidden, self.decoder.weight, None
+        return hidden if self.scale == 1 else hidden * self.scale, embedding, None
 
 
-class SpanBoundaryHead(nn.Module):
+class SpanBoundaryHead(VocabularyHead):
     """Predicts a token of a span from the states outside of it (Joshi et al. 2020, section 3.2).
 
     Two layers with GELU and norm read the state before the span, the state after it, and an
@@ -110,15 +127,14 @@ class SpanBoundaryHead(nn.Module):
         self.second = nn.Linear(config.width, config.embedding_width)
         self.second_norm = LayerNorm(config.embedding_width, eps=config.norm_eps)
 
-    def forward(
-        self, hidden: Tensor, embedding: Tensor, first: Tensor, last: Tensor, offset: Tensor
-    ) -> Tensor:
-        """[B, S, D], token embeddings [V, E], int [B, P] each -> logits [B, P, V]."""
+    def factors(self, hidden: Tensor, embedding: Tensor, *columns: Any) -> Factors:
+        """[B, S, D], token embeddings [V, E], the columns of `mlm_sbo`, int [B, P] each."""
+        first, last, offset = columns
         # [CLS] and [SEP] surround every sequence, so the states before and after a span exist.
         place = self.positions(offset.clamp(max=self.positions.num_embeddings - 1))
         read = torch.cat([take(hidden, first - 1), take(hidden, last + 1), place], -1)
         inner = self.first_norm(F.gelu(self.first(read)))
-        return F.linear(self.second_norm(F.gelu(self.second(inner))), embedding)
+        return self.second_norm(F.gelu(self.second(inner))), embedding, None
 
 
 class PooledHead(nn.Module):

@@ -156,7 +156,7 @@ class Transformer(TransformerModel):
         if beside:
             # GPT's auxiliary language-modeling loss: the next token of every position but the last.
             assert self.lm_head is not None
-            found["next_tokens"] = self.lm_head(hidden[:, :-1], matrix)
+            found |= self.answer("next_tokens", self.lm_head, inputs, hidden[:, :-1], matrix)
         if "next_sentence" in outputs:
             assert self.nsp_head is not None, "the model was built without a next-sentence head"
             found["next_sentence"] = self.nsp_head(whole[:, 0])
@@ -164,13 +164,13 @@ class Transformer(TransformerModel):
             # It reads the positions beside the spans, so `read` was None: `hidden` has all.
             assert self.span_head is not None
             columns = [inputs.extra[name] for name in _SPAN_COLUMNS]
-            found["span_boundary"] = self.span_head(hidden, matrix, *columns)
+            found |= self.answer("span_boundary", self.span_head, inputs, hidden, matrix, *columns)
         for name in outputs & {self.config.predicts, *self.config.causal_outputs}:
             if read is None and inputs.predicted is not None:
                 hidden = take(whole, self.pooled(inputs.predicted))
             elif read is not None and "next_sentence" in outputs:
                 hidden = hidden[:, 1:]
-            found[name] = self.head(hidden, matrix, keys.final)
+            found |= self.answer(name, self.head, inputs, hidden, matrix, keys.final)
         return found
 
     def _fitted(self, hidden: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
@@ -18,6 +17,7 @@ from trainer.models.base import POOLED
 from trainer.models.config import Head
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
+from trainer.models.heads import Factors, VocabularyHead
 from trainer.models.stack import Context
 from trainer.models.transformer import Transformer
 from trainer.models.two_streams import SITES, TwoStreamLayer, distance_encodings
@@ -256,16 +256,15 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
     return tensor.flatten() if re.fullmatch(r"r_._bias|seg_embed|mask_emb", own) else tensor
 
 
-class TokenHead(nn.Module):
+class TokenHead(VocabularyHead):
     """Predicts tokens by the token embeddings and a bias."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
-    def forward(self, hidden: Tensor, embedding: Tensor, _key: Tensor | None = None) -> Tensor:
-        """[B, P, D], token embeddings [V, D] -> logits [B, P, V]."""
-        return F.linear(hidden, embedding, self.bias)
+    def factors(self, hidden: Tensor, embedding: Tensor, *_columns: Any) -> Factors:
+        return hidden, embedding, self.bias
 
 
 class XLNet(Transformer):
@@ -302,13 +301,13 @@ class XLNet(Transformer):
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if _PERMUTED in outputs:
-            found[_PERMUTED] = self._permuted(inputs)
+            found = self._permuted(inputs)
         if rest := outputs - {_PERMUTED}:
             found |= super().forward(inputs, rest)
         return found
 
-    def _permuted(self, inputs: Inputs) -> Tensor:
-        """Logits [B, P, V] of the predicted positions."""
+    def _permuted(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Logits [B, P, V] of the predicted positions, or their scores."""
         assert inputs.predicted is not None, "only predicted positions have a query stream"
         assert self.mask_embedding is not None
         keys, at, rank = self._keys(inputs.dropout_key), inputs.predicted, inputs.extra["rank"]
@@ -336,8 +335,8 @@ class XLNet(Transformer):
         )
         # Passing the predicted positions marks the last layer, which needs no content stream.
         _, predicted = self.layers.run((content, predicted), None, None, context, at)
-        logits: Tensor = self.head(self._finish(predicted, keys.final, at), matrix)
-        return logits
+        hidden = self._finish(predicted, keys.final, at)
+        return self.answer(_PERMUTED, self.head, inputs, hidden, matrix)
 
     def start_from(self, stored: Stored) -> Start:
         start = super().start_from(stored)

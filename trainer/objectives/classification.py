@@ -13,8 +13,9 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names
 from trainer.models import Inputs, Outputs
+from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Predictions, Task, Tensors
-from trainer.objectives.rows import score_tokens
+from trainer.objectives.rows import score_output
 from trainer.objectives.task_rows import (
     Pooled,
     PooledConfig,
@@ -151,7 +152,11 @@ class Classification(PooledTask):
         """
         target = batch["probabilities" if "probabilities" in batch else "labels"]
         weights, lm_weight = batch["weights"], self.config.lm_weight
-        outputs = model(Inputs.of(batch), self._outputs)
+        targets = {}
+        if lm_weight:
+            labels = batch["tokens"][:, 1:].long()
+            targets["next_tokens"] = Target(labels, batch["lm_weights"])
+        outputs = model(Inputs.of(batch, targets), self._outputs)
         logits = outputs["classification"][:, 0]
         of_class = class_loss(
             logits,
@@ -162,16 +167,15 @@ class Classification(PooledTask):
         )
         if not lm_weight:
             return of_class
-        labels = {"labels": batch["tokens"][:, 1:].long(), "weights": batch["lm_weights"]}
-        of_tokens = score_tokens(outputs["next_tokens"], labels)
-        total = of_class.total + lm_weight * of_tokens.nll / totals["lm"]
+        of_tokens = score_output(outputs, "next_tokens", targets["next_tokens"])
+        total = of_class.total + lm_weight * of_tokens.loss / totals["lm"]
         metrics = {
             **of_class.metrics,
             # The terms have different denominators. Weighted by examples, the micro-batches of a
             # step add up to the step's loss.
             "loss": (total.detach() * totals["examples"], weights.sum()),
             "class_loss": of_class.metrics["loss"],
-            "lm_loss": (of_tokens.nll.detach(), of_tokens.weight),
+            "lm_loss": (of_tokens.nll, of_tokens.weight),
         }
         return Loss(total, metrics, of_class.outputs)
 

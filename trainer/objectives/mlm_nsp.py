@@ -17,7 +17,7 @@ from torch import nn
 from trainer.examples import Batch, Examples, PackSpec, PairTask, Vocabulary
 from trainer.models import Inputs
 from trainer.objectives import Loss, Objective, Tensors, mlm
-from trainer.objectives.rows import score_tokens
+from trainer.objectives.rows import score_output, token_target
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,20 @@ class MaskedLMWithNextSentence(mlm.MaskedLM):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The sum of both cross-entropies in float32, each over its predictions in the step."""
-        outputs = model(Inputs.of(batch), self.needs)
+        target = token_target(batch)
+        outputs = model(Inputs.of(batch, {"tokens": target}), self.needs)
         next_logits = outputs["next_sentence"]
-        tokens = score_tokens(outputs["tokens"], batch)
+        tokens = score_output(outputs, "tokens", target)
         labels, weights = batch["next_labels"], batch["next_weights"]
         next_nll = (F.cross_entropy(next_logits.float(), labels, reduction="none") * weights).sum()
         next_correct = ((next_logits.detach().argmax(dim=-1) == labels) * weights).sum()
-        total = tokens.nll / totals["mlm"] + next_nll / totals[self.short]
+        total = tokens.loss / totals["mlm"] + next_nll / totals[self.short]
         pairs = weights.sum()
         metrics = {
             # The terms have different denominators. Weighted by pairs, `total` of each micro-batch
             # is divided by the step's number of pairs later, and they add up to the step's loss.
             "loss": (total.detach() * totals[self.short], pairs),
-            "mlm_loss": (tokens.nll.detach(), tokens.weight),
+            "mlm_loss": (tokens.nll, tokens.weight),
             f"{self.short}_loss": (next_nll.detach(), pairs),
             "accuracy": (tokens.correct, tokens.weight),
             f"{self.short}_accuracy": (next_correct, pairs),

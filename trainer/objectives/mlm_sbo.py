@@ -17,9 +17,10 @@ from torch import nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Inputs
+from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Objective, Tensors, mlm
 from trainer.objectives.chosen_tokens import MOST_WORDS
-from trainer.objectives.rows import Int32, score_tokens
+from trainer.objectives.rows import Int32, score_output, token_target
 from trainer.objectives.whole_words import columns_of
 from trainer.objectives.word_spans import choose_spans, geometric_probabilities
 
@@ -119,17 +120,18 @@ class MaskedSpans(mlm.MaskedLM):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The sum of both cross-entropies in float32, each over its predictions in the step."""
-        outputs = model(Inputs.of(batch), self.needs)
-        tokens = score_tokens(outputs["tokens"], batch)
-        boundary = score_tokens(
-            outputs["span_boundary"], {**batch, "weights": batch["boundary_weights"]}
-        )
-        total = tokens.nll / totals["mlm"] + boundary.nll / totals["sbo"]
+        targets = {
+            "tokens": token_target(batch),
+            "span_boundary": Target(batch["labels"], batch["boundary_weights"]),
+        }
+        outputs = model(Inputs.of(batch, targets), self.needs)
+        tokens, boundary = (score_output(outputs, name, target) for name, target in targets.items())
+        total = tokens.loss / totals["mlm"] + boundary.loss / totals["sbo"]
         metrics = {
             # As in `mlm_nsp`: a sum over predictions whose mean is the step's loss.
             "loss": (total.detach() * totals["mlm"], tokens.weight),
-            "mlm_loss": (tokens.nll.detach(), tokens.weight),
-            "sbo_loss": (boundary.nll.detach(), boundary.weight),
+            "mlm_loss": (tokens.nll, tokens.weight),
+            "sbo_loss": (boundary.nll, boundary.weight),
             "accuracy": (tokens.correct, tokens.weight),
             "sbo_accuracy": (boundary.correct, boundary.weight),
         }

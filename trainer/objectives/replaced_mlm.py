@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.examples import Vocabulary
 from trainer.models import Inputs
 from trainer.objectives import Loss, Objective, Tensors, replaced_tokens
-from trainer.objectives.rows import score_tokens
+from trainer.objectives.rows import score_output, token_target
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,22 @@ class ReplacedMLM(replaced_tokens.ReplacedTokens):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The weighted sum of both losses in float32, each over its predictions in the step."""
-        outputs = model(Inputs.of(batch), self.needs)
-        first = score_tokens(outputs["tokens"], batch)
+        target = token_target(batch)
+        # Neither the generator, which is sampled from, nor the choice to copy can do with scores.
+        targets = {"original": target} if self.config.masked_only else {}
+        outputs = model(Inputs.of(batch, targets), self.needs)
+        first = score_output(outputs, "tokens", target)
         if self.config.masked_only:
-            main = score_tokens(outputs["original"], batch).nll
+            main = score_output(outputs, "original", target).loss
         else:
             main = -(_log_likelihood(outputs, batch) * batch["real_weights"]).sum()
-        total = self.config.generator_weight * first.nll / totals["mlm"]
+        total = self.config.generator_weight * first.loss / totals["mlm"]
         total = total + self.config.discriminator_weight * main / totals["rtd"]
         changed = (outputs["sampled"] != batch["labels"]) * batch["weights"]
         metrics = {
             # As in `mlm_nsp`: a sum over predictions whose mean is the step's loss.
             "loss": (total.detach() * totals["mlm"], first.weight),
-            "mlm_loss": (first.nll.detach(), first.weight),
+            "mlm_loss": (first.nll, first.weight),
             "main_loss": (main.detach(), batch["real_weights"].sum()),
             "accuracy": (first.correct, first.weight),
             "replaced": (changed.sum(), first.weight),

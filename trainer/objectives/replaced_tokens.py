@@ -20,7 +20,7 @@ from trainer.examples import Batch, Examples, Vocabulary
 from trainer.hashing import combine, name_key
 from trainer.models import Inputs
 from trainer.objectives import Loss, Objective, Tensors, mlm
-from trainer.objectives.rows import score_tokens
+from trainer.objectives.rows import score_output, token_target
 
 _SAMPLE = name_key("replaced_tokens.sample")
 
@@ -88,7 +88,7 @@ class ReplacedTokens(mlm.MaskedLM):
         """The weighted sum of both losses in float32, each over its predictions in the step."""
         outputs = model(Inputs.of(batch), self.needs)
         config, weights, real = self.config, batch["weights"], batch["real_weights"]
-        tokens = score_tokens(outputs["tokens"], batch)
+        tokens = score_output(outputs, "tokens", token_target(batch))
         # In the words of the paper: a sample that is the original token counts as original.
         changed = (outputs["sampled"] != batch["labels"]) * weights
         # fp32: with a weight of 50, bf16 would lose the small losses of easy tokens.
@@ -98,12 +98,12 @@ class ReplacedTokens(mlm.MaskedLM):
         nll = F.binary_cross_entropy_with_logits(logits, replaced, reduction="none")
         rtd_nll, count = (nll * real).sum(), real.sum()
         correct = ((logits.detach() > 0) == (replaced > 0)) * real
-        total = config.generator_weight * tokens.nll / totals["mlm"]
+        total = config.generator_weight * tokens.loss / totals["mlm"]
         total = total + config.discriminator_weight * rtd_nll / totals["rtd"]
         metrics = {
             # As in `mlm_nsp`: a sum over predictions whose mean is the step's loss.
             "loss": (total.detach() * totals["mlm"], tokens.weight),
-            "mlm_loss": (tokens.nll.detach(), tokens.weight),
+            "mlm_loss": (tokens.nll, tokens.weight),
             "rtd_loss": (rtd_nll.detach(), count),
             "accuracy": (tokens.correct, tokens.weight),
             "rtd_accuracy": (correct.sum(), count),

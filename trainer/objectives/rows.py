@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
-from trainer.models import Inputs
+from trainer.models import Inputs, scores_of
+from trainer.models.token_scores import Target, TokenScore, score_logits
 from trainer.objectives import Loss, Objective, ObjectiveConfig, Tensors
-from trainer.objectives.cross_entropy import cross_entropy_
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -148,32 +148,20 @@ def logits(model: nn.Module, batch: Tensors, output: str) -> Tensor:
     return found[output]
 
 
-class TokenScore(NamedTuple):
-    """Weighted sums over the predictions of a micro-batch; scalars.
+def token_target(batch: Tensors, z_loss: float = 0.0) -> Target:
+    """The `labels` and `weights` [B, P] of a batch."""
+    return Target(batch["labels"], batch["weights"], z_loss)
 
-    Attributes:
-        nll: of cross-entropies, in float32.
-        correct: of predictions whose label has the highest score.
-        weight: of weights: the number of predictions that count.
-        log_z_squared: of log(Z)^2, Z the softmax's denominator.
+
+def score_output(outputs: Tensors, name: str, target: Target) -> TokenScore:
+    """The scores of an output, which may overwrite its logits.
+
+    The model has computed them if the output was among its `Inputs.targets` and the logits would
+    have been large; otherwise it returned the logits.
     """
-
-    nll: Tensor
-    correct: Tensor
-    weight: Tensor
-    log_z_squared: Tensor
-
-
-def score_tokens(scores: Tensor, batch: Tensors) -> TokenScore:
-    """Compares logits [B, P, V] with `labels` and `weights` [B, P]; may overwrite the logits."""
-    labels, weights = batch["labels"].flatten(), batch["weights"].flatten()
-    nll, log_z, correct = cross_entropy_(scores.flatten(0, 1), labels)
-    return TokenScore(
-        (nll * weights).sum(),
-        (correct * weights).sum(),
-        weights.sum(),
-        (log_z.square() * weights).sum(),
-    )
+    if (scores := outputs.get(scores_of(name))) is not None:
+        return TokenScore.unpack(scores)
+    return score_logits(outputs[name], target)
 
 
 class TokenObjective(Objective):
@@ -194,17 +182,17 @@ class TokenObjective(Objective):
 
         The metric "z_loss" holds the term of that name; the metric "loss" does not include it.
         """
-        score = score_tokens(logits(model, batch, self.predicts), batch)
+        target = token_target(batch, self.z_loss)
+        inputs = Inputs.of(batch, {self.predicts: target})
+        outputs = model(inputs, frozenset({self.predicts}))
+        score = score_output(outputs, self.predicts, target)
         metrics = {
-            "loss": (score.nll.detach(), score.weight),
+            "loss": (score.nll, score.weight),
             "accuracy": (score.correct, score.weight),
         }
-        total = score.nll
         if self.z_loss:
-            penalty = self.z_loss * score.log_z_squared
-            metrics["z_loss"] = (penalty.detach(), score.weight)
-            total = total + penalty
-        return Loss(total / totals[self.denominator], metrics)
+            metrics["z_loss"] = (self.z_loss * score.log_z_squared, score.weight)
+        return Loss(score.loss / totals[self.denominator], metrics)
 
 
 class ZLossConfig(ObjectiveConfig):

@@ -1,0 +1,187 @@
+"""Scores of predicted tokens, with the logits of a chunk of positions at a time.
+
+Logits [N, V] are the largest tensor of a step: 1 GB in float32 for 8,192 positions and BERT's
+vocabulary. Here the last matrix product and the cross-entropy are one operation, which computes
+logits chunk by chunk in one buffer. The gradients of hidden states and weights are computed in the
+forward pass, while a chunk's softmax is there, so no product is computed twice (Hsu et al. 2024,
+"Liger Kernel"; for a fused kernel that recomputes logits instead, see Wijmans et al. 2024, "Cut
+Your Losses in Large-Vocabulary Language Models").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.accelerators.kernels import autocast_dtype, reuses_memory, without_autocast
+from trainer.models.cross_entropy import cross_entropy_, differentiate_, exponentiate_
+
+CHUNK_BYTES = 2**29
+"""The most float32 logits that are computed at once: of 4,397 positions with 30,522 tokens.
+
+Large, because every chunk adds to the gradient of the whole output matrix. The same on all devices,
+so that losses have the same bits.
+"""
+
+
+class TokenScore(NamedTuple):
+    """Weighted sums over the predictions of a micro-batch: scalars in float32.
+
+    Attributes:
+        loss: the cross-entropies plus the z-loss; the only one with a gradient, which can be
+            computed once.
+        nll: of cross-entropies.
+        correct: of predictions whose label has the highest score (ties count).
+        weight: of weights: the number of predictions that count.
+        log_z_squared: of log(Z)^2, Z the softmax's denominator.
+    """
+
+    loss: Tensor
+    nll: Tensor
+    correct: Tensor
+    weight: Tensor
+    log_z_squared: Tensor
+
+    @classmethod
+    def unpack(cls, sums: Tensor) -> TokenScore:
+        """Restores the scores that `score_hidden` returned as one tensor."""
+        return cls(sums[0], *sums[1:].detach().unbind())
+
+
+@dataclass(frozen=True)
+class Target:
+    """The tokens that an output should predict.
+
+    Attributes:
+        labels: int64 [B, P], in [0, V).
+        weights: float32 [B, P], of the predictions.
+        z_loss: coefficient of log(Z)^2 in the loss.
+    """
+
+    labels: Tensor
+    weights: Tensor
+    z_loss: float = 0.0
+
+    def chunks(self, vocabulary: int) -> int:
+        """Number of chunks for the logits of a vocabulary; 1 is all logits at once."""
+        if not reuses_memory(self.labels.device):
+            return 1
+        positions = max(1, CHUNK_BYTES // (4 * vocabulary))
+        return max(1, -(-self.labels.numel() // positions))
+
+    def sum(self, nll: Tensor, log_z: Tensor, correct: Tensor) -> TokenScore:
+        """Sums the values of all predictions, [B * P] each."""
+        weights = self.weights.flatten()
+        loss, penalty = (nll * weights).sum(), (log_z.square() * weights).sum()
+        total = loss + self.z_loss * penalty if self.z_loss else loss
+        right = (correct * weights).sum()
+        return TokenScore(total, loss.detach(), right, weights.sum(), penalty.detach())
+
+
+def score_logits(logits: Tensor, target: Target) -> TokenScore:
+    """Compares logits [B, P, V] with a target; may overwrite the logits."""
+    return target.sum(*cross_entropy_(logits.flatten(0, 1), target.labels.flatten()))
+
+
+def score_hidden(hidden: Tensor, matrix: Tensor, bias: Tensor | None, target: Target) -> Tensor:
+    """Computes logits in chunks, and compares them with a target.
+
+    Args:
+        hidden: [B, P, E].
+        matrix: [V, E].
+        bias: [V].
+
+    Returns:
+        float32 [5], for `TokenScore.unpack`.
+    """
+    sums: Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, 1), matrix, bias, target, torch.is_grad_enabled()
+    )
+    return sums
+
+
+class _ChunkedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        target: Target,
+        is_differentiated: bool,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:3] if is_differentiated else (False, False, False)
+        ctx.dtypes = [None if each is None else each.dtype for each in (hidden, matrix, bias)]
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        # Explicit casts: autocast would cache one made here, which has no gradient, and use it for
+        # another product with the same matrix.
+        with without_autocast(hidden.device):
+            bias = None if bias is None else bias.to(dtype)
+            score, gradients = _score(hidden.to(dtype), matrix.to(dtype), bias, target, needs)
+        ctx.save_for_backward(*gradients)
+        return torch.stack(score)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # `_score` differentiated the loss; all that is missing is the factor of the loss.
+        scaled = [
+            None if each is None else each.float().mul_(grad[0]).to(dtype)
+            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None
+
+
+def _score(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, target: Target, needs: Sequence[bool]
+) -> tuple[TokenScore, list[Tensor | None]]:
+    """Scores hidden states [N, E], chunk by chunk.
+
+    Args:
+        needs: whether hidden states, matrix and bias need a gradient.
+
+    Returns:
+        The scores, and the gradients of `TokenScore.loss`; of parameters in float32, as they are
+        sums over chunks.
+    """
+    of_hidden = torch.empty_like(hidden) if needs[0] else None
+    of_matrix = torch.zeros_like(matrix, dtype=torch.float32) if needs[1] else None
+    of_bias = matrix.new_zeros(len(matrix), dtype=torch.float32) if needs[2] else None
+
+    # Chunks of equal size: 5,000 positions are two of 2,500, not 4,397 and 603.
+    size = -(-len(hidden) // target.chunks(len(matrix)))
+    buffer = hidden.new_empty(size, len(matrix))
+    buffer_fp32 = buffer if buffer.dtype == torch.float32 else buffer.float()
+    columns = (hidden, target.labels.flatten(), target.weights.flatten())
+    chunks = zip(*(torch.split(column, size) for column in columns), strict=True)
+    found = []
+    for number, (part, labels, weights) in enumerate(chunks):
+        logits, exponentials = buffer[: len(part)], buffer_fp32[: len(part)]
+        if bias is None:
+            torch.mm(part, matrix.t(), out=logits)
+        else:
+            torch.addmm(bias, part, matrix.t(), out=logits)
+        exponentials.copy_(logits)  # does nothing in fp32, where both are the same memory
+        softmax = exponentiate_(exponentials, labels)
+        found.append((softmax.nll, softmax.log_z, softmax.correct))
+        if not any(needs):
+            continue
+
+        of_log_z = 2 * target.z_loss * softmax.log_z * weights
+        differentiate_(exponentials, softmax.total, labels, weights, of_log_z)
+        if of_bias is not None:
+            of_bias += exponentials.sum(0)
+        logits.copy_(exponentials)  # their gradient, in the precision of the products
+        if of_hidden is not None:
+            torch.mm(logits, matrix, out=of_hidden[number * size : number * size + len(part)])
+        if of_matrix is not None and logits.dtype == of_matrix.dtype:
+            of_matrix.addmm_(logits.t(), part)
+        elif of_matrix is not None:
+            of_matrix += logits.t() @ part
+    nll, log_z, correct = (torch.cat(values) for values in zip(*found, strict=True))
+    return target.sum(nll, log_z, correct), [of_hidden, of_matrix, of_bias]
