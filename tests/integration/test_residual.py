@@ -133,8 +133,14 @@ def test_micro_batches_and_checkpointing_change_nothing(
 ) -> None:
     """The streams of a row do not depend on its micro-batch, nor on when they are computed."""
     cases = [
-        [f"output={tmp_path / str(number)}", *BF16, "training.residual=bf16", f"model.norm={norm}"]
-        + [f"training.micro_batch_size={rows}", f"training.activation_checkpointing={recomputes}"]
+        [
+            f"output={tmp_path / str(number)}",
+            *BF16,
+            "training.residual=bf16",
+            f"model.norm={norm}",
+            f"training.micro_batch_size={rows}",
+            f"training.activation_checkpointing={recomputes}",
+        ]
         for number, (rows, recomputes) in enumerate([(10, "false"), (4, "false"), (10, "true")])
     ]
     ((whole, cut, recomputed),) = run_ranks(1, run_all, experiment_file, cases)
