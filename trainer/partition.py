@@ -280,13 +280,12 @@ def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> T
     """
     if kernels.has_fast_fp64(parts[0].device):
         assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
-        norms = [norm[None] for norm in torch._foreach_norm(parts, 2, dtype=torch.float64)]
-    else:
-        each = [
-            _row_norms(part).view(count, -1) if count > 1 else _row_norms(part).flatten()[None]
-            for part, count in zip(parts, counts or [1] * len(parts), strict=True)
-        ]
-        norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in each]
+        return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square()
+    each = [
+        _row_norms(part).view(count, -1) if count > 1 else _row_norms(part).flatten()[None]
+        for part, count in zip(parts, counts or [1] * len(parts), strict=True)
+    ]
+    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in each]
     return torch.cat(norms).square()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
@@ -269,6 +270,20 @@ class Model(nn.Module, ABC):
         """Computes attention of `forward` by the kernel; False: the model cannot, the default."""
         return False
 
+    @property
+    def residual_dtype(self) -> torch.dtype | None:
+        """The dtype of the residual stream; None: as the modules compute it, fp32 after norms."""
+        found = (module for module in self.modules() if isinstance(module, FeedsResidual))
+        return next((module.stream_dtype for module in found), None)
+
+    @residual_dtype.setter
+    def residual_dtype(self, dtype: torch.dtype | None) -> None:
+        # A sum of two 16-bit tensors is 16-bit. So the stream keeps the dtype of its sources, which
+        # are the embeddings and, in a post-norm layer, norms; branches are 16-bit by autocast.
+        for module in self.modules():
+            if isinstance(module, FeedsResidual):
+                module.stream_dtype = dtype
+
     def stacked(self) -> dict[str, int]:
         """Number of equally sized matrices stacked in the rows of a parameter (3 for fused QKV).
 
@@ -338,6 +353,17 @@ class Recomputes(Protocol):
     """A module that supports activation checkpointing."""
 
     checkpointing: bool
+
+
+@runtime_checkable
+class FeedsResidual(Protocol):
+    """A module whose output enters the residual stream or a projection: embeddings, norms.
+
+    Attributes:
+        stream_dtype: the dtype of its output; None: as it is computed.
+    """
+
+    stream_dtype: torch.dtype | None
 
 
 class ModelConfig(ABC):

@@ -304,7 +304,8 @@ class Deberta(Transformer):
             at = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
         # Absolute positions come in only here: "a new store opened beside the new mall" has two
         # nouns in equal surroundings, which the place in the sentence tells apart (section 3.2).
-        queries = take(hidden, at) + self.decoder_positions(places.gather(1, at.long()))
+        absolute = self.decoder_positions(places.gather(1, at.long()))
+        queries = take(hidden, at) + absolute.to(hidden.dtype)
         own = None if keys.layers is None else keys.layers[-1]
         # Keys and values are the states below in both passes; only the queries change.
         for _ in range(2):

@@ -47,7 +47,12 @@ class Embeddings(nn.Module):
     Args:
         config: of the model.
         shared: embeddings of another model, whose tables and norm are used; None: own ones.
+
+    Attributes:
+        stream_dtype: see `FeedsResidual`; None keeps the dtype of the sum, or of its projection.
     """
+
+    stream_dtype: torch.dtype | None = None
 
     def __init__(self, config: TransformerConfig, shared: Embeddings | None = None) -> None:
         super().__init__()
@@ -107,7 +112,11 @@ class Embeddings(nn.Module):
         if self.norm is not None:
             hidden = self.norm(hidden)
         hidden = dropout(hidden, self.dropout, dropout_key)
-        return hidden if self.projection is None else self.projection(hidden), matrix
+        if self.projection is not None:
+            hidden = self.projection(hidden)
+        if self.stream_dtype is not None:
+            hidden = hidden.to(self.stream_dtype)
+        return hidden, matrix
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The token embeddings: int [B, S] -> [B, S, E], and all of them, [V, E]."""

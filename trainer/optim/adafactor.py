@@ -174,17 +174,19 @@ class Adafactor(Blockwise):
         # Full moments are local. Row and column means are sums over the processes: `sums` holds
         # this process's summands, and `factored` the state that each of them belongs to.
         full: list[Tensor] = []
-        means: list[Tensor] = []
+        of_full: list[Tensor] = []
         factored: list[Tensor] = []
         sums: list[Tensor] = [squares]
         for weight, gradient in zip(weights, gradients, strict=True):
-            state, squared = self.state[weight], gradient.square()
+            state = self.state[weight]
             if "exp_avg_sq" in state:
                 full.append(state["exp_avg_sq"])
-                means.append(squared)
+                of_full.append(gradient)
             else:
+                # One matrix after the other: the squares of all would be another copy of the model.
                 factored += [state["exp_avg_sq_row"], state["exp_avg_sq_col"]]
-                sums += self._local_means(weight, squared)
+                sums += self._local_means(weight, gradient.square())
+        means = list(torch._foreach_mul(of_full, of_full)) if full else []
         totals = add_up(torch.cat([each.flatten() for each in sums]), weights[0])
         squares, *totals_of_factored = torch.split(totals, [each.numel() for each in sums])
         for total, moment in zip(totals_of_factored, factored, strict=True):
@@ -235,10 +237,13 @@ class Adafactor(Blockwise):
 
     def _precondition(self, weights: list[Tensor], gradients: list[Tensor]) -> None:
         """Divides the local gradients by the square roots of their second moments, in place."""
+        full = [i for i, weight in enumerate(weights) if "exp_avg_sq" in self.state[weight]]
+        if full:
+            moments = local_parts(self.state[weights[i]]["exp_avg_sq"] for i in full)
+            torch._foreach_mul_([gradients[i] for i in full], torch._foreach_rsqrt(moments))
         for weight, gradient in zip(weights, gradients, strict=True):
             state = self.state[weight]
             if "exp_avg_sq" in state:
-                gradient.mul_(local_parts([state["exp_avg_sq"]])[0].rsqrt())
                 continue
             # 1 / sqrt(v_ij) is a factor of row i, 1 / sqrt(r_i), and one of column j.
             row_factors, columns = state["exp_avg_sq_row"].rsqrt(), state["exp_avg_sq_col"]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -73,7 +73,7 @@ class Blockwise(Optimizer):
     ) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], dict(settings))
         self._counts: dict[Tensor, list[int]] = {}  # number of blocks in each entry of `_blocks`
-        self._bounds: dict[Tensor, list[int]] = {}  # first local row of each block
+        self._lengths: dict[Tensor, list[int]] = {}  # number of local rows of each block
         self._block_sizes: dict[Tensor, Tensor] = {}
         for group in groups:
             for weight in group["params"]:
@@ -83,7 +83,8 @@ class Blockwise(Optimizer):
                     self._counts[weight] = [count]
                 else:
                     self._counts[weight] = [1] * count
-                    self._bounds[weight] = block_bounds(weight, count)
+                    bounds = block_bounds(weight, count)
+                    self._lengths[weight] = [j - i for i, j in pairwise(bounds)]
                 # On the device now, so that no step has to copy it there.
                 self._block_sizes[weight] = torch.full(
                     (count,),
@@ -110,15 +111,20 @@ class Blockwise(Optimizer):
 
     def _blocks(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
         """Cuts local parts, partitioned like the weights, into blocks: views of them."""
-        blocks = []
+        blocks: list[Tensor] = []
         for weight, part in zip(weights, parts, strict=True):
             if not isinstance(weight, StackedParameter):
-                blocks += [part[i:j] for i, j in pairwise(self._bounds[weight])]
+                blocks += self._split(weight, part)
             elif part.ndim == 2:  # biases: [layers, n] becomes [blocks, n / blocks of a layer]
                 blocks.append(part.view(*self._counts[weight], -1))
             else:
                 blocks.append(part)
         return blocks
+
+    def _split(self, weight: Tensor, part: Tensor) -> Iterable[Tensor]:
+        # A view costs the host as much as a kernel's launch, so whole tensors get none.
+        lengths = self._lengths[weight]
+        return (part,) if len(lengths) == 1 else torch.split(part, lengths)
 
     def _counts_of(self, weights: list[Tensor]) -> list[int]:
         """Number of blocks in each entry of `_blocks`."""
@@ -129,8 +135,11 @@ class Blockwise(Optimizer):
         # A stack [layers, rows, columns] gets its values as [layers, rows, 1]: with 2 layers of 4
         # rows and 2 blocks each, the values a, b, c, d become a a b b for the rows of the first
         # layer and c c d d for the second.
+        values = values.to(blocks[0].dtype)
+        if len(values) == len(blocks):  # no stacks
+            return list(values.unbind())
         factors = []
-        parts = torch.split(values.to(blocks[0].dtype), self._counts_of(weights))
+        parts = torch.split(values, self._counts_of(weights))
         for part, block in zip(parts, blocks, strict=True):
             if len(part) == 1:
                 factors.append(part.view(()))
@@ -195,7 +204,8 @@ class AdamMoments(Blockwise):
         """Computes u with torch's fused kernel."""
         # The kernel only updates weights, as w -= lr * u. From zeros, with a learning rate of -1,
         # it leaves u itself behind.
-        updates = [torch.zeros_like(gradient) for gradient in gradients]
+        updates = [torch.empty_like(gradient) for gradient in gradients]
+        torch._foreach_zero_(updates)
         # The kernel adds 1 to the step. Its correction 1 - beta ** step is 1 for infinitely many.
         step = group["updates"] - 1.0 if group["bias_correction"] else math.inf
         adam(

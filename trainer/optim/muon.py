@@ -118,8 +118,9 @@ class Muon(AdamMoments):
             # Decay before the step, as torch does: it shrinks the weight before this update.
             self._shrink(blocks, group["lr"] * group["weight_decay"])
             shapes = [self._shape(weight) for weight in own for _ in self._counts[weight]]
-            for block, shape in zip(blocks, shapes, strict=True):
-                block.add_(next(updates).view_as(block) * (self._adjust(shape) * factor).to(block))
+            changes = [next(updates).view_as(block) for block in blocks]
+            factors = self._adjusted(factor, shapes, blocks[0].dtype)
+            torch._foreach_add_(blocks, torch._foreach_mul(changes, factors))
 
     def _orthogonal(self, weights: list[Tensor]) -> list[Tensor]:
         """Updates the momentum; returns the local part of each block's orthogonalized update."""
@@ -162,6 +163,14 @@ class Muon(AdamMoments):
         *_, rows, columns = layer_shape(weight)
         layers = len(weight) if isinstance(weight, StackedParameter) else 1
         return rows * layers // len(self._block_sizes[weight]), columns
+
+    def _adjusted(
+        self, factor: Tensor, shapes: list[tuple[int, int]], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """The factor of each matrix's update; matrices of equal shape share a tensor."""
+        distinct = dict.fromkeys(shapes)  # in order, as a compiled graph needs
+        by_shape = {shape: (self._adjust(shape) * factor).to(dtype) for shape in distinct}
+        return [by_shape[shape] for shape in shapes]
 
     def _adjust(self, shape: tuple[int, int]) -> float:
         """The factor on the learning rate of a matrix."""

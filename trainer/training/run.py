@@ -19,6 +19,7 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
+from trainer.accelerators import DTYPES
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
 from trainer.checkpoint.lock import only_writer
@@ -386,6 +387,13 @@ def build_model(
             "training.activation_checkpointing is true, and this model has no layers that can "
             "recompute; set it to false"
         )
+    if settings.residual != "fp32":
+        model.residual_dtype = DTYPES[settings.residual]
+        if model.residual_dtype is None:
+            raise ConfigError(
+                f"training.residual is {settings.residual}, and this model has no norms or "
+                "embeddings that support it. Set it to fp32."
+            )
     if settings.compile:
         compile_units(model, many_widths=experiment.data.group_by_length is not None)
     return model

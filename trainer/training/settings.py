@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from trainer.accelerators import Precision
 from trainer.errors import ConfigError
@@ -11,6 +12,8 @@ from trainer.training.best import Config as BestConfig
 from trainer.training.faults import Config as FaultsConfig
 from trainer.training.phases import MicroBatchSize, check_micro_batch_size
 from trainer.training.preemption import Config as PreemptionConfig
+
+Residual: TypeAlias = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class Config:
             changes memory and speed only. auto measures how many fit.
         precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs
             without bf16, scales the loss.
+        residual: of the hidden states between layers under precision bf16: the output of embeddings
+            and norms. Norms compute in fp32 either way. bf16 halves the memory traffic of norms,
+            dropout and residual sums, and changes the numbers like another precision.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them as they are.
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third
             more work.
@@ -49,6 +55,7 @@ class Config:
     global_batch_size: int = 256
     micro_batch_size: MicroBatchSize = "auto"
     precision: Precision = "fp32"
+    residual: Residual = "fp32"
     max_grad_norm: float | None = 1.0
     activation_checkpointing: bool = False
     compile: bool = False
@@ -71,6 +78,11 @@ class Config:
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ConfigError(f"{name} must be at least 1, or null for none, not {number}")
+        if self.residual == "bf16" and self.precision != "bf16":
+            raise ConfigError(
+                f"residual is bf16 and precision is {self.precision}. Set precision to bf16, or "
+                "residual to fp32."
+            )
         if self.best is not None and self.evaluate_every is None:
             raise ConfigError(
                 "best is about evaluations, and evaluate_every is null; set it to a number of steps"

@@ -147,6 +147,8 @@ class Step:
             self._model = experiment.build_model()
             self._model.train()
             self._model.activation_checkpointing = experiment.training.activation_checkpointing
+            if experiment.training.residual != "fp32":
+                self._model.residual_dtype = DTYPES[experiment.training.residual]
             named = dict(self._model.named_parameters())
             optimizer = experiment.optimizer.build(named.items(), Structure.of(self._model))
             groups.prime(optimizer)

@@ -150,6 +150,7 @@ def _on_one_cpu(experiment: Experiment) -> Experiment:
         experiment.training,
         micro_batch_size="auto",
         precision="fp32",
+        residual="fp32",
         compile=False,
         activation_checkpointing=False,
         faults=FaultsConfig(),
