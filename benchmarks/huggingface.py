@@ -20,6 +20,8 @@ from trainer.strategies import Replica
 from trainer.training.run import open_loader
 
 transformers = import_transformers()
+# Looked up now, because the server that forks the sides' processes imports this module once.
+Trainer, TrainerCallback = transformers.Trainer, transformers.TrainerCallback
 
 BATCHES = 16
 """Number of ready steps, which are repeated."""
@@ -88,7 +90,7 @@ def train(
     if job.threads is not None:
         torch.set_num_threads(job.threads)
 
-    class InTurns(transformers.TrainerCallback):  # type: ignore[misc]
+    class InTurns(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
             turns.hold(parts["model"], parts["optimizer"])
             turns.wait()
@@ -96,7 +98,7 @@ def train(
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = not turns.step()
 
-    class InOrder(transformers.Trainer):  # type: ignore[misc]
+    class InOrder(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> None:
             return None
 

@@ -127,12 +127,17 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+def arguments(description: str | None, repeats: int = 3) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks take; `repeats` is the default number of rounds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        help=f"measured rounds (default: {repeats})",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 
@@ -164,7 +169,10 @@ def hardware() -> str:
 
 def versions() -> str:
     """Python and the packages that matter here, as far as they are installed."""
-    packages = ("torch", "numpy", "tokenizers", "transformers", "datasets", "webdataset", "litdata")
+    packages = (
+        *("torch", "triton", "numpy", "tokenizers", "transformers", "accelerate", "datasets"),
+        *("webdataset", "litdata"),
+    )
     found = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return ", ".join(
         [
