@@ -21,8 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.dataset import write_dataset
 from benchmarks.pairing import Comparison, arguments, publish
-from benchmarks.step import SHAPES, bert, write_dataset
+from benchmarks.step import SHAPES, bert
 from trainer.monitoring.jsonl import read_rows
 
 _EVERY = 4  # steps between saves: the write is over by the step before the next

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.step import VOCAB_SIZE, write_dataset
+from benchmarks.dataset import VOCAB_SIZE, write_dataset
 from trainer.accelerators import xla
 from trainer.config import load
 from trainer.strategies.world import World
@@ -40,7 +40,7 @@ def main() -> None:
         compile_one(Path(args.one[0]), int(args.one[1]), args.one[2], args.width)
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_dataset(Path(folder) / "dataset", 2**18)
+        write_dataset(Path(folder) / "dataset", (2**14,) * 16)
         for scan in ("true", "false"):
             for layers in LAYERS:
                 command = [

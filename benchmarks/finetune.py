@@ -14,13 +14,11 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing.connection import Connection
-from operator import itemgetter
 from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks import step
+from benchmarks import sides, step
 from benchmarks.pairing import Comparison, arguments, publish
 from data_pipeline.reading.dataset import Dataset
 from trainer.config import load
@@ -29,16 +27,18 @@ from trainer.training.experiment import Experiment
 from trainer.training.run import open_loader
 
 
-@dataclass(frozen=True)
-class Job(step.Job):
+@dataclass(frozen=True, kw_only=True)
+class Job(sides.Job):
     """What both sides train.
 
     Attributes:
+        model: a key of `step.SHAPES`.
         dataset: a built dataset of classification.
         vocab_size: of the dataset.
         labels: of the dataset.
     """
 
+    model: str
     dataset: str
     vocab_size: int
     labels: tuple[str, ...]
@@ -49,26 +49,24 @@ class Job(step.Job):
         file = Path(self.folder) / "experiment.yaml"
         file.write_text(f"""
 output: {self.folder}/run
-data: {{path: {self.dataset}, sequence_length: {self.length}, packing: padded, group_by_length: {self.batch}}}
+data: {{path: {self.dataset}, sequence_length: 128, packing: padded, group_by_length: {self.batch}}}
 model: {{kind: bert, vocab_size: {self.vocab_size}, layers: {layers}, width: {width}, heads: {width // 64},
   ffn_width: {4 * width}, head: classification, labels: [{", ".join(self.labels)}]}}
 objective: {{kind: classification}}
 optimizer: {{kind: adamw, lr: 1e-4, weight_decay: 0.01}}
-training: {{steps: 1000000, global_batch_size: {self.batch}, micro_batch_size: {self.batch}}}
+training: {{steps: 1000000, global_batch_size: {self.batch}, micro_batch_size: {self.micro_batch}}}
+accelerator: {{kind: cpu, threads: {self.threads}}}
 strategy: single
 """)  # noqa: E501
         return load(Experiment, str(file))
 
 
-def theirs(job: Job, commands: Connection) -> None:
+def theirs(job: Job, turns: sides.Turns) -> None:
     """Hugging Face's side."""
-    config = step.their_config(job, vocab_size=job.vocab_size, num_labels=len(job.labels))
-    from transformers import BertForSequenceClassification
+    from benchmarks import huggingface
 
-    model = BertForSequenceClassification(config)
-    step.train_theirs(
-        job, commands, model, ready_batches(job), itemgetter(0), per_device_train_batch_size=1
-    )
+    model = huggingface.build_model(job.experiment().model)
+    huggingface.train(job, turns, model, ready_batches(job))
 
 
 def ready_batches(job: Job, steps: int = 512) -> list[dict[str, Tensor]]:
@@ -87,14 +85,14 @@ def ready_batches(job: Job, steps: int = 512) -> list[dict[str, Tensor]]:
         ]
 
 
-def measure(job: Job, repeats: int) -> Comparison:
-    """Both sides in turn."""
-    sides = {"samestep": step.ours, "Hugging Face Trainer": theirs}
+def measure(job: Job, turn: int, repeats: int) -> Comparison:
+    """Both sides in turns of `turn` steps."""
+    both = {"samestep": sides.ours, "Hugging Face Trainer": theirs}
     title = (
         f"Fine-tuning BERT-{job.model}: {job.batch} rows per step, by length, the CPU, "
         f"threads: {job.threads}, fp32"
     )
-    return step.in_turns(title, sides, job, repeats)
+    return sides.compare_sides(title, both, job, turn, repeats)
 
 
 def main() -> None:
@@ -116,18 +114,16 @@ def main() -> None:
     for model in options.model:
         with tempfile.TemporaryDirectory() as folder:
             job = Job(
-                device="cpu",
-                model=model,
-                length=128,
-                batch=options.batch,
-                turn=options.turn,
-                threads=options.threads,
                 folder=folder,
+                batch=options.batch,
+                micro_batch=options.batch,
+                threads=options.threads,
+                model=model,
                 dataset=str(Path(options.dataset).resolve()),
                 vocab_size=manifest.vocab_size,
                 labels=() if manifest.task is None else manifest.task.labels,
             )
-            comparisons.append(measure(job, options.repeats))
+            comparisons.append(measure(job, options.turn, options.repeats))
     publish(comparisons, options.json)
 
 

@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step import SHAPES, VOCAB_SIZE, write_dataset
+from benchmarks.dataset import VOCAB_SIZE, write_dataset
+from benchmarks.step import SHAPES
 from trainer.config import load
 from trainer.inspect.plan.plan import divide
 from trainer.inspect.plan.trace import Activations, Step

@@ -17,17 +17,18 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 Clock: TypeAlias = Literal["CPU", "wall"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,20 @@ def compare(
     """
     now = cpu_seconds if clock == "CPU" else time.perf_counter
     rates: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for number in range(-1 if warm else 0, repeats):
-        for contender in contenders if number % 2 == 0 else reversed(contenders):
-            began = now()
-            amount = contender.work()
-            seconds = now() - began
-            if number >= 0:
-                rates[contender.name].append(amount / seconds)
+    for number, contender in in_rounds(contenders, range(-1 if warm else 0, repeats)):
+        began = now()
+        amount = contender.work()
+        seconds = now() - began
+        if number >= 0:
+            rates[contender.name].append(amount / seconds)
     return Comparison(title, unit, clock, rates)
+
+
+def in_rounds(contenders: Sequence[T], rounds: Sequence[int]) -> Iterator[tuple[int, T]]:
+    """Yields the round and the contender of each turn; odd rounds are in reverse."""
+    for number in rounds:
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            yield number, contender
 
 
 def cpu_seconds() -> float:
@@ -120,12 +127,17 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+def arguments(description: str | None, repeats: int = 3) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks take; `repeats` is the default number of rounds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        help=f"measured rounds (default: {repeats})",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 
@@ -157,7 +169,10 @@ def hardware() -> str:
 
 def versions() -> str:
     """Python and the packages that matter here, as far as they are installed."""
-    packages = ("torch", "numpy", "tokenizers", "transformers", "datasets", "webdataset", "litdata")
+    packages = (
+        *("torch", "triton", "numpy", "tokenizers", "transformers", "accelerate", "datasets"),
+        *("webdataset", "litdata"),
+    )
     found = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return ", ".join(
         [

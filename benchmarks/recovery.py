@@ -25,8 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.dataset import write_dataset
 from benchmarks.pairing import Comparison, arguments, publish
-from benchmarks.step import SHAPES, bert, write_dataset
+from benchmarks.step import SHAPES, bert
 from trainer.monitoring.jsonl import read_rows
 
 WAYS = {"memory": "snapshot_every: {every}, every: 1000000", "disk": "every: {every}"}

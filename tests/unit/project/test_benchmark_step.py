@@ -5,41 +5,30 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import step, step_encoders
+from benchmarks.dataset import write_dataset
 from tests.integration import tasks
 from trainer.cli import main
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> step.Job:
-    step.write_dataset(tmp_path, tokens=2**16, documents=2)
-    return step.Job("cpu", "tiny", length=128, batch=4, turn=1, threads=1, folder=str(tmp_path))
-
-
-def test_their_examples_are_ours(job: step.Job):
-    examples = step.ready_examples(job)
-    full = [example for example in examples if example["attention_mask"].all()]
-    assert len(examples) == 64 * 4
-    assert len(full) > 240
-    for example in full:
-        predicted = example["labels"] != -100
-        assert predicted.sum() == 20
-        assert example["input_ids"][0] == 2  # [CLS]
-        assert (example["input_ids"] == 4)[predicted].sum() > 8  # [MASK] for about 16 of 20
-        assert not (example["input_ids"] == 4)[~predicted].any()
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a CUDA device, and something to measure"
-)
-def test_says_that_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(sys, "argv", ["step", "--device", "cuda"])
-    step.main()
-    assert capsys.readouterr().out == "nothing measured: torch finds no CUDA device here\n"
+def test_their_batches_are_ours(tmp_path: Path):
+    huggingface = pytest.importorskip("benchmarks.huggingface")
+    # Documents of 516 rows of 126 tokens and one row of 2.
+    write_dataset(tmp_path, [516 * 126 + 2] * 2)
+    job = step.Job(
+        folder=str(tmp_path), batch=4, micro_batch=2, threads=1, model="tiny", length=128
+    )
+    batches = huggingface.ready_batches(job)
+    assert len(batches) == 16 * 2
+    full = [batch for batch in batches if "attention_mask" not in batch]
+    assert len(full) > 25
+    for batch in full:
+        tokens, predicted = batch["input_ids"], batch["labels"] != -100
+        assert (predicted.sum(1) == 20).all()
+        assert (tokens[:, 0] == 2).all()  # [CLS]
+        assert (tokens == 4)[predicted].sum() > 16  # [MASK] for about 32 of 40
+        assert not (tokens == 4)[~predicted].any()
 
 
 @pytest.mark.long
