@@ -12,7 +12,7 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-images test-slurm test-xla test-gpu check conformance chaos bench clean
+.PHONY: help install demo test test-all test-images test-slurm test-xla test-gpu check conformance chaos bench bench-gpu clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,9 @@ bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS
 	@for name in $(DATA_BENCHMARKS); do \
 	  $(BENCH)/bin/python -m benchmarks.$$name $(if $(CORPUS),--corpus $(CORPUS)) || exit 1; done
 	@for name in $(OTHER_BENCHMARKS); do $(BENCH)/bin/python -m benchmarks.$$name || exit 1; done
+
+bench-gpu: $(BENCH)/.installed  ## training steps on a GPU beside Hugging Face Trainer (an hour or more), written to docs/benchmarks.md
+	@$(BENCH)/bin/python -m benchmarks.gpu $(OPTIONS)
 
 # The other systems have an environment of their own, so that they cannot change what is tested.
 $(BENCH)/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt

@@ -1,4 +1,4 @@
 """Paired benchmarks against other systems.
 
-`make bench` runs all of them, and docs/benchmarks.md has their figures.
+`make bench` and `make bench-gpu` run them, and docs/benchmarks.md has their figures.
 """

@@ -1,9 +1,9 @@
 """Training steps on a GPU: samestep and Hugging Face Trainer, eager and compiled, side by side.
 
-    make bench-gpu                                     everything, about an hour
-    python -m benchmarks.gpu --tiny --page /tmp/page   a trial in minutes: tiny models
-    python -m benchmarks.gpu --recipe bert_large_512   one recipe
-    python -m benchmarks.gpu --device cpu              a trial without a GPU: tiny models
+    make bench-gpu                                     all recipes, an hour or more
+    python -m benchmarks.gpu --recipe bert_large_512   one of them
+    python -m benchmarks.gpu --tiny                    a trial of some minutes, with tiny models
+    python -m benchmarks.gpu --device cpu              a trial without a GPU
 
 All sides train the same model on the same batches of 32,768 positions, in bf16, by AdamW, with
 gradients clipped and dropout 0.1 of hidden states and attention probabilities. Each side is a
@@ -13,10 +13,13 @@ Between its turns, a side keeps nothing in the GPU's memory.
 samestep is the real trainer and makes its batches as it goes; Trainer finds the same batches ready
 in memory. Each side computes a batch in one piece if that fits, else in halves, quarters and so on.
 MFU, model FLOPs utilization, counts for all sides the FLOPs that samestep's model needs. Kernel
-launches are those of one more step, under torch.profiler.
+launches are those of one more step, under torch.profiler. The last column is what `samestep plan`
+predicts.
 
 The tables replace the ones in docs/benchmarks.md, after each recipe, so an interrupted run keeps
-what it has measured.
+what it has measured. A side that fails gets a row that says why, and the others go on. Where even
+one sequence is out of memory, there is a larger GPU or a smaller model to choose; a failure of
+another kind prints its traceback.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ def contestants(device: str) -> list[Contestant]:
     ]
     if fused != plain:
         name = "samestep, compiled, fused attention"
-        found.append(Contestant(name, ours, {"training": compiled, "accelerator": fused}))
+        settings = {"training": compiled, "accelerator": fused}
+        found.append(Contestant(name, partial(ours, must_fuse=True), settings))
     found.append(Contestant("Hugging Face Trainer", theirs))
     found.append(Contestant(REFERENCE, partial(theirs, compiled=True)))
     return found
@@ -324,7 +328,7 @@ def measure(job: GpuJob, sides: Sequence[Contestant], turn: Turn, repeats: int) 
     for side, row in zip(sides, result.rows, strict=True):
         say(f"{job.recipe.title}: {row.side}, first steps")
         own = dataclasses.replace(job, settings=side.settings)
-        if side.serve is ours:
+        if side.settings:
             row.predicted = predicted(own, side)
         try:
             running.append(Running(side, own, row))
@@ -393,12 +397,12 @@ def _number(value: float) -> str:
 
 
 def replace_tables(page: Path, text: str) -> None:
-    """Replaces what a page has between the markers.
+    """Replaces what a page has between the markers; makes a page that does not exist.
 
     Raises:
         SystemExit: it has no markers.
     """
-    content = page.read_text(encoding="utf-8") if page.exists() else ""
+    content = page.read_text(encoding="utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -21,7 +21,8 @@ from trainer.training.run import open_loader
 
 transformers = import_transformers()
 # Looked up now, because the server that forks the sides' processes imports this module once.
-Trainer, TrainerCallback = transformers.Trainer, transformers.TrainerCallback
+Trainer: Any = transformers.Trainer
+TrainerCallback: Any = transformers.TrainerCallback
 
 BATCHES = 16
 """Number of ready steps, which are repeated."""

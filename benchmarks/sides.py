@@ -207,14 +207,20 @@ Serve: TypeAlias = Callable[[Any, Turns], None]
 """Trains a job in turns, until there are no more."""
 
 
-def ours(job: Job, turns: Turns) -> None:
-    """Our side: the trainer's steps, and the loader's batches, which it makes as it goes."""
+def ours(job: Job, turns: Turns, must_fuse: bool = False) -> None:
+    """Our side: the trainer's steps, and the loader's batches, which it makes as it goes.
+
+    Args:
+        must_fuse: fails if attention is not fused, so that no table says it was.
+    """
     if job.backend != "inductor":
         compiled._backend = job.backend
     experiment = job.experiment()
     with open_strategy(experiment) as strategy:
         checkpointer = open_checkpointer(experiment, strategy.world)
         trainer = build_trainer(experiment, experiment.data.open(), strategy, checkpointer)
+        if must_fuse and not getattr(trainer.model, "fuses_attention", False):
+            raise SideFailed("no fused attention on this machine")
         trainer.model.train()
         turns.hold(trainer.model, trainer.optimizer)
         batches = iter(trainer.loader)
@@ -238,6 +244,8 @@ def _serve(serve: Serve, job: Job, commands: Connection) -> None:
     """Runs in a side's process; sends an error to the other end."""
     try:
         serve(job, Turns(job.device, commands))
+    except SideFailed as failure:
+        commands.send(failure)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)):
             failure = SideFailed("out of memory", out_of_memory=True)

@@ -1,0 +1,201 @@
+"""`make bench-gpu`, on the CPU with tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.models import initialized
+from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
+from trainer.accelerators import cuda
+from trainer.strategies import Replica
+from trainer.training.run import build_objectives, open_loader
+
+pytest.importorskip("accelerate", reason="Hugging Face Trainer needs accelerate")
+
+SIDES = [
+    "samestep",
+    "samestep, compiled",
+    "Hugging Face Trainer",
+    "Hugging Face Trainer, compiled",
+]
+
+
+def tiny(folder: Path, recipe: str = "bert_base_128", micro_batch: int = 4) -> gpu.GpuJob:
+    return gpu.GpuJob(
+        folder=str(folder),
+        batch=4,
+        micro_batch=micro_batch,
+        threads=1,
+        backend="eager",
+        recipe=gpu.RECIPES[recipe],
+        tiny=True,
+    )
+
+
+@pytest.mark.parametrize("recipe", gpu.RECIPES)
+def test_both_sides_have_the_same_loss(recipe: str, tmp_path: Path):
+    from benchmarks import huggingface
+
+    job = tiny(tmp_path, recipe, micro_batch=2)
+    job.write_data()
+    experiment = job.experiment()
+    dataset, (phase,) = experiment.data.open(), experiment.resolved_phases()
+    (objective,) = build_objectives(experiment, dataset)
+    model = initialized(experiment.model).eval()
+    their_model = huggingface.build_model(experiment.model).eval()
+    weights = experiment.model.export_tensors(dict(model.named_parameters()))
+    assert not their_model.load_state_dict(weights, strict=False).unexpected_keys
+    # A head of its own is not tied to the embeddings, so both optimizers have the same work.
+    assert their_model.num_parameters() == sum(each.numel() for each in model.parameters())
+    assert their_model.config._attn_implementation == "sdpa"
+    with open_loader(experiment, dataset, Replica(0, 1), phase) as loader:
+        batches = [batch for step in islice(loader, 3) for batch in step]
+    for batch in batches:
+        totals = {name: torch.tensor(each) for name, each in objective.weights(batch).items()}
+        columns = huggingface.their_columns(batch, getattr(experiment.model, "position_offset", 0))
+        assert ("attention_mask" in columns) == job.recipe.packed
+        with torch.no_grad():
+            ours, theirs = objective.loss(model, batch, totals).total, their_model(**columns).loss
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "bert_base_128",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in gpu.RECIPES
+            if name != "bert_base_128"
+        ),
+    ],
+)
+def test_smallest_run(recipe: str, tmp_path: Path):
+    page, figures = tmp_path / "page.md", tmp_path / "figures.json"
+    page.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
+    options = ["--repeats", "2", "--turn", "1", "--page", str(page), "--json", str(figures)]
+    assert gpu.main(["--device", "cpu", "--recipe", recipe, *options]) == 0
+    (measured,) = json.loads(figures.read_text())["measured"]
+    assert [row["side"] for row in measured["rows"]] == SIDES
+    for row in measured["rows"]:
+        assert row["failure"] is None
+        assert len(row["rates"]) == 2
+        assert min(row["rates"]) > 0
+        assert 0 <= row["waiting"] < 1
+        assert row["peak_memory"] > 2**20
+    text = page.read_text()
+    assert text.startswith(f"before\n{gpu.BEGIN}\nMeasured on ")
+    assert text.endswith(f"|\n{gpu.END}\nafter\n")
+    assert "old" not in text
+    assert gpu.RECIPES[recipe].title in text
+
+
+def in_little_memory(job: Job, turns: Turns, most: int = 0) -> None:
+    """A side whose micro-batches may have `most` sequences."""
+    going = turns.wait()
+    while going:
+        if job.micro_batch > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        going = turns.step()
+
+
+def in_half_the_memory(job: Job, turns: Turns) -> None:
+    in_little_memory(job, turns, most=2)
+
+
+def without_a_kernel(job: Job, turns: Turns) -> None:
+    raise SideFailed("no fused attention on this machine")
+
+
+def failing(job: Job, turns: Turns) -> None:
+    raise ValueError("with a | in it\nand a second line")
+
+
+def killed(job: Job, turns: Turns) -> None:
+    sys.exit(3)
+
+
+def test_one_side_fails_and_the_others_are_measured(tmp_path: Path):
+    job = tiny(tmp_path)
+    job.write_data()
+    serve = [in_half_the_memory, in_little_memory, without_a_kernel, failing, killed]
+    sides = [gpu.Contestant(each.__name__, each) for each in serve]
+    result = gpu.measure(job, sides, Turn(untimed=1, timed=1), repeats=2)
+    assert [row.failure for row in result.rows] == [
+        None,
+        "out of memory",
+        "no fused attention on this machine",
+        "failed: ValueError: with a | in it",
+        "failed: its process ended with 3",
+    ]
+    assert result.rows[0].micro_batch == 2
+    assert len(result.rows[0].rates) == 2
+    *_, measured, none_fits, _, error, _ = gpu.table(result).splitlines()
+    assert measured.startswith("| in_half_the_memory | ")
+    assert none_fits.startswith("| in_little_memory | out of memory |")
+    assert error.startswith("| failing | failed: ValueError: with a / in it |")
+    assert len({line.count("|") for line in gpu.table(result).splitlines()[2:]}) == 1
+
+
+@pytest.mark.parametrize("recipe", gpu.RECIPES)
+def test_each_side_of_a_gpu_has_valid_settings(recipe: str, tmp_path: Path):
+    sides = gpu.contestants("cuda")
+    has_setting = "fused_attention" in {each.name for each in dataclasses.fields(cuda.Config)}
+    assert len(sides) == 4 + has_setting
+    job = dataclasses.replace(tiny(tmp_path, recipe), device="cuda", tiny=False)
+    seen = set()
+    for side in sides:
+        found = dataclasses.replace(job, settings=side.settings).experiment()
+        assert found.training.precision == "bf16"
+        assert isinstance(found.accelerator, cuda.Config)
+        assert (found.model.dropout, found.model.attention_dropout) == (0.1, 0.1)
+        if side.settings:
+            fused = getattr(found.accelerator, "fused_attention", None)
+            seen.add((found.training.compile, fused))
+    expected = {(False, False), (True, False), (True, True)}
+    assert seen == (expected if has_setting else {(False, None), (True, None)})
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a CUDA device, and something to measure"
+)
+def test_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]):
+    assert gpu.main([]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("bench-gpu: nothing measured, as torch finds no GPU. ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_page_needs_the_markers(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{gpu.END} and {gpu.BEGIN}")
+    with pytest.raises(SystemExit, match="Add the lines <!-- bench-gpu --> and <!-- /bench-gpu"):
+        gpu.replace_tables(page, "tables")
+    gpu.replace_tables(new := tmp_path / "new.md", "tables")
+    assert new.read_text() == f"{gpu.BEGIN}\ntables\n{gpu.END}\n"
+
+
+def test_names_of_kernel_launches():
+    launches = (
+        "cudaLaunchKernel cudaLaunchKernelExC cuLaunchKernel cuLaunchKernelEx cudaGraphLaunch "
+        "cudaLaunchCooperativeKernel hipLaunchKernel hipExtLaunchKernel hipModuleLaunchKernel "
+        "hipExtModuleLaunchKernel hipGraphLaunch"
+    )
+    others = "cudaMemcpyAsync cudaStreamSynchronize cudaLaunchHostFunc aten::add hipMemcpyAsync"
+    assert all(LAUNCH.fullmatch(name) for name in launches.split())
+    assert not any(LAUNCH.fullmatch(name) for name in others.split())
+
+
+def test_the_page_has_the_markers():
+    text = gpu.PAGE.read_text(encoding="utf-8")
+    assert text.count(gpu.BEGIN) == text.count(gpu.END) == 1
+    assert text.index(gpu.BEGIN) < text.index(gpu.END)
