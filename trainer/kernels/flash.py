@@ -38,22 +38,47 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def forward_blocks(width: int, dtype: torch.dtype) -> Blocks:
-    """Block sizes of the forward pass; the output accumulator is queries x width."""
-    if dtype == torch.float32:
-        return Blocks(64, 32, 4, 2)
-    if width <= 64:
-        return Blocks(128, 64, 8, 3)
-    return Blocks(128, 64, 8, 2)
+class Plan(NamedTuple):
+    """Launch parameters of the three kernels that have tiles.
+
+    Attributes:
+        forward: its output accumulator has queries x K numbers.
+        query_gradient: square, which the gradient of the bias relies on.
+        key_gradient: its two accumulators have keys x K numbers.
+    """
+
+    forward: Blocks
+    query_gradient: Blocks
+    key_gradient: Blocks
 
 
-def backward_blocks(width: int, dtype: torch.dtype) -> Blocks:
-    """Block sizes of the backward pass; square, which the gradient of the bias relies on."""
+def choose_plan(width: int, dtype: torch.dtype, generation: str) -> Plan:
+    """Launch parameters for a head width on a generation of GPUs ("hopper", "amd" or "other").
+
+    The largest tiles with which no kernel spills registers in its fullest form; none of them was
+    timed. All need at most 99 KB of shared memory, except the widest heads.
+    """
+    narrow = width <= 64
     if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    if width <= 64:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(64, 64, 8, 1)
+        # Products in fp32 have no tensor cores, and need many registers.
+        edge = 32 if narrow else 16
+        return Plan(Blocks(32, 32, 8, 1), Blocks(edge, edge, 8, 1), Blocks(edge, edge, 8, 1))
+    if generation == "amd":
+        return Plan(*[Blocks(64, 64, 4, 1)] * 3)
+    forward = Blocks(128, 64, 8, 2)
+    if not narrow:
+        return Plan(forward, Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 2))
+    if generation == "hopper":
+        # One warpgroup issues wgmma of 64 x 64; of two, each would have half of the columns.
+        return Plan(forward, Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
+    return Plan(forward, Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2))
+
+
+def _generation(device: torch.device) -> str:
+    if torch.version.hip is not None:
+        return "amd"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return "hopper" if hopper else "other"
 
 
 @triton.jit
@@ -82,7 +107,7 @@ def _allowed(
     SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """`segment_mask` and the local window; arguments broadcast, so a tile may be transposed."""
-    allowed = (j < keys) & (i >= 0)
+    allowed = j < keys
     if CAUSAL:
         if PREFIX:
             allowed = allowed & ((j <= i) | is_prefix)
@@ -446,7 +471,7 @@ class Call:
 
     def forward(self, out: Tensor, normalizer: Tensor) -> None:
         """Fills `out` and `normalizer`."""
-        blocks = forward_blocks(self.query.shape[-1], self.query.dtype)
+        blocks = self._plan().forward
         self._launch(
             forward_kernel,
             blocks,
@@ -465,29 +490,30 @@ class Call:
         bias_grad: Tensor,
     ) -> None:
         """Fills the gradients; `bias_grad` unless it is empty."""
-        batch, heads, queries, width = self.query.shape
+        batch, heads, queries, _ = self.query.shape
         keys = self.key.shape[2]
-        blocks = backward_blocks(width, self.query.dtype)
-        query_blocks, key_blocks = triton.cdiv(queries, blocks.queries), triton.cdiv(keys, blocks.keys)
+        _, of_queries, of_keys = self._plan()
+        query_blocks = triton.cdiv(queries, of_queries.queries)
         trains_bias = bias_grad.numel() > 0
         partial = None
         if trains_bias:
             # Blocks of keys that no query of a block may attend to are skipped and stay 0.
-            shape = (batch, heads, query_blocks, key_blocks + 1, blocks.keys)
+            places = triton.cdiv(keys, of_queries.keys) + 1
+            shape = (batch, heads, query_blocks, places, of_queries.keys)
             partial = grad.new_zeros(shape, dtype=torch.float32)
         shared = {"normalizer": normalizer, "grad": grad, "delta": torch.empty_like(normalizer)}
         shared |= _strides("grad", "bht", grad)
         self._launch(
             query_gradient_kernel,
-            blocks,
+            of_queries,
             query_blocks,
             shared | {"out": out, "query_grad": query_grad, "bias_partial": partial},
             BIAS_GRADIENT=trains_bias,
         )
         self._launch(
             key_gradient_kernel,
-            blocks,
-            key_blocks,
+            of_keys,
+            triton.cdiv(keys, of_keys.keys),
             shared | {"key_grad": key_grad, "value_grad": value_grad},
         )
         if trains_bias:
@@ -495,8 +521,12 @@ class Call:
             grid = (triton.cdiv(queries + keys - 1, columns), heads)
             bias_gradient_kernel[grid](
                 partial, bias_grad, batch, heads, queries, keys,
-                BLOCK=blocks.keys, ROWS=16, COLUMNS=columns, num_warps=4,
+                BLOCK=of_queries.keys, ROWS=16, COLUMNS=columns, num_warps=4,
             )  # fmt: skip
+
+    def _plan(self) -> Plan:
+        width, dtype = self.query.shape[-1], self.query.dtype
+        return choose_plan(width, dtype, _generation(self.query.device))
 
     def _launch(
         self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **flags: bool
