@@ -29,6 +29,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return alike and key.shape == value.shape and _has_device(query.device)
 
 
+@torch.compiler.assume_constant_result  # so that a compiled caller need not trace it
 @functools.cache
 def _has_device(device: torch.device) -> bool:
     if find_spec("triton") is None:
