@@ -29,9 +29,13 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return alike and key.shape == value.shape and _has_device(query.device)
 
 
-@torch.compiler.assume_constant_result  # so that a compiled caller need not trace it
-@functools.cache
+@torch.compiler.assume_constant_result  # Dynamo cannot trace what it asks.
 def _has_device(device: torch.device) -> bool:
+    return _compiles_for(device)
+
+
+@functools.cache
+def _compiles_for(device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
     if device.type == "cpu":

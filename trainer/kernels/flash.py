@@ -69,8 +69,8 @@ def choose_plan(width: int, dtype: torch.dtype, generation: str) -> Plan:
     if not narrow:
         return Plan(forward, Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 2))
     if generation == "hopper":
-        # One warpgroup issues wgmma of 64 x 64; of two, each would have half of the columns.
-        return Plan(forward, Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
+        # One warpgroup issues wgmma of 64 rows; of two, each would have half of the columns.
+        return Plan(forward, Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2))
     return Plan(forward, Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2))
 
 
