@@ -3,6 +3,6 @@
 Callers ask `supports` first and compute unfused otherwise; the extra `gpu` installs Triton.
 """
 
-from trainer.kernels.attention import attention, supports
+from trainer.kernels.attention import WIDTHS, attention, supports
 
-__all__ = ["attention", "supports"]
+__all__ = ["WIDTHS", "attention", "supports"]
