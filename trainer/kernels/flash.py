@@ -102,22 +102,32 @@ def _kept(place, key, threshold):
 
 
 @triton.jit
-def _allowed(
-    i, j, segment, key_segment, is_prefix, keys, window,
+def _masked_scores(
+    products, i, j, row, head, segments, key_segments, prefix, bias, queries, keys, window, scale,
     SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`segment_mask` and the local window; arguments broadcast, so a tile may be transposed."""
-    allowed = j < keys
+    """Scores in units of log2, minus infinity where `segment_mask` or the window forbids.
+
+    i and j broadcast to the shape of `products`, so a tile may be transposed.
+    """
+    scores = products * (scale * LOG2_E)
+    allowed = (i < queries) & (j < keys)
+    if BIAS:
+        by_distance = bias + head * (queries + keys - 1) + (j - i + (queries - 1))
+        scores += tl.load(by_distance, mask=allowed, other=0.0).to(tl.float32) * LOG2_E
     if CAUSAL:
+        past = j <= i
         if PREFIX:
-            allowed = allowed & ((j <= i) | is_prefix)
-        else:
-            allowed = allowed & (j <= i)
+            past = past | (tl.load(prefix + row * keys + j, mask=j < keys, other=0) != 0)
+        allowed = allowed & past
     if LOCAL:
         allowed = allowed & (j - i <= window) & (i - j <= window)
     if SEGMENTS:
+        segment = tl.load(segments + row * queries + i, mask=i < queries, other=0)
+        key_segment = tl.load(key_segments + row * keys + j, mask=j < keys, other=0)
         allowed = allowed & (segment == key_segment)
-    return allowed
+    return tl.where(allowed, scores, float("-inf"))
 
 
 @triton.jit
@@ -178,9 +188,6 @@ def forward_kernel(
     in_query = (i < queries)[:, None] & (k < WIDTH)[None, :]
     query += row * query_b + head * query_h
     q = tl.load(query + i[:, None] * query_t + k[None, :], mask=in_query, other=0.0)
-    segment = 0
-    if SEGMENTS:
-        segment = tl.load(segments + row * queries + i, mask=i < queries, other=-1)[:, None]
     dropout_bits = 0
     if DROPOUT:
         dropout_bits = tl.load(dropout_key + row)
@@ -195,23 +202,11 @@ def forward_kernel(
         j = start_s + tl.arange(0, BLOCK_S)
         in_keys = (j < keys)[:, None] & (k < WIDTH)[None, :]
         block_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
-        scores = tl.dot(q, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2_E)
-        if BIAS:
-            distance = j[None, :] - i[:, None] + (queries - 1)
-            in_bias = (i < queries)[:, None] & (j < keys)[None, :]
-            by_distance = bias + head * (queries + keys - 1) + distance
-            scores += tl.load(by_distance, mask=in_bias, other=0.0).to(tl.float32) * LOG2_E
-        key_segment = 0
-        if SEGMENTS:
-            key_segment = tl.load(key_segments + row * keys + j, mask=j < keys, other=-2)[None, :]
-        is_prefix = False
-        if PREFIX:
-            is_prefix = tl.load(prefix + row * keys + j, mask=j < keys, other=0)[None, :] != 0
-        allowed = _allowed(
-            i[:, None], j[None, :], segment, key_segment, is_prefix, keys, window,
-            SEGMENTS, CAUSAL, PREFIX, LOCAL,
+        products = tl.dot(q, tl.trans(block_k), input_precision=PRECISION)
+        scores = _masked_scores(
+            products, i[:, None], j[None, :], row, head, segments, key_segments, prefix, bias,
+            queries, keys, window, scale, SEGMENTS, CAUSAL, PREFIX, LOCAL, BIAS,
         )  # fmt: skip
-        scores = tl.where(allowed, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # Minus infinity minus itself would be NaN in rows that have met no allowed key yet.
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -271,14 +266,11 @@ def query_gradient_kernel(
     q = tl.load(query + i[:, None] * query_t + k[None, :], mask=in_query, other=0.0)
     g = tl.load(grad + i[:, None] * grad_t + k[None, :], mask=in_query, other=0.0)
     o = tl.load(out + own, mask=in_query, other=0.0)
-    products = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    row_products = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     statistics = (row * heads + head) * queries + i
-    tl.store(delta + statistics, products, mask=i < queries)
+    tl.store(delta + statistics, row_products, mask=i < queries)
     # Infinity makes the probabilities of queries beyond the last one 0.
     log_total = tl.load(normalizer + statistics, mask=i < queries, other=float("inf"))
-    segment = 0
-    if SEGMENTS:
-        segment = tl.load(segments + row * queries + i, mask=i < queries, other=-1)[:, None]
     dropout_bits = 0
     if DROPOUT:
         dropout_bits = tl.load(dropout_key + row)
@@ -291,38 +283,25 @@ def query_gradient_kernel(
         columns = tl.arange(0, BLOCK_S)
         turned_column = columns[None, :] + tl.arange(0, BLOCK_T)[:, None]
         diagonals = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-        bias_partial += ((row * heads + head) * blocks + block) * (tl.cdiv(keys, BLOCK_S) + 1) * (
-            BLOCK_S
-        )
-        bias_partial += columns
+        places = (tl.cdiv(keys, BLOCK_S) + 1) * BLOCK_S
+        bias_partial += ((row * heads + head) * blocks + block) * places + columns
     for start_s in range(low, high, BLOCK_S):
         j = start_s + tl.arange(0, BLOCK_S)
         in_keys = (j < keys)[:, None] & (k < WIDTH)[None, :]
         block_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
         block_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
-        scores = tl.dot(q, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2_E)
-        if BIAS:
-            distance = j[None, :] - i[:, None] + (queries - 1)
-            in_bias = (i < queries)[:, None] & (j < keys)[None, :]
-            by_distance = bias + head * (queries + keys - 1) + distance
-            scores += tl.load(by_distance, mask=in_bias, other=0.0).to(tl.float32) * LOG2_E
-        key_segment = 0
-        if SEGMENTS:
-            key_segment = tl.load(key_segments + row * keys + j, mask=j < keys, other=-2)[None, :]
-        is_prefix = False
-        if PREFIX:
-            is_prefix = tl.load(prefix + row * keys + j, mask=j < keys, other=0)[None, :] != 0
-        allowed = _allowed(
-            i[:, None], j[None, :], segment, key_segment, is_prefix, keys, window,
-            SEGMENTS, CAUSAL, PREFIX, LOCAL,
+        products = tl.dot(q, tl.trans(block_k), input_precision=PRECISION)
+        scores = _masked_scores(
+            products, i[:, None], j[None, :], row, head, segments, key_segments, prefix, bias,
+            queries, keys, window, scale, SEGMENTS, CAUSAL, PREFIX, LOCAL, BIAS,
         )  # fmt: skip
-        probabilities = tl.where(allowed, tl.exp2(scores - log_total[:, None]), 0.0)
+        probabilities = tl.exp2(scores - log_total[:, None])
         gradient = tl.dot(g, tl.trans(block_v), input_precision=PRECISION)
         if DROPOUT:
             place = (head * queries + i[:, None]) * keys + j[None, :]
             kept = _kept(place, dropout_bits, threshold)
             gradient = tl.where(kept, gradient * keep_scale, 0.0)
-        gradient = probabilities * (gradient - products[:, None])
+        gradient = probabilities * (gradient - row_products[:, None])
         if BIAS_GRADIENT:
             # Row r of a tile is turned left by r, so that columns are diagonals. Of a tile of 3:
             #     a b c      a b c   diagonals  0  1  2 of this tile: a e i, b f, c
@@ -369,12 +348,6 @@ def key_gradient_kernel(
     value += row * value_b + head * value_h
     own_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
     own_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
-    key_segment = 0
-    if SEGMENTS:
-        key_segment = tl.load(key_segments + row * keys + j, mask=j < keys, other=-2)[:, None]
-    is_prefix = False
-    if PREFIX:
-        is_prefix = tl.load(prefix + row * keys + j, mask=j < keys, other=0)[:, None] != 0
     dropout_bits = 0
     if DROPOUT:
         dropout_bits = tl.load(dropout_key + row)
@@ -392,21 +365,13 @@ def key_gradient_kernel(
         g = tl.load(grad + i[:, None] * grad_t + k[None, :], mask=in_query, other=0.0)
         # Infinity makes the probabilities of queries beyond the last one 0.
         log_total = tl.load(normalizer + statistics + i, mask=i < queries, other=float("inf"))
-        products = tl.load(delta + statistics + i, mask=i < queries, other=0.0)
-        scores = tl.dot(own_k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)
-        if BIAS:
-            distance = j[:, None] - i[None, :] + (queries - 1)
-            in_bias = (j < keys)[:, None] & (i < queries)[None, :]
-            by_distance = bias + head * (queries + keys - 1) + distance
-            scores += tl.load(by_distance, mask=in_bias, other=0.0).to(tl.float32) * LOG2_E
-        segment = 0
-        if SEGMENTS:
-            segment = tl.load(segments + row * queries + i, mask=i < queries, other=-1)[None, :]
-        allowed = _allowed(
-            i[None, :], j[:, None], segment, key_segment, is_prefix, keys, window,
-            SEGMENTS, CAUSAL, PREFIX, LOCAL,
+        row_products = tl.load(delta + statistics + i, mask=i < queries, other=0.0)
+        products = tl.dot(own_k, tl.trans(q), input_precision=PRECISION)
+        scores = _masked_scores(
+            products, i[None, :], j[:, None], row, head, segments, key_segments, prefix, bias,
+            queries, keys, window, scale, SEGMENTS, CAUSAL, PREFIX, LOCAL, BIAS,
         )  # fmt: skip
-        probabilities = tl.where(allowed, tl.exp2(scores - log_total[None, :]), 0.0)
+        probabilities = tl.exp2(scores - log_total[None, :])
         gradient = tl.dot(own_v, tl.trans(g), input_precision=PRECISION)
         dropped = probabilities
         if DROPOUT:
@@ -415,7 +380,7 @@ def key_gradient_kernel(
             dropped = tl.where(kept, probabilities, 0.0)
             gradient = tl.where(kept, gradient * keep_scale, 0.0)
         value_total = tl.dot(dropped.to(g.dtype), g, value_total, input_precision=PRECISION)
-        gradient = probabilities * (gradient - products[None, :])
+        gradient = probabilities * (gradient - row_products[None, :])
         key_total = tl.dot(gradient.to(q.dtype), q, key_total, input_precision=PRECISION)
     own = row * keys * heads * WIDTH + head * WIDTH
     own += j[:, None] * (heads * WIDTH) + k[None, :]
