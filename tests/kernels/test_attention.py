@@ -1,4 +1,4 @@
-"""The fused attention kernel against eager attention, interpreted; its operator, on fake tensors."""
+"""The fused attention kernel against eager attention, interpreted or on a GPU; its operator."""
 
 from __future__ import annotations
 
@@ -16,37 +16,58 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.kernels import attention, supports
 
 pytest.importorskip("triton")
-TOLERANCE = 2e-6
-ROUNDED = {"float16": 2e-3, "bias=bfloat16": 4e-3}
-"""Tolerances of cases by a part of their name: one unit in the last place of the results."""
+ROUNDED = {"float16": 2e-3, "bfloat16": 2e-2}
+"""Tolerances of cases by a part of their name: a few units in the last place of the results."""
+
+a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=a_gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """The results of all checks of tests/kernels/interpreted.py."""
-    command = [sys.executable, "-m", "tests.kernels.interpreted"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+def tolerance(device: str) -> float:
+    """Of fp32. A GPU's exponentials are approximate."""
+    return 2e-6 if device == "cpu" else 1e-5
+
+
+@pytest.fixture(scope="module")
+def found(device: str) -> dict[str, Any]:
+    """The results of all checks of tests/kernels/checks.py."""
+    command = [sys.executable, "-m", "tests.kernels.checks", device]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": str(int(device == "cpu"))},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return results
 
 
-def test_cases_agree_with_eager_attention(found: dict[str, Any]) -> None:
+def test_cases_agree_with_eager_attention(found: dict[str, Any], tolerance: float) -> None:
     """With every mask, bias, precision and head width; results and all gradients."""
     assert isinstance(found["cases"], dict), found["cases"]
     assert len(found["cases"]) > 20
     wrong = {
         name: errors
         for name, errors in found["cases"].items()
-        if max(errors.values()) > max([TOLERANCE, *(ROUNDED[k] for k in ROUNDED if k in name)])
+        if max(errors.values()) > max([tolerance, *(ROUNDED[k] for k in ROUNDED if k in name)])
     }
     assert wrong == {}
     assert sum("bias" in errors for errors in found["cases"].values()) > 8
 
 
-def test_the_table_of_relative_positions_gets_its_gradient(found: dict[str, Any]) -> None:
+def test_the_table_of_relative_positions_gets_its_gradient(
+    found: dict[str, Any], tolerance: float
+) -> None:
     assert isinstance(found["relative_bias"], dict), found["relative_bias"]
-    assert max(found["relative_bias"].values()) < 2e-6
+    assert max(found["relative_bias"].values()) < tolerance
 
 
 def test_dropout_has_the_bits_of_eager_dropout(found: dict[str, Any]) -> None:

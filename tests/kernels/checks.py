@@ -1,21 +1,19 @@
-"""Fused attention beside the models' eager attention, with kernels that Triton interprets.
+"""Fused attention beside the models' eager attention: `python -m tests.kernels.checks DEVICE`.
 
-A program, because TRITON_INTERPRET is read when Triton is imported. It prints one JSON object: the
-results of each function of CHECKS, or the traceback of its failure.
+A program, because Triton reads TRITON_INTERPRET when it is imported. It prints one JSON object: the
+results of each function of CHECKS, or the traceback of its failure. On "cpu" it needs
+TRITON_INTERPRET=1 in the environment; on "cuda" a GPU.
 
-The interpreter computes bf16 with numpy's integers, so only fp32 and fp16 are compared.
+The interpreter computes bf16 with numpy's integers, so bf16 is compared on GPUs only.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-
-os.environ["TRITON_INTERPRET"] = "1"
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +26,8 @@ from trainer.models.dropout import dropout, split_key
 from trainer.models.relative import RelativeBias
 from trainer.models.rotary import RotaryAttention
 from trainer.models.stack import Context
+
+ON_GPU = sys.argv[1:] == ["cuda"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ CASES = [
     Case(70, 140, dtype="float16", segments=True, bias="float16"),
     Case(140, 140, dtype="float16", causal=True, window=30, bias="float32", dropout=0.1),
 ]
+if ON_GPU:
+    CASES += [replace(case, dtype="bfloat16") for case in CASES]
 BATCH, HEADS = 2, 2
 
 
@@ -286,6 +288,7 @@ CHECKS: list[Callable[[], object]] = [
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.set_default_device("cuda" if ON_GPU else "cpu")
     found = {}
     for check in CHECKS:
         try:
