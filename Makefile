@@ -12,10 +12,10 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-images test-slurm test-xla test-gpu check conformance chaos bench bench-gpu clean
+.PHONY: help install demo test test-all test-kernels test-kernels-all test-images test-slurm test-xla test-gpu check conformance chaos bench bench-gpu clean
 
 help:
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: $(STAMP)  ## make .venv with everything that the other targets need
 
@@ -43,10 +43,16 @@ check: install
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## format, lint, types, import contracts and tests (10 minutes)
-	$(PYTEST)
+	$(PYTEST) --ignore tests/kernels
 
 test-all: test  ## the same, and the long proofs (22 minutes)
-	$(PYTEST) -m 'long and not chaos'
+	$(PYTEST) --ignore tests/kernels -m 'long and not chaos'
+
+test-kernels: install  ## GPU kernels without a GPU: interpreted, compiled for each GPU; graphs of torch.compile (5 minutes)
+	$(PYTEST) tests/kernels
+
+test-kernels-all: test-kernels  ## the same for every head width, precision, model and strategy
+	$(PYTEST) tests/kernels -m 'kernels_all or long'
 
 test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
 	@{ command -v munged && command -v slurmctld && command -v slurmd; } >/dev/null || { echo "installing slurm-wlm and munge"; \

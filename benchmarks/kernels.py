@@ -133,9 +133,9 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     """The median duration of a call on the GPU, after three calls that compile and warm up."""
     for _ in range(3):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()
@@ -145,7 +145,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def backward(result: Tensor, grad: Tensor) -> None:
-    result.backward(grad, retain_graph=True)
+    result.backward(grad, retain_graph=True)  # type: ignore[no-untyped-call]
 
 
 def measure(shape: Shape, device: torch.device, repeats: int) -> list[list[str]]:

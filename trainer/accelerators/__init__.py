@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from types import MappingProxyType
@@ -126,6 +126,10 @@ class Accelerator(ABC):
     def seconds(self, begin: Any, end: Any) -> float:
         """Device time between two marks, including idle time. Waits until `end` is reached."""
         return float(end - begin)
+
+    def fused_attention(self) -> Callable[..., Tensor] | None:
+        """The kernel for `Model.fuse_attention`; None: the device has none, or is not to use it."""
+        return None
 
     def energy(self) -> float | None:
         """Joules consumed by the device since an arbitrary time; None if it has no counter."""

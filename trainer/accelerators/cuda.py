@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -44,6 +45,9 @@ class Config(accelerators.Config):
     """Runs on the GPU of this process's local rank.
 
     Attributes:
+        fused_attention: computes attention by one kernel with masks, biases and dropout (extra
+            `gpu`), which is compared with unfused attention at the start. Off, or without the
+            extra, PyTorch's kernels compute what they can.
         tf32: lets fp32 matrix products use TensorFloat-32: faster, with 10 bits of mantissa. Off,
             because runs on different hardware would no longer agree within the tolerance.
         deterministic: repeats a run bit by bit on the same devices, if it is started the same way:
@@ -52,6 +56,7 @@ class Config(accelerators.Config):
     """
 
     measures_memory = True
+    fused_attention: bool = True
     tf32: bool = False
     deterministic: bool = False
 
@@ -68,7 +73,7 @@ class Config(accelerators.Config):
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
             torch.use_deterministic_algorithms(True)
-        return CudaAccelerator(index)
+        return CudaAccelerator(index, self.fused_attention)
 
     def processes(self) -> list[dict[str, str]]:
         """One process for each GPU; a single one without GPUs."""
@@ -161,12 +166,13 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
 class CudaAccelerator(Accelerator):
     collective_backend = "nccl"
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, fuses_attention: bool = True) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         # NCCL connects at once, where a failure is explained, not in the first collective.
         self.collective_device = self.device
         self.attention_kernels = _attention_kernels()
+        self._fuses_attention = fuses_attention
         self._millijoules = _energy_counter(self.device)
 
     @property
@@ -202,6 +208,13 @@ class CudaAccelerator(Accelerator):
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
+
+    def fused_attention(self) -> Callable[..., Tensor] | None:
+        if not self._fuses_attention or importlib.util.find_spec("triton") is None:
+            return None
+        from trainer.kernels.attention import attention
+
+        return attention
 
     def energy(self) -> float | None:
         return None if self._millijoules is None else self._millijoules() / 1000

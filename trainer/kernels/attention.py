@@ -29,7 +29,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return alike and key.shape == value.shape and _has_device(query.device)
 
 
-@torch.compiler.assume_constant_result  # Dynamo cannot trace what it asks.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo cannot trace it
 def _has_device(device: torch.device) -> bool:
     return _compiles_for(device)
 

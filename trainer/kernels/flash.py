@@ -466,7 +466,8 @@ class Call:
             places = triton.cdiv(keys, of_queries.keys) + 1
             shape = (batch, heads, query_blocks, places, of_queries.keys)
             partial = grad.new_zeros(shape, dtype=torch.float32)
-        shared = {"normalizer": normalizer, "grad": grad, "delta": torch.empty_like(normalizer)}
+        delta = torch.empty_like(normalizer)
+        shared: dict[str, Any] = {"normalizer": normalizer, "grad": grad, "delta": delta}
         shared |= _strides("grad", "bht", grad)
         self._launch(
             query_gradient_kernel,

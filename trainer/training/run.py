@@ -39,6 +39,7 @@ from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.compiled import compile_units
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
+from trainer.training.fused_attention import fuse_attention
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, with_micro_batch, without_probe
@@ -281,6 +282,7 @@ def prepare(
     """
     objectives = build_objectives(experiment, dataset)
     model = build_model(experiment, dataset, objectives)
+    fuse_attention(model, strategy.accelerator, experiment.training.precision)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
     initial, origin = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
