@@ -54,7 +54,7 @@ test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (in
 	SAMESTEP_SLURM=1 $(BIN)/python -m pytest tests/slurm
 
 test-gpu: install  ## the tests of GPUs, on all that torch finds: each strategy, precision and family against a CPU
-	$(BIN)/python -m pytest -n 0 -rs tests/conformance/test_cuda.py
+	$(BIN)/python -m pytest -n 0 -rs tests/conformance/test_cuda.py tests/kernels/test_attention.py
 
 test-xla: install $(XLA_ENV)/.installed  ## the tests of TPUs' code, on XLA's CPU back-end (an environment of 7 GB the first time)
 	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla

@@ -11,8 +11,19 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import build, checkpoint, corpus, loader, paired_studies, recovery, resume, stream
+from benchmarks import (
+    build,
+    checkpoint,
+    corpus,
+    kernels,
+    loader,
+    paired_studies,
+    recovery,
+    resume,
+    stream,
+)
 from benchmarks.pairing import Comparison, Contender, compare
 from data_pipeline.reading.dataset import Dataset
 
@@ -128,3 +139,9 @@ def test_paired_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file.write_text(json.dumps({"study": "rates", "baseline": "a", "rows": rows}))
     paired_studies.main([str(file)])
     assert "| rates | loss | 2 | 0.52 | 0.04 | 1.00 |" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
+def test_kernels_say_that_they_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main([]) == 1
+    assert "torch finds none here" in capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""Compiles the attention kernels for GPUs that this machine does not have, and reads the result."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from trainer.kernels import flash
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+GENERATIONS = {"sm_90": "hopper", "gfx942": "amd"}
+TENSOR_CORES = {
+    "sm_80": r"\bmma\.sync",
+    "sm_90": r"\bwgmma\.mma_async",
+    "sm_100": r"\btcgen05\.mma",
+    "gfx942": r"\bv_mfma",
+}
+"""Instructions of the tensor cores in the assembly of each target."""
+
+KERNELS = {
+    "forward": flash.forward_kernel,
+    "query_gradient": flash.query_gradient_kernel,
+    "key_gradient": flash.key_gradient_kernel,
+}
+VARIANTS = {
+    "plain": {},
+    "packed": {"SEGMENTS": True, "DROPOUT": True},
+    "t5": {"SEGMENTS": True, "DROPOUT": True, "BIAS": True, "BIAS_GRADIENT": True},
+    "causal": {"CAUSAL": True, "SEGMENTS": True},
+    "prefix": {"CAUSAL": True, "SEGMENTS": True, "PREFIX": True},
+    "local": {"LOCAL": True, "SEGMENTS": True},
+}
+"""Flags of the kernels; the others are False."""
+
+DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_POINTERS = {
+    **dict.fromkeys(("segments", "key_segments", "dropout_key"), "*i32"),
+    **dict.fromkeys(("bias", "normalizer", "delta", "partial", "bias_partial"), "*fp32"),
+    "bias_grad": "*fp32",
+    "prefix": "*i8",
+}
+_ACTIVATIONS = (
+    *("query", "key", "value", "out", "grad"),
+    *("query_grad", "key_grad", "value_grad"),
+)
+_FLOATS = ("scale", "keep_scale")
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a kernel became.
+
+    Attributes:
+        registers: of a thread.
+        spilled: bytes (of NVIDIA GPUs' stack) or registers (of AMD's) that went to memory.
+        shared: bytes of shared memory of a program.
+        tensor_cores: number of their instructions in the assembly.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+    tensor_cores: int
+
+
+def compile_kernel(
+    target: str, kernel: str, variant: str, width: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> Code:
+    """Compiles a kernel with the launch parameters that a call on the target would use."""
+    plan = flash.choose_plan(width, dtype, GENERATIONS.get(target, "other"))
+    blocks: flash.Blocks = getattr(plan, kernel)
+    constants = {
+        **VARIANTS[variant],
+        "WIDTH": width,
+        "PADDED": triton.next_power_of_2(width),
+        "PRECISION": "ieee",
+        "BLOCK_T": blocks.queries,
+        "BLOCK_S": blocks.keys,
+    }
+    return compile_source(
+        target, source(KERNELS[kernel], dtype, constants), blocks.warps, blocks.stages
+    )
+
+
+def compile_source(target: str, kernel: ASTSource, warps: int, stages: int) -> Code:
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(kernel, target=TARGETS[target], options=options)
+    amd = TARGETS[target].backend == "hip"
+    assembly = compiled.asm["amdgcn" if amd else "ptx"]
+    registers, spilled = _amd_usage(assembly) if amd else _nvidia_usage(compiled.asm["cubin"])
+    return Code(
+        registers=registers,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        tensor_cores=len(re.findall(TENSOR_CORES[target], assembly)),
+    )
+
+
+def source(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> ASTSource:
+    """A kernel with the types of its arguments; names in capitals are constants, or False.
+
+    Tensors and strides are multiples of 16, as at most calls; lengths and numbers of heads are any.
+    """
+    signature, values, attributes = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name.isupper():
+            signature[name], values[(place,)] = "constexpr", constants.get(name, False)
+        elif name in _ACTIVATIONS:
+            signature[name] = DTYPES[dtype]
+        else:
+            signature[name] = _POINTERS.get(name, "fp32" if name in _FLOATS else "i32")
+        if signature[name].startswith("*") or name.endswith(("_b", "_h", "_t", "_s")):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, values, attributes)
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (
+        int(re.findall(rf"\b{name}:(\d+)", report)[0]) for name in ("REG", "STACK", "LOCAL")
+    )
+    return registers, stack + local
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    vector, spilled = (
+        int(re.findall(rf"\.{name}:\s+(\d+)", assembly)[0])
+        for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    return vector, spilled
+
+
+def main() -> None:
+    """Prints the table of docs/gpu.md."""
+    print("| target | kernel | plain | segments, dropout | and T5's bias |")
+    print("|---|---|---|---|---|")
+    for target in TARGETS:
+        for kernel in KERNELS:
+            codes = [compile_kernel(target, kernel, v) for v in ("plain", "packed", "t5")]
+            cells = [f"{c.registers} / {c.spilled} / {c.tensor_cores}" for c in codes]
+            print(f"| {target} | {kernel} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The code of the attention kernels for each generation of GPUs: registers, spills, tensor cores.
+
+Compiled without a GPU; says nothing of speed. `pytest -m kernels_all` compiles every variant.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from trainer.kernels import WIDTHS
+
+if TYPE_CHECKING:
+    from tests.kernels.offline import Code
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+KERNELS = ("forward", "query_gradient", "key_gradient")
+REGISTERS = {"gfx942": 512}
+"""The most registers that a thread may have; 255 on NVIDIA's GPUs."""
+SPILLED = 16
+"""The most bytes in memory: ptxas moves a number or two there to fit one more program on a core."""
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+"""Kilobytes of shared memory that a program may have."""
+
+MAIN = [
+    *product(TARGETS, KERNELS, ["t5"]),
+    *product(["sm_90"], KERNELS, ["plain", "packed"]),
+]
+OTHERS = [
+    case
+    for case in product(TARGETS, KERNELS, ["plain", "packed", "causal", "prefix", "local"])
+    if case not in MAIN
+]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def compiled(
+    target: str, kernel: str, variant: str, width: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> Code:
+    from tests.kernels import offline
+
+    code = offline.compile_kernel(target, kernel, variant, width, dtype)
+    assert code.registers <= REGISTERS.get(target, 255)
+    assert code.shared <= SHARED[target] * 1024
+    return code
+
+
+@pytest.mark.parametrize(
+    ("target", "kernel", "variant"),
+    [*MAIN, *(pytest.param(*case, marks=pytest.mark.kernels_all) for case in OTHERS)],
+)
+def test_half_precision_has_tensor_cores_and_hardly_spills(
+    target: str, kernel: str, variant: str
+) -> None:
+    code = compiled(target, kernel, variant)
+    assert code.tensor_cores > 0
+    assert code.spilled <= SPILLED
+
+
+@pytest.mark.kernels_all
+@pytest.mark.parametrize("width", [width for width in WIDTHS if width != 64])
+@pytest.mark.parametrize(("target", "kernel"), [*product(TARGETS, KERNELS)])
+def test_other_heads_have_them_too(target: str, kernel: str, width: int) -> None:
+    for variant in ("plain", "t5"):
+        code = compiled(target, kernel, variant, width)
+        assert code.tensor_cores > 0
+        assert code.spilled <= SPILLED
+
+
+@pytest.mark.kernels_all
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("target", "kernel"), [*product(TARGETS, KERNELS)])
+def test_fp32_compiles(target: str, kernel: str, width: int) -> None:
+    for variant in ("packed", "t5"):
+        assert compiled(target, kernel, variant, width, torch.float32).spilled <= 128
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sums_of_the_bias_compile(target: str) -> None:
+    from tests.kernels import offline
+    from trainer.kernels import flash
+
+    constants = {"BLOCK": 64, "ROWS": 16, "COLUMNS": 64}
+    source = offline.source(flash.bias_gradient_kernel, torch.float32, constants)
+    assert offline.compile_source(target, source, warps=4, stages=3).spilled == 0

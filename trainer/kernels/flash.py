@@ -1,0 +1,552 @@
+"""FlashAttention-2 (Dao 2023) in Triton, with the masks, the bias and the dropout of our models.
+
+No kernel stores a matrix of scores. The forward pass reads keys block by block and keeps a running
+maximum and sum of each row of the softmax (Algorithm 1). The backward pass recomputes probabilities
+from the logarithm of that sum, in two kernels: one owns blocks of queries and sums their gradient
+over keys, the other owns blocks of keys. The paper adds the former with atomic operations in one
+kernel (Algorithm 2); two kernels compute seven products instead of five, and each gradient is a sum
+in a fixed order.
+
+Softmax statistics and all sums are in fp32. Scores are in units of log2, because exponentials of
+base 2 are one instruction. Indices: b batch, h head, i query of T, j key of S, K head width.
+"""
+
+# Triton reads the annotations of these functions, so they are not postponed.
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Blocks(NamedTuple):
+    """Launch parameters of a kernel.
+
+    Attributes:
+        queries, keys: of a tile of scores.
+        warps: of a program.
+        stages: blocks in flight while the loop computes.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """Launch parameters of the three kernels that have tiles.
+
+    Attributes:
+        forward: its output accumulator has queries x K numbers.
+        query_gradient: square, which the gradient of the bias relies on.
+        key_gradient: its two accumulators have keys x K numbers.
+    """
+
+    forward: Blocks
+    query_gradient: Blocks
+    key_gradient: Blocks
+
+
+def choose_plan(width: int, dtype: torch.dtype, generation: str) -> Plan:
+    """Launch parameters for a head width on a generation of GPUs ("hopper", "amd" or "other").
+
+    Chosen from compiled code, not from timings: the largest tiles with which no kernel in half
+    precision spills more than 16 bytes of registers (tests/kernels/test_code.py). On Ampere, Ada
+    and the GPUs of workstations all fit into their 99 KB of shared memory.
+    """
+    narrow = width <= 64
+    if dtype == torch.float32:
+        # Products in fp32 have no tensor cores, and need many registers.
+        edge = 32 if narrow else 16
+        return Plan(Blocks(32, 32, 8, 1), Blocks(edge, edge, 8, 1), Blocks(edge, edge, 8, 1))
+    if generation == "amd":
+        return Plan(*[Blocks(64, 64, 4, 1)] * 3)
+    forward = Blocks(128, 64, 8, 2)
+    if not narrow:
+        return Plan(forward, Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 2))
+    if generation == "hopper":
+        # One warpgroup issues wgmma of 64 rows; of two, each would have half of the columns.
+        return Plan(forward, Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2))
+    return Plan(forward, Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2))
+
+
+def _generation(device: torch.device) -> str:
+    if torch.version.hip is not None:
+        return "amd"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return "hopper" if hopper else "other"
+
+
+@triton.jit
+def _mix(x):
+    """`mix` of trainer/models/dropout.py; unsigned, so that shifts need no mask."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _kept(place, key, threshold):
+    """Whether dropout keeps the elements at indices `place` of a batch row: bits of `dropout`."""
+    bits = _mix(place.to(tl.uint32, bitcast=True)) ^ key.to(tl.uint32, bitcast=True)
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    return bits.to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit
+def _masked_scores(
+    products, i, j, row, head, segments, key_segments, prefix, bias, queries, keys, window, scale,
+    SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log2, minus infinity where `segment_mask` or the window forbids.
+
+    i and j broadcast to the shape of `products`, so a tile may be transposed.
+    """
+    scores = products * (scale * LOG2_E)
+    allowed = (i < queries) & (j < keys)
+    if BIAS:
+        by_distance = bias + head * (queries + keys - 1) + (j - i + (queries - 1))
+        scores += tl.load(by_distance, mask=allowed, other=0.0).to(tl.float32) * LOG2_E
+    if CAUSAL:
+        past = j <= i
+        if PREFIX:
+            past = past | (tl.load(prefix + row * keys + j, mask=j < keys, other=0) != 0)
+        allowed = allowed & past
+    if LOCAL:
+        allowed = allowed & (j - i <= window) & (i - j <= window)
+    if SEGMENTS:
+        segment = tl.load(segments + row * queries + i, mask=i < queries, other=0)
+        key_segment = tl.load(key_segments + row * keys + j, mask=j < keys, other=0)
+        allowed = allowed & (segment == key_segment)
+    return tl.where(allowed, scores, float("-inf"))
+
+
+@triton.jit
+def _key_range(
+    start, keys, window,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """The keys that queries from `start` on may attend to; begins at a multiple of BLOCK_S."""
+    low = 0
+    high = keys
+    if CAUSAL and not PREFIX:
+        high = tl.minimum(high, start + BLOCK_T)
+    if LOCAL:
+        low = tl.maximum(start - window, 0) // BLOCK_S * BLOCK_S
+        high = tl.minimum(high, start + BLOCK_T + window)
+    return low, high
+
+
+@triton.jit
+def _query_range(
+    start, queries, window,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """The queries that may attend to keys from `start` on; begins at a multiple of BLOCK_T."""
+    low = 0
+    high = queries
+    if CAUSAL and not PREFIX:
+        low = start // BLOCK_T * BLOCK_T
+    if LOCAL:
+        low = tl.maximum(low, tl.maximum(start - window, 0) // BLOCK_T * BLOCK_T)
+        high = tl.minimum(high, start + BLOCK_S + window)
+    return low, high
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, segments, key_segments, prefix, bias, dropout_key, out, normalizer,
+    query_b, query_h, query_t, key_b, key_h, key_s, value_b, value_h, value_s,
+    heads, queries, keys, window, scale, threshold, keep_scale,
+    SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head: `out` [B, T, H, K] and `normalizer` [B, H, T].
+
+    The normalizer is log2 of the softmax's denominator, or infinity for a row that may attend to
+    nothing: its output is 0, and its probabilities in the backward pass are 0.
+    """
+    blocks = tl.cdiv(queries, BLOCK_T)
+    start = tl.program_id(0) % blocks * BLOCK_T
+    head = tl.program_id(0) // blocks % heads
+    row = (tl.program_id(0) // blocks // heads).to(tl.int64)
+
+    i = start + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, PADDED)
+    in_query = (i < queries)[:, None] & (k < WIDTH)[None, :]
+    query += row * query_b + head * query_h
+    q = tl.load(query + i[:, None] * query_t + k[None, :], mask=in_query, other=0.0)
+    dropout_bits = 0
+    if DROPOUT:
+        dropout_bits = tl.load(dropout_key + row)
+
+    maximum = tl.full([BLOCK_T], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    mixed = tl.zeros([BLOCK_T, PADDED], tl.float32)
+    key += row * key_b + head * key_h
+    value += row * value_b + head * value_h
+    low, high = _key_range(start, keys, window, BLOCK_T, BLOCK_S, CAUSAL, PREFIX, LOCAL)
+    for start_s in range(low, high, BLOCK_S):
+        j = start_s + tl.arange(0, BLOCK_S)
+        in_keys = (j < keys)[:, None] & (k < WIDTH)[None, :]
+        block_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
+        products = tl.dot(q, tl.trans(block_k), input_precision=PRECISION)
+        scores = _masked_scores(
+            products, i[:, None], j[None, :], row, head, segments, key_segments, prefix, bias,
+            queries, keys, window, scale, SEGMENTS, CAUSAL, PREFIX, LOCAL, BIAS,
+        )  # fmt: skip
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # Minus infinity minus itself would be NaN in rows that have met no allowed key yet.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        probabilities = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(maximum - shift)
+        maximum = new_maximum
+        # Dropout follows the softmax, so the denominator is a sum of all.
+        total = total * rescale + tl.sum(probabilities, 1)
+        if DROPOUT:
+            place = (head * queries + i[:, None]) * keys + j[None, :]
+            probabilities = tl.where(_kept(place, dropout_bits, threshold), probabilities, 0.0)
+        block_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
+        mixed = tl.dot(
+            probabilities.to(block_v.dtype), block_v, mixed * rescale[:, None],
+            input_precision=PRECISION,
+        )  # fmt: skip
+
+    empty = total == 0.0
+    mixed = mixed * (keep_scale / tl.where(empty, 1.0, total))[:, None]
+    out += row * queries * heads * WIDTH + head * WIDTH
+    out += i[:, None] * (heads * WIDTH) + k[None, :]
+    tl.store(out, mixed.to(out.dtype.element_ty), mask=in_query)
+    log_total = tl.where(empty, float("inf"), maximum + tl.log2(tl.where(empty, 1.0, total)))
+    tl.store(normalizer + (row * heads + head) * queries + i, log_total, mask=i < queries)
+
+
+@triton.jit
+def query_gradient_kernel(
+    query, key, value, segments, key_segments, prefix, bias, dropout_key, out, normalizer, grad,
+    delta, query_grad, bias_partial,
+    query_b, query_h, query_t, key_b, key_h, key_s, value_b, value_h, value_s,
+    grad_b, grad_h, grad_t,
+    heads, queries, keys, window, scale, threshold, keep_scale,
+    SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+    BIAS: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head: `query_grad` [B, T, H, K] and `delta` [B, H, T].
+
+    delta is the product of a row of `out` with its gradient, which every gradient of a score
+    subtracts. With a bias, also sums the gradients of scores along diagonals into `bias_partial`
+    [B, H, T / BLOCK, S / BLOCK + 1, BLOCK]; `bias_gradient_kernel` adds these.
+    """
+    blocks = tl.cdiv(queries, BLOCK_T)
+    block = tl.program_id(0) % blocks
+    start = block * BLOCK_T
+    head = tl.program_id(0) // blocks % heads
+    row = (tl.program_id(0) // blocks // heads).to(tl.int64)
+
+    i = start + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, PADDED)
+    in_query = (i < queries)[:, None] & (k < WIDTH)[None, :]
+    own = row * queries * heads * WIDTH + head * WIDTH
+    own += i[:, None] * (heads * WIDTH) + k[None, :]
+    query += row * query_b + head * query_h
+    grad += row * grad_b + head * grad_h
+    q = tl.load(query + i[:, None] * query_t + k[None, :], mask=in_query, other=0.0)
+    g = tl.load(grad + i[:, None] * grad_t + k[None, :], mask=in_query, other=0.0)
+    o = tl.load(out + own, mask=in_query, other=0.0)
+    row_products = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    statistics = (row * heads + head) * queries + i
+    tl.store(delta + statistics, row_products, mask=i < queries)
+    # Infinity makes the probabilities of queries beyond the last one 0.
+    log_total = tl.load(normalizer + statistics, mask=i < queries, other=float("inf"))
+    dropout_bits = 0
+    if DROPOUT:
+        dropout_bits = tl.load(dropout_key + row)
+
+    total = tl.zeros([BLOCK_T, PADDED], tl.float32)
+    key += row * key_b + head * key_h
+    value += row * value_b + head * value_h
+    low, high = _key_range(start, keys, window, BLOCK_T, BLOCK_S, CAUSAL, PREFIX, LOCAL)
+    if BIAS_GRADIENT:
+        columns = tl.arange(0, BLOCK_S)
+        turned_column = columns[None, :] + tl.arange(0, BLOCK_T)[:, None]
+        diagonals = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+        places = (tl.cdiv(keys, BLOCK_S) + 1) * BLOCK_S
+        bias_partial += ((row * heads + head) * blocks + block) * places + columns
+    for start_s in range(low, high, BLOCK_S):
+        j = start_s + tl.arange(0, BLOCK_S)
+        in_keys = (j < keys)[:, None] & (k < WIDTH)[None, :]
+        block_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
+        block_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
+        products = tl.dot(q, tl.trans(block_k), input_precision=PRECISION)
+        scores = _masked_scores(
+            products, i[:, None], j[None, :], row, head, segments, key_segments, prefix, bias,
+            queries, keys, window, scale, SEGMENTS, CAUSAL, PREFIX, LOCAL, BIAS,
+        )  # fmt: skip
+        probabilities = tl.exp2(scores - log_total[:, None])
+        gradient = tl.dot(g, tl.trans(block_v), input_precision=PRECISION)
+        if DROPOUT:
+            place = (head * queries + i[:, None]) * keys + j[None, :]
+            kept = _kept(place, dropout_bits, threshold)
+            gradient = tl.where(kept, gradient * keep_scale, 0.0)
+        gradient = probabilities * (gradient - row_products[:, None])
+        if BIAS_GRADIENT:
+            # Row r of a tile is turned left by r, so that columns are diagonals. Of a tile of 3:
+            #     a b c      a b c   diagonals  0  1  2 of this tile: a e i, b f, c
+            #     d e f  ->  e f d   and after the end of a row    -2 -1: g, d h
+            #     g h i      i g h   which the previous tile has as its  1  2.
+            # So each sum is over the turned ends of this tile and the begins of the one before.
+            turned = tl.gather(gradient, turned_column % BLOCK_S, 1)
+            both = tl.where(turned_column < BLOCK_S, diagonals, turned)
+            tl.store(bias_partial + start_s, tl.sum(both, 0))
+            diagonals = turned
+        total = tl.dot(gradient.to(block_k.dtype), block_k, total, input_precision=PRECISION)
+    if BIAS_GRADIENT and low < high:
+        last = low + tl.cdiv(high - low, BLOCK_S) * BLOCK_S
+        rest = tl.where(turned_column < BLOCK_S, diagonals, 0.0)
+        tl.store(bias_partial + last, tl.sum(rest, 0))
+    tl.store(query_grad + own, (total * scale).to(query_grad.dtype.element_ty), mask=in_query)
+
+
+@triton.jit
+def key_gradient_kernel(
+    query, key, value, segments, key_segments, prefix, bias, dropout_key, normalizer, grad, delta,
+    key_grad, value_grad,
+    query_b, query_h, query_t, key_b, key_h, key_s, value_b, value_h, value_s,
+    grad_b, grad_h, grad_t,
+    heads, queries, keys, window, scale, threshold, keep_scale,
+    SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of one head: `key_grad` and `value_grad` [B, S, H, K].
+
+    Tiles are transposed, keys x queries: the first factors of both products that add to the
+    gradients are then computed in registers, where the tensor cores read them.
+    """
+    blocks = tl.cdiv(keys, BLOCK_S)
+    start = tl.program_id(0) % blocks * BLOCK_S
+    head = tl.program_id(0) // blocks % heads
+    row = (tl.program_id(0) // blocks // heads).to(tl.int64)
+
+    j = start + tl.arange(0, BLOCK_S)
+    k = tl.arange(0, PADDED)
+    in_keys = (j < keys)[:, None] & (k < WIDTH)[None, :]
+    key += row * key_b + head * key_h
+    value += row * value_b + head * value_h
+    own_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
+    own_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
+    dropout_bits = 0
+    if DROPOUT:
+        dropout_bits = tl.load(dropout_key + row)
+
+    key_total = tl.zeros([BLOCK_S, PADDED], tl.float32)
+    value_total = tl.zeros([BLOCK_S, PADDED], tl.float32)
+    query += row * query_b + head * query_h
+    grad += row * grad_b + head * grad_h
+    statistics = (row * heads + head) * queries
+    low, high = _query_range(start, queries, window, BLOCK_T, BLOCK_S, CAUSAL, PREFIX, LOCAL)
+    for start_t in range(low, high, BLOCK_T):
+        i = start_t + tl.arange(0, BLOCK_T)
+        in_query = (i < queries)[:, None] & (k < WIDTH)[None, :]
+        q = tl.load(query + i[:, None] * query_t + k[None, :], mask=in_query, other=0.0)
+        g = tl.load(grad + i[:, None] * grad_t + k[None, :], mask=in_query, other=0.0)
+        # Infinity makes the probabilities of queries beyond the last one 0.
+        log_total = tl.load(normalizer + statistics + i, mask=i < queries, other=float("inf"))
+        row_products = tl.load(delta + statistics + i, mask=i < queries, other=0.0)
+        products = tl.dot(own_k, tl.trans(q), input_precision=PRECISION)
+        scores = _masked_scores(
+            products, i[None, :], j[:, None], row, head, segments, key_segments, prefix, bias,
+            queries, keys, window, scale, SEGMENTS, CAUSAL, PREFIX, LOCAL, BIAS,
+        )  # fmt: skip
+        probabilities = tl.exp2(scores - log_total[None, :])
+        gradient = tl.dot(own_v, tl.trans(g), input_precision=PRECISION)
+        dropped = probabilities
+        if DROPOUT:
+            place = (head * queries + i[None, :]) * keys + j[:, None]
+            kept = _kept(place, dropout_bits, threshold)
+            dropped = tl.where(kept, probabilities, 0.0)
+            gradient = tl.where(kept, gradient * keep_scale, 0.0)
+        value_total = tl.dot(dropped.to(g.dtype), g, value_total, input_precision=PRECISION)
+        gradient = probabilities * (gradient - row_products[None, :])
+        key_total = tl.dot(gradient.to(q.dtype), q, key_total, input_precision=PRECISION)
+    own = row * keys * heads * WIDTH + head * WIDTH
+    own += j[:, None] * (heads * WIDTH) + k[None, :]
+    tl.store(key_grad + own, (key_total * scale).to(key_grad.dtype.element_ty), mask=in_keys)
+    value_total *= keep_scale
+    tl.store(value_grad + own, value_total.to(value_grad.dtype.element_ty), mask=in_keys)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    partial, bias_grad, rows, heads, queries, keys,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds the sums of `query_gradient_kernel` over the batch: `bias_grad` [H, T + S - 1].
+
+    Entry e of the bias is the diagonal j - i = e - (T - 1). The block of queries number n begins
+    at i = n * BLOCK and stores diagonal j - i at place j - i + (n + 1) * BLOCK.
+    """
+    head = tl.program_id(1)
+    entry = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(queries, BLOCK)
+    places = (tl.cdiv(keys, BLOCK) + 1) * BLOCK
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, rows * blocks, ROWS):
+        number = first + tl.arange(0, ROWS)
+        row = (number // blocks).to(tl.int64)
+        block = number % blocks
+        place = entry[None, :] - (queries - 1) + (block[:, None] + 1) * BLOCK
+        inside = (number < rows * blocks)[:, None] & (place >= 0) & (place < places)
+        start = ((row * heads + head) * blocks + block) * places
+        sums += tl.load(partial + start[:, None] + place, mask=inside, other=0.0)
+    bias_grad += head * (queries + keys - 1) + entry
+    sums = tl.sum(sums, 0).to(bias_grad.dtype.element_ty)
+    tl.store(bias_grad, sums, mask=entry < queries + keys - 1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of the operator `samestep::attention`, and its launches."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    segments: Tensor | None
+    key_segments: Tensor | None
+    prefix: Tensor | None
+    bias: Tensor | None
+    dropout_key: Tensor | None
+    causal: bool
+    window: int
+    scale: float
+    dropout: float
+
+    def forward(self, out: Tensor, normalizer: Tensor) -> None:
+        """Fills `out` and `normalizer`."""
+        blocks = self._plan().forward
+        self._launch(
+            forward_kernel,
+            blocks,
+            triton.cdiv(self.query.shape[2], blocks.queries),
+            {"out": out, "normalizer": normalizer},
+        )
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        normalizer: Tensor,
+        query_grad: Tensor,
+        key_grad: Tensor,
+        value_grad: Tensor,
+        bias_grad: Tensor,
+    ) -> None:
+        """Fills the gradients; `bias_grad` unless it is empty."""
+        batch, heads, queries, _ = self.query.shape
+        keys = self.key.shape[2]
+        _, of_queries, of_keys = self._plan()
+        query_blocks = triton.cdiv(queries, of_queries.queries)
+        trains_bias = bias_grad.numel() > 0
+        partial = None
+        if trains_bias:
+            # Blocks of keys that no query of a block may attend to are skipped and stay 0.
+            places = triton.cdiv(keys, of_queries.keys) + 1
+            shape = (batch, heads, query_blocks, places, of_queries.keys)
+            partial = grad.new_zeros(shape, dtype=torch.float32)
+        shared: dict[str, Any] = {
+            "normalizer": normalizer,
+            "grad": grad,
+            "delta": torch.empty_like(normalizer),
+            **_strides("grad", "bht", grad),
+        }
+        self._launch(
+            query_gradient_kernel,
+            of_queries,
+            query_blocks,
+            shared | {"out": out, "query_grad": query_grad, "bias_partial": partial},
+            BIAS_GRADIENT=trains_bias,
+        )
+        self._launch(
+            key_gradient_kernel,
+            of_keys,
+            triton.cdiv(keys, of_keys.keys),
+            shared | {"key_grad": key_grad, "value_grad": value_grad},
+        )
+        if trains_bias:
+            columns = 64
+            grid = (triton.cdiv(queries + keys - 1, columns), heads)
+            bias_gradient_kernel[grid](
+                partial, bias_grad, batch, heads, queries, keys,
+                BLOCK=of_queries.keys, ROWS=16, COLUMNS=columns, num_warps=4,
+            )  # fmt: skip
+
+    def _plan(self) -> Plan:
+        width, dtype = self.query.shape[-1], self.query.dtype
+        return choose_plan(width, dtype, _generation(self.query.device))
+
+    def _launch(
+        self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **flags: bool
+    ) -> None:
+        batch, heads, queries, width = self.query.shape
+        # As in `dropout`: the comparison with an int32 keeps a share of 1 - p.
+        threshold = round(self.dropout * 2**32) - 2**31
+        drops = self.dropout_key is not None and threshold > -(2**31)
+        kernel[(programs * batch * heads,)](
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            segments=self.segments,
+            key_segments=self.key_segments,
+            prefix=self.prefix,
+            bias=self.bias,
+            dropout_key=self.dropout_key,
+            **tensors,
+            **_strides("query", "bht", self.query),
+            **_strides("key", "bhs", self.key),
+            **_strides("value", "bhs", self.value),
+            heads=heads,
+            queries=queries,
+            keys=self.key.shape[2],
+            window=self.window,
+            scale=self.scale,
+            threshold=threshold,
+            keep_scale=1 / (1 - self.dropout) if drops else 1.0,
+            SEGMENTS=self.segments is not None,
+            CAUSAL=self.causal,
+            PREFIX=self.prefix is not None,
+            LOCAL=self.window >= 0,
+            BIAS=self.bias is not None,
+            DROPOUT=drops,
+            WIDTH=width,
+            PADDED=triton.next_power_of_2(width),
+            PRECISION=_precision(),
+            BLOCK_T=blocks.queries,
+            BLOCK_S=blocks.keys,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+            **flags,
+        )
+
+
+def _strides(name: str, dimensions: str, x: Tensor) -> dict[str, int]:
+    """Strides of a tensor by the names of the kernels' arguments, without the last one, 1."""
+    return {f"{name}_{d}": x.stride(n) for n, d in enumerate(dimensions)}
+
+
+def _precision() -> str:
+    """The precision of fp32 products, which torch.set_float32_matmul_precision chooses."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
