@@ -135,7 +135,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
         work()
     times: list[float] = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()
@@ -144,8 +144,8 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def backward(result: Tensor, grad: Tensor) -> None:
-    result.backward(grad, retain_graph=True)  # type: ignore[no-untyped-call]
+def differentiate(result: Tensor, grad: Tensor) -> None:
+    torch.autograd.backward(result, grad, retain_graph=True)
 
 
 def measure(shape: Shape, device: torch.device, repeats: int) -> list[list[str]]:
@@ -155,7 +155,9 @@ def measure(shape: Shape, device: torch.device, repeats: int) -> list[list[str]]
     for name, work in build(shape, device).items():
         forward = milliseconds(work, repeats)
         result = work()
-        both = forward + milliseconds(partial(backward, result, torch.randn_like(result)), repeats)
+        both = forward + milliseconds(
+            partial(differentiate, result, torch.randn_like(result)), repeats
+        )
         teraflops = 7 * flops / both / 1e9
         rows.append([shape.name, name, f"{forward:.3f}", f"{both:.3f}", f"{teraflops:.0f}"])
     return rows

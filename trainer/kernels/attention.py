@@ -29,8 +29,9 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return alike and key.shape == value.shape and _has_device(query.device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo cannot trace it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_device(device: torch.device) -> bool:
+    # Dynamo takes the result as a constant, because it cannot trace what the function asks.
     return _compiles_for(device)
 
 

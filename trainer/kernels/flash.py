@@ -55,8 +55,9 @@ class Plan(NamedTuple):
 def choose_plan(width: int, dtype: torch.dtype, generation: str) -> Plan:
     """Launch parameters for a head width on a generation of GPUs ("hopper", "amd" or "other").
 
-    The largest tiles with which no kernel spills registers in its fullest form; none of them was
-    timed. All need at most 99 KB of shared memory, except the widest heads.
+    Chosen from compiled code, not from timings: the largest tiles with which no kernel in half
+    precision spills more than 16 bytes of registers (tests/kernels/test_code.py). On Ampere, Ada
+    and the GPUs of workstations all fit into their 99 KB of shared memory.
     """
     narrow = width <= 64
     if dtype == torch.float32:
@@ -466,9 +467,12 @@ class Call:
             places = triton.cdiv(keys, of_queries.keys) + 1
             shape = (batch, heads, query_blocks, places, of_queries.keys)
             partial = grad.new_zeros(shape, dtype=torch.float32)
-        delta = torch.empty_like(normalizer)
-        shared: dict[str, Any] = {"normalizer": normalizer, "grad": grad, "delta": delta}
-        shared |= _strides("grad", "bht", grad)
+        shared: dict[str, Any] = {
+            "normalizer": normalizer,
+            "grad": grad,
+            "delta": torch.empty_like(normalizer),
+            **_strides("grad", "bht", grad),
+        }
         self._launch(
             query_gradient_kernel,
             of_queries,
