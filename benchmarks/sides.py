@@ -248,12 +248,11 @@ def _serve(serve: Serve, job: Job, commands: Connection) -> None:
         commands.send(failure)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)):
-            failure = SideFailed("out of memory", out_of_memory=True)
-        else:
-            traceback.print_exc()
-            first = next(iter(str(error).splitlines()), "")
-            failure = SideFailed(f"failed: {type(error).__name__}: {first}"[:200])
-        commands.send(failure)
+            commands.send(SideFailed("out of memory", out_of_memory=True))
+            return
+        traceback.print_exc()
+        first = next(iter(str(error).splitlines()), "")
+        commands.send(SideFailed(f"failed: {type(error).__name__}: {first}"[:200]))
 
 
 class Side:
