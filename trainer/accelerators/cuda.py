@@ -167,6 +167,7 @@ class CudaAccelerator(Accelerator):
         # NCCL connects at once, where a failure is explained, not in the first collective.
         self.collective_device = self.device
         self.attention_kernels = _attention_kernels()
+        self.has_fp8 = torch.cuda.get_device_capability(self.device) >= (8, 9)
         self._millijoules = _energy_counter(self.device)
 
     @property
