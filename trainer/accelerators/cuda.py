@@ -173,6 +173,7 @@ class CudaAccelerator(Accelerator):
         self.collective_device = self.device
         self.attention_kernels = _attention_kernels()
         self._fuses_attention = fuses_attention
+        self.has_fp8 = torch.cuda.get_device_capability(self.device) >= (8, 9)
         self._millijoules = _energy_counter(self.device)
 
     @property

@@ -87,7 +87,11 @@ def evaluate(
         StorageError: writing the file failed; the scores are kept.
         SamestepError: the device ran out of memory.
     """
-    members = [Member(experiment, step), *ensemble]
+    members = [
+        replace(member, experiment=_in_bf16(member.experiment))
+        for member in (Member(experiment, step), *ensemble)
+    ]
+    experiment = members[0].experiment
     with open_strategy(experiment) as strategy:
         try:
             return _evaluate(members, predictions, encoder, strategy)
@@ -97,6 +101,11 @@ def evaluate(
                 "micro-batches, as with training.micro_batch_size=1 (with phases, "
                 "phases.0.micro_batch_size=1), or more devices"
             ) from error
+
+
+def _in_bf16(experiment: Experiment) -> Experiment:
+    """The same run without 8-bit products, so that every device can evaluate it."""
+    return replace(experiment, training=replace(experiment.training, fp8=False))
 
 
 def _evaluate(

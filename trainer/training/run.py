@@ -162,6 +162,11 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
     world = World.start(experiment.training.collective_timeout)
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
+        if experiment.training.fp8 and not accelerator.has_fp8:
+            raise ConfigError(
+                f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
+                " Set it to false, or use a GPU of compute capability 8.9 or above."
+            )
         world.connect(accelerator.collective_backend, accelerator.collective_device)
         yield experiment.strategy.build(accelerator, world, experiment.training.precision)
         world.close()
@@ -396,6 +401,10 @@ def build_model(
                 f"training.residual is {settings.residual}, and this model has no norms or "
                 "embeddings that support it. Set it to fp32."
             )
+    if settings.fp8:
+        from trainer.training.float8 import use_float8  # needs an extra
+
+        use_float8(model)
     if settings.compile:
         compile_units(model, many_widths=experiment.data.group_by_length is not None)
     return model

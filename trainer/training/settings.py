@@ -31,6 +31,9 @@ class Config:
         residual: of the hidden states between layers under precision bf16: the output of embeddings
             and norms. Norms compute in fp32 either way. bf16 halves the memory traffic of norms,
             dropout and residual sums, and changes the numbers like another precision.
+        fp8: computes the matrix products in layers in 8-bit floating point, under precision bf16:
+            faster on GPUs of compute capability 8.9 and above (Ada, Hopper, Blackwell), with other
+            numbers. Use it with compile. Needs the extra fp8.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them as they are.
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third
             more work.
@@ -56,6 +59,7 @@ class Config:
     micro_batch_size: MicroBatchSize = "auto"
     precision: Precision = "fp32"
     residual: Residual = "fp32"
+    fp8: bool = False
     max_grad_norm: float | None = 1.0
     activation_checkpointing: bool = False
     compile: bool = False
@@ -82,6 +86,11 @@ class Config:
             raise ConfigError(
                 f"residual is bf16 and precision is {self.precision}. Set precision to bf16, or "
                 "residual to fp32."
+            )
+        if self.fp8 and self.precision != "bf16":
+            raise ConfigError(
+                f"fp8 is true and precision is {self.precision}. Set precision to bf16, or fp8 to "
+                "false."
             )
         if self.best is not None and self.evaluate_every is None:
             raise ConfigError(

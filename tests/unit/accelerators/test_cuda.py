@@ -20,6 +20,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "_energy_counter", lambda device: None)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -35,6 +36,17 @@ def test_attention_never_uses_cudnn() -> None:
     accelerator = cuda.Config().build()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert accelerator.attention_kernels == "flash, efficient, math"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]
+)
+def test_8_bit_products_need_a_new_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert cuda.Config().build().has_fp8 == expected
 
 
 @pytest.mark.usefixtures("gpu")

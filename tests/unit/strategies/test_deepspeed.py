@@ -61,6 +61,7 @@ def experiment(strategy: Config, **training: Any) -> dict[str, Any]:
             "max_grad_norm": 1.0,
             "precision": "fp32",
             "compile": False,
+            "fp8": False,
             **training,
         },
         "phases": [],
@@ -242,6 +243,8 @@ def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match=r"training.compile does not go with strategy.stage 3"):
         Config(stage=3).check(experiment(Config(stage=3), compile=True))
     Config(stage=2).check(experiment(Config(stage=2), compile=True))
+    with pytest.raises(ConfigError, match=r"training.fp8 does not go with strategy deepspeed"):
+        Config(stage=2).check(experiment(Config(stage=2), fp8=True))
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:

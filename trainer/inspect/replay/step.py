@@ -151,6 +151,7 @@ def _on_one_cpu(experiment: Experiment) -> Experiment:
         micro_batch_size="auto",
         precision="fp32",
         residual="fp32",
+        fp8=False,
         compile=False,
         activation_checkpointing=False,
         faults=FaultsConfig(),

@@ -68,6 +68,11 @@ class Config(strategies.Config):
                 "code would gather parameters. Set training.compile=false, strategy.stage=2, or "
                 "strategy=fsdp."
             )
+        if experiment["training"]["fp8"]:
+            raise ConfigError(
+                "training.fp8 does not go with strategy deepspeed. Use strategy=fsdp, or set "
+                "training.fp8=false."
+            )
         if self.config is not None:
             settings.check(self.config, settings.read(self.config), experiment)
 
