@@ -113,6 +113,11 @@ class Planner:
                 largest = most
             else:
                 largest = bisect_right(range(1, most), budget, key=total)
+                # Large logits are computed in chunks, whose memory stops to grow, so interpolation
+                # may be too low: what it finds is traced, and becomes a bound if it is too much.
+                while largest > 1 and held(largest, self._activations(largest)).total > budget:
+                    bounds = sorted([*bounds, (largest, self._activations(largest))], key=_size)
+                    largest = bisect_right(range(1, largest), budget, key=total)
         wanted = self._phase.micro_batch_size
         size = min(most, wanted) if isinstance(wanted, int) else largest or 1
         count = -(-most // size)
@@ -145,6 +150,10 @@ class Planner:
             if self._progress is not None:
                 self._progress.advance()
         return self._traced[size]
+
+
+def _size(bound: tuple[int, Activations]) -> int:
+    return bound[0]
 
 
 def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> Division:

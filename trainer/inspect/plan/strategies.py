@@ -317,7 +317,8 @@ def interpolate(size: int, traced: Sequence[tuple[int, Activations]]) -> Activat
     """Estimates the activations of a micro-batch between traced ones, which are in ascending order.
 
     A peak is the maximum of several sums that are linear in the number of examples, so it is
-    convex, and a linear interpolation never underestimates it.
+    convex, and a linear interpolation never underestimates it; except for logits in chunks, whose
+    memory stops to grow.
     """
     for (low, below), (high, above) in pairwise(traced):
         if size <= high:
