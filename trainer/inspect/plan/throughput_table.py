@@ -1,0 +1,159 @@
+"""`samestep plan --throughput`: predictions as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from trainer.errors import ConfigError
+from trainer.inspect.plan.device import ALL
+from trainer.inspect.plan.operators import KINDS
+from trainer.inspect.plan.throughput import HOST, Predictor, as_json, check_device
+from trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from trainer.inspect.plan.throughput import Prediction
+    from trainer.inspect.plan.trace import Step
+    from trainer.training.experiment import Experiment
+    from trainer.training.phases import Phase
+
+_NOTES = (
+    "Milliseconds of a step by class of operators, the larger of arithmetic and memory traffic for "
+    "each kernel; waits: for launches by the host; sends: communication, and of it exposed, which no "
+    "pass hides. seq/s and tokens/s: of one device. "
+    "eager: a kernel for each operator; compiled: training.compile fuses elementwise operators; "
+    "fused: also one kernel for attention and a fused loss. These are predictions from data sheets "
+    "and shares of peaks, without input and checkpoints: docs/gpu.md."
+)
+
+
+def check(device: str, price: float | None) -> None:
+    """Rejects unknown devices and prices before anything is traced.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if device != ALL:
+        check_device(device)
+    if price is not None and not price >= 0:
+        raise ConfigError(f"--price is {price}. Use the price of a device for an hour, as 2.5.")
+
+
+def show(
+    experiment: Experiment,
+    phases: Sequence[Phase],
+    step: Step,
+    devices: int,
+    strategy: str,
+    device: str,
+    price: float | None,
+    json_wanted: bool,
+) -> None:
+    """Prints the predictions of all phases.
+
+    Args:
+        device: its name, or `ALL`.
+        price: of a device for an hour; None prints no cost.
+    """
+    from rich.console import Console
+
+    from trainer.accelerators.datasheets import DEVICES
+
+    names = list(DEVICES) if device == ALL else [device]
+    predictor = Predictor(experiment, step, devices, strategy)
+    found: list[tuple[Phase, list[Prediction]]] = []
+    with Progress("running steps without memory", len(phases)) as progress:
+        for each in predictor.predictions(phases, names):
+            found.append(each)
+            progress.advance()
+    totals = list(_totals(found, devices, price))
+    if json_wanted:
+        listed = [
+            {"sequence_length": phase.sequence_length, "predictions": list(map(as_json, rows))}
+            for phase, rows in found
+        ]
+        tree = {"devices": devices, "strategy": strategy, "phases": listed, "run": totals}
+        sys.stdout.write(json.dumps(tree, indent=1) + "\n")
+        return
+    console = Console(highlight=False, markup=False)
+    console.print(_table(found, f"{strategy} on {devices}", experiment.training.precision))
+    for total in totals:
+        line = f"All steps, {total['device']}, {total['implementation']}: {_time(total['hours'])}"
+        if price is not None:
+            line += f", {total['cost']:,.0f} for {devices} at {price:g} an hour each"
+        console.print(line + ".")
+    if any(not each.fits for _, rows in found for each in rows):
+        console.print("* One example does not fit the memory of the device under this strategy.")
+    console.print(_NOTES, style="dim")
+    if device == HOST:
+        console.print("The rates of the CPU were measured now.", style="dim")
+
+
+def _totals(
+    found: Sequence[tuple[Phase, list[Prediction]]], devices: int, price: float | None
+) -> Iterable[dict[str, object]]:
+    """The whole run on each device, with each implementation."""
+    for rows in zip(*(rows for _, rows in found), strict=True):
+        hours = sum(each.hours for each in rows)
+        total: dict[str, object] = {
+            "device": rows[0].device,
+            "implementation": rows[0].implementation,
+            "hours": hours,
+        }
+        if price is not None:
+            total["cost"] = hours * devices * price
+        yield total
+
+
+def _table(found: Sequence[tuple[Phase, list[Prediction]]], devices: str, precision: str) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"Predicted throughput, {precision}, {devices}",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        padding=(0, 0, 0, 1),
+    )
+    for _, rows in found:
+        for each in rows:
+            row = {
+                "length": str(each.sequence_length),
+                "device": each.device + ("" if each.fits else "*"),
+                "": each.implementation,
+                "batch": f"{each.micro_batch} x {each.micro_batches}",
+                **{kind: _ms(each.step.seconds.get(kind, 0.0)) for kind in KINDS},
+                "waits": _ms(each.step.waiting),
+                "sends": _ms(each.communication),
+                "exposed": _ms(each.exposed),
+                "step": _ms(each.seconds),
+                "launches": f"{each.step.launches:,}",
+                "seq/s": _three(each.sequences),
+                "tokens/s": _three(each.tokens),
+                "MFU": f"{each.mfu:.1%}",
+            }
+            if not table.columns:
+                for heading in row:
+                    words = heading in ("length", "device", "")
+                    table.add_column(heading, justify="left" if words else "right", no_wrap=True)
+            table.add_row(*row.values())
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return _three(1000 * seconds)
+
+
+def _three(number: float) -> str:
+    """At least three digits: 0.123, 12.3, 12,345."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _time(hours: object) -> str:
+    assert isinstance(hours, float)
+    return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
