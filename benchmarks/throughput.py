@@ -10,8 +10,9 @@ The anchors are configured with what their authors use, as far as it is publishe
   At length 512 their kernels skip padding. How long rows are is not published; MLPerf packs two
   sequences of the same Wikipedia into 512 positions. So a row is assumed to have 256 positions.
 - MLPerf Training 4.0, BERT-large on eight H200: 7,972 sequences per second, two of them packed in
-  512 positions. fp8 in the layers' products, activations in 16 bits, one kernel for attention, which
-  skips what sequences may not see: rows of 256. Every device takes 96 sequences a step (assumed).
+  512 positions. fp8 in the layers' products, activations in 16 bits, one kernel for attention,
+  which skips what sequences may not see: rows of 256. Every device takes 96 sequences a step
+  (assumed).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from unittest.mock import patch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.accelerators.datasheets import DEVICES
 from trainer.config import load
 from trainer.inspect.plan.fusion import EAGER, FUSED, Implementation
 from trainer.inspect.plan.throughput import Prediction, Predictor

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeAlias
 
 from trainer.inspect.plan.operators import Kind, Operator, Use
 
@@ -83,12 +84,16 @@ class Kernel:
     largest: float = 0.0
 
 
+_Uses: TypeAlias = dict[tuple[int, int], Use]
+"""By value and offset: a kernel reads each part of a value once."""
+
+
 @dataclass
 class _Group:
     """Operators that become one kernel."""
 
     operators: list[int] = field(default_factory=list)
-    reads: dict[int, Use] = field(default_factory=dict)
+    reads: _Uses = field(default_factory=dict)
     writes: dict[int, Use] = field(default_factory=dict)
 
 
@@ -116,9 +121,9 @@ class _Graph:
         for number, operator in enumerate(operators):
             group = self._groups[self._root(number)]
             for use in operator.reads:
-                known = group.reads.get(use.value)
+                known = group.reads.get(use[:2])
                 if use.value not in group.writes and (known is None or known.nbytes < use.nbytes):
-                    group.reads[use.value] = use
+                    group.reads[use[:2]] = use
         if implementation.compiles or implementation.whole or implementation.fuses_attention:
             self._recompute()
             self._forget()
@@ -184,10 +189,12 @@ class _Graph:
 
     def _recompute(self) -> None:
         """Lets groups compute values of other groups again, if that reads less."""
-        slices: dict[int, dict[int, Use]] = {}
+        slices: dict[int, _Uses] = {}
         for group in self._groups.values():
             if not self._is_fused(group):
                 continue
+            # A fused attention stores no scores, however small they are.
+            group_call = self._operators[group.operators[0]].scope.call
             for use in list(group.reads.values()):
                 producer = self._producer.get(use.value)
                 if producer is None:
@@ -197,11 +204,13 @@ class _Graph:
                     continue
                 inputs = self._slice(use.value, source, slices)
                 # What the group reads anyway costs nothing.
-                cost = sum(each.nbytes for v, each in inputs.items() if v not in group.reads)
-                if cost < use.nbytes:
-                    del group.reads[use.value]
-                    for value, each in inputs.items():
-                        group.reads.setdefault(value, each)
+                cost = sum(each.nbytes for key, each in inputs.items() if key not in group.reads)
+                attends = isinstance(self._region(self._operators[producer]), tuple)
+                inside = self._operators[producer].scope.call == group_call
+                if cost < use.nbytes or (attends and inside):
+                    del group.reads[use[:2]]
+                    for key, each in inputs.items():
+                        group.reads.setdefault(key, each)
 
     def _unit(self, group: _Group) -> object:
         """The graph that a compiler sees: other graphs cannot compute its values again."""
@@ -211,21 +220,21 @@ class _Graph:
     def _is_fused(self, group: _Group) -> bool:
         return self._region(self._operators[group.operators[0]]) is not None
 
-    def _slice(self, value: int, group: _Group, found: dict[int, dict[int, Use]]) -> dict[int, Use]:
+    def _slice(self, value: int, group: _Group, found: dict[int, _Uses]) -> _Uses:
         """The inputs of a group from which it computes a value."""
         if value not in found:
-            inputs: dict[int, Use] = {}
+            inputs: _Uses = {}
             for use in self._operators[self._producer[value]].reads:
                 if use.value in group.writes:
                     inputs |= self._slice(use.value, group, found)
                 else:
-                    inputs[use.value] = group.reads.get(use.value, use)
+                    inputs[use[:2]] = use
             found[value] = inputs
         return found[value]
 
     def _forget(self) -> None:
         """Drops the writes of values that no other group reads."""
-        read = {value for group in self._groups.values() for value in group.reads}
+        read = {value for group in self._groups.values() for value, _ in group.reads}
         for group in self._groups.values():
             if self._is_fused(group):
                 group.writes = {v: use for v, use in group.writes.items() if v in read}

@@ -58,11 +58,13 @@ class Use(NamedTuple):
 
     Attributes:
         value: its number.
+        offset: of the first element; parts of a value, such as queries and keys, differ in it.
         nbytes: that are read or written.
         narrows: whether it is an fp32 activation, which an implementation may keep in 16 bits.
     """
 
     value: int
+    offset: int
     nbytes: int
     narrows: bool
 
@@ -72,7 +74,7 @@ class Scope(NamedTuple):
 
     Attributes:
         name: attention, model, loss or optimizer.
-        unit: number of the sharding unit, which is what `training.compile` compiles; None outside.
+        unit: identity of the sharding unit, which is what `training.compile` compiles; None outside.
         call: number of the call of an attention module.
     """
 
@@ -136,14 +138,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def scopes_of(self, model: Model) -> Iterator[None]:
-        """Follows the calls of a model's modules."""
-        units = {id(unit): number for number, unit in enumerate(model.sharding_units())}
+        """Follows the calls of a model's modules; what runs outside of them is the loss."""
+        units = set(map(id, model.sharding_units()))
         handles = []
         outer: list[Scope] = []
 
         def enter(module: nn.Module, name: str) -> None:
             outer.append(self.scope)
-            unit = units.get(id(module), self.scope.unit)
+            unit = id(module) if id(module) in units else self.scope.unit
             if isinstance(module, Attention):
                 self._calls += 1
                 self._switch(Scope("attention", unit, self._calls))
@@ -158,12 +160,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._switch(outer.pop())
 
         for name, module in model.named_modules():
-            known = isinstance(module, Attention | Projection) or id(module) in units
-            if known or module is model or name.rpartition(".")[2].endswith("head"):
-                handles.append(
-                    module.register_forward_pre_hook(lambda m, _, name=name: enter(m, name))
-                )
-                handles.append(module.register_forward_hook(lambda *_: leave(), always_call=True))
+            is_head = name.rpartition(".")[2].endswith("head")
+            is_part = isinstance(module, Attention | Projection) or id(module) in units
+            if module is model or is_part or is_head:
+                handles += [
+                    module.register_forward_pre_hook(lambda m, _, name=name: enter(m, name)),
+                    module.register_forward_hook(lambda *_: leave(), always_call=True),
+                ]
         try:
             yield
         finally:
@@ -200,14 +203,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor
                 for argument, value in zip(func._schema.arguments, args, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write
+                # Fused optimizers write gradients only if they unscale them.
+                if argument.name != "grads"
                 for tensor in tree_leaves(value)
                 if isinstance(tensor, Tensor)
             ]
         writes = [self._write(each) for each in made]
         if name.removesuffix("_") in ("copy", "fill", "zero") and changes:
             reads = reads[1:]  # the old value is not read
-        count = flop_registry.get(func._overloadpacket)
-        flops = float(count(*args, **kwargs, out_val=outputs)) if count else 0.0
+        flops = _flops(func, args, kwargs, outputs, inputs)
         self._record(name, flops, reads, writes, inputs, func, args)
         return outputs
 
@@ -225,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scope, accumulates = self.scope, False
         if node is not None and self._depth == 0:
             # Not in a layer that is recomputed. Sums of gradients have no number of their own.
-            number = node._sequence_nr()  # type: ignore[attr-defined]
+            number = node._sequence_nr()
             accumulates = node.name().endswith("AccumulateGrad")
             scope = self._scopes[bisect_right(self._first_nodes, number) - 1]
         stem = name.removesuffix("_")
@@ -272,12 +276,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # An expanded tensor has more elements than memory.
         nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
         narrows = tensor.dtype == torch.float32 and storage not in self._persistent
-        return Use(self._values[storage], nbytes, narrows)
+        return Use(self._values[storage], int(tensor.storage_offset()), nbytes, narrows)
 
     def _write(self, tensor: Tensor) -> Use:
         self._count += 1
         self._values[tensor.untyped_storage()] = self._count
         return self._use(tensor)
+
+
+def _flops(
+    func: Any,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    outputs: object,
+    inputs: list[Tensor],
+) -> float:
+    """FLOPs of a matrix product, or of fused attention; 0 for other operators."""
+    name = func._overloadpacket.__name__
+    if "scaled_dot_product" in name:  # PyTorch has no formula for the CPU's kernel
+        backward = "backward" in name  # whose first input is the gradient
+        query, key = inputs[1:3] if backward else inputs[:2]
+        return (2.5 if backward else 1.0) * 4 * query.numel() * key.shape[-2]
+    count = flop_registry.get(func._overloadpacket)
+    return float(count(*args, **kwargs, out_val=outputs)) if count else 0.0
 
 
 def _sums_columns(func: Any, inputs: list[Tensor], args: tuple[object, ...]) -> bool:

@@ -78,7 +78,8 @@ def check_device(name: str) -> None:
     """
     if name not in (HOST, *DEVICES):
         raise ConfigError(
-            f"--throughput {name} is unknown. Use {', '.join(DEVICES)}, or {HOST}, which is measured"
+            f"--throughput {name} is unknown. Use {', '.join(DEVICES)}; or {HOST}, which is "
+            "measured"
         )
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _NOTES = (
     "Milliseconds of a step by class of operators, the larger of arithmetic and memory traffic for "
-    "each kernel; waits: for launches by the host; sends: communication, and of it exposed, which no "
-    "pass hides. seq/s and tokens/s: of one device. "
+    "each kernel; waits: for launches by the host; sends: communication; exposed: the part of it "
+    "that no pass hides. seq/s and tokens/s: of one device. "
     "eager: a kernel for each operator; compiled: training.compile fuses elementwise operators; "
     "fused: also one kernel for attention and a fused loss. These are predictions from data sheets "
     "and shares of peaks, without input and checkpoints: docs/gpu.md."
@@ -122,12 +122,12 @@ def _table(found: Sequence[tuple[Phase, list[Prediction]]], devices: str, precis
     )
     for _, rows in found:
         for each in rows:
-            row = {
+            row: dict[str, str] = {
                 "length": str(each.sequence_length),
                 "device": each.device + ("" if each.fits else "*"),
                 "": each.implementation,
                 "batch": f"{each.micro_batch} x {each.micro_batches}",
-                **{kind: _ms(each.step.seconds.get(kind, 0.0)) for kind in KINDS},
+                **{str(kind): _ms(each.step.seconds.get(kind, 0.0)) for kind in KINDS},
                 "waits": _ms(each.step.waiting),
                 "sends": _ms(each.communication),
                 "exposed": _ms(each.exposed),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -203,7 +203,9 @@ class Step:
             ConfigError: the objective reads the value of a tensor on the host.
         """
         recorder = Recorder(self._existing())
-        with recorder.scopes_of(self._model):
+        with ExitStack() as stack:
+            for model in filter(None, (self._model, self.teacher)):
+                stack.enter_context(recorder.scopes_of(model))
             self._passes(objective, example, size, recorder)
         return recorder.operators
 
