@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
 from trainer.inspect.plan.device import ALL
-from trainer.inspect.plan.operators import KINDS
+from trainer.inspect.plan.operators import KINDS, Kind
 from trainer.inspect.plan.throughput import HOST, Predictor, as_json, check_device
 from trainer.progress import Progress
 
@@ -21,13 +21,21 @@ if TYPE_CHECKING:
     from trainer.training.experiment import Experiment
     from trainer.training.phases import Phase
 
+_HEADINGS: dict[Kind, str] = {
+    "products": "prod",
+    "attention": "attn",
+    "elementwise": "elem",
+    "loss": "loss",
+    "optimizer": "optim",
+    "other": "other",
+}
 _NOTES = (
-    "Milliseconds of a step by class of operators, the larger of arithmetic and memory traffic for "
-    "each kernel; waits: for launches by the host; sends: communication; exposed: the part of it "
-    "that no pass hides. seq/s and tokens/s: of one device. "
-    "eager: a kernel for each operator; compiled: training.compile fuses elementwise operators; "
-    "fused: also one kernel for attention and a fused loss. These are predictions from data sheets "
-    "and shares of peaks, without input and checkpoints: docs/gpu.md."
+    "seq/s and tokens/s are one device's. Times by class: matrix products of layers, attention, "
+    "elementwise operators and norms, head and loss, the update, all else; each kernel takes the "
+    "larger of arithmetic and memory traffic. waits: for launches by the host; sends: "
+    "communication; exposed: the part of it that no pass hides. eager: a kernel for each operator; "
+    "compiled: training.compile fuses elementwise operators; fused: also one kernel for attention, "
+    "and a fused loss. Input and checkpoints are not included. How it is predicted: docs/gpu.md."
 )
 
 
@@ -80,7 +88,10 @@ def show(
         sys.stdout.write(json.dumps(tree, indent=1) + "\n")
         return
     console = Console(highlight=False, markup=False)
-    console.print(_table(found, f"{strategy} on {devices}", experiment.training.precision))
+    for phase, rows in found:
+        title = f"length {phase.sequence_length}, {experiment.training.precision}, {strategy} on"
+        console.print(_table(f"Predicted throughput, {title} {devices}", map(_rates, rows)))
+        console.print(_table("Milliseconds of a step", map(_times, rows)))
     for total in totals:
         line = f"All steps, {total['device']}, {total['implementation']}: {_time(total['hours'])}"
         if price is not None:
@@ -109,40 +120,48 @@ def _totals(
         yield total
 
 
-def _table(found: Sequence[tuple[Phase, list[Prediction]]], devices: str, precision: str) -> Table:
+def _table(title: str, rows: Iterable[dict[str, str]]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"Predicted throughput, {precision}, {devices}",
+        title=title,
         title_justify="left",
         title_style="bold",
         header_style="dim",
         box=None,
         padding=(0, 0, 0, 1),
     )
-    for _, rows in found:
-        for each in rows:
-            row: dict[str, str] = {
-                "length": str(each.sequence_length),
-                "device": each.device + ("" if each.fits else "*"),
-                "": each.implementation,
-                "batch": f"{each.micro_batch} x {each.micro_batches}",
-                **{str(kind): _ms(each.step.seconds.get(kind, 0.0)) for kind in KINDS},
-                "waits": _ms(each.step.waiting),
-                "sends": _ms(each.communication),
-                "exposed": _ms(each.exposed),
-                "step": _ms(each.seconds),
-                "launches": f"{each.step.launches:,}",
-                "seq/s": _three(each.sequences),
-                "tokens/s": _three(each.tokens),
-                "MFU": f"{each.mfu:.1%}",
-            }
-            if not table.columns:
-                for heading in row:
-                    words = heading in ("length", "device", "")
-                    table.add_column(heading, justify="left" if words else "right", no_wrap=True)
-            table.add_row(*row.values())
+    for row in rows:
+        if not table.columns:
+            for heading in row:
+                justify = "left" if heading in ("device", "") else "right"
+                table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_row(*row.values())
     return table
+
+
+def _rates(each: Prediction) -> dict[str, str]:
+    return {
+        "device": each.device + ("" if each.fits else "*"),
+        "": each.implementation,
+        "batch": f"{each.micro_batch} x {each.micro_batches}",
+        "step, ms": _ms(each.seconds),
+        "launches": f"{each.step.launches:,}",
+        "seq/s": _three(each.sequences),
+        "tokens/s": _three(each.tokens),
+        "MFU": f"{each.mfu:.1%}",
+    }
+
+
+def _times(each: Prediction) -> dict[str, str]:
+    return {
+        "device": each.device,
+        "": each.implementation,
+        **{_HEADINGS[kind]: _ms(each.step.seconds.get(kind, 0.0)) for kind in KINDS},
+        "waits": _ms(each.step.waiting),
+        "sends": _ms(each.communication),
+        "exposed": _ms(each.exposed),
+    }
 
 
 def _ms(seconds: float) -> str:
