@@ -3,7 +3,8 @@
     python -m benchmarks.roofline    # a minute or two
 
 A step is both passes over one micro-batch and the optimizer's update, in fp32, eager. Times are CPU
-times of one thread, because other programs disturb these less than wall times.
+times of one thread, because other programs disturb these less than wall times. The rates of the CPU
+are measured right before each step.
 """
 
 from __future__ import annotations
@@ -122,14 +123,9 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(given)
     torch.set_num_threads(1)
-    rates = measure()
-    print(
-        f"Products {rates.products / 1e9:.0f} and {rates.batched / 1e9:.0f} GFLOP/s, memory "
-        f"{rates.cached / 1e9:.1f} and {rates.streamed / 1e9:.1f} GB/s, new memory "
-        f"{rates.fresh / 1e9:.1f} GB/s\n"
-    )
     print("| step | predicted, ms | measured, ms | predicted / measured |\n|---|---:|---:|---:|")
     for name in options.shape:
+        rates = measure()  # a busy machine is slower from minute to minute
         ours, real = predicted(SHAPES[name], rates), measured(SHAPES[name], options.repeats)
         print(f"| {name} | {1e3 * ours:.0f} | {1e3 * real:.0f} | {ours / real:.2f} |", flush=True)
 

@@ -46,7 +46,7 @@ def register(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "compute a run's memory per device, its traffic, time and energy",
+        "compute a run's memory per device, its traffic, throughput and energy",
         "example:\n  samestep plan configs/pretrain/t5_11b.yaml --devices 64 --memory 80GiB",
         "Computes how much memory a run takes of each device under each strategy, and what it "
         "sends between devices in a step; and estimates the time, energy and CO2 of all steps. "

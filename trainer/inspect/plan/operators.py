@@ -74,7 +74,7 @@ class Scope(NamedTuple):
 
     Attributes:
         name: attention, model, loss or optimizer.
-        unit: identity of the sharding unit, which is what `training.compile` compiles; None outside.
+        unit: identity of the sharding unit, which `training.compile` compiles; None outside.
         call: number of the call of an attention module.
     """
 

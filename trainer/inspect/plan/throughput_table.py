@@ -169,7 +169,9 @@ def _ms(seconds: float) -> str:
 
 
 def _three(number: float) -> str:
-    """At least three digits: 0.123, 12.3, 12,345."""
+    """Three digits, or all before the point: 0.12, 12.3, 12,345."""
+    if number < 1:
+        return f"{number:.2f}" if number else "0"
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +27,7 @@ from trainer.accelerators.attention import GpuAttention
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.inspect.plan.operators import Operator, Recorder, Scope
+from trainer.models import Model
 from trainer.objectives import Objective, Taught
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
@@ -143,7 +144,7 @@ class Step:
         self._precision: Precision = experiment.training.precision
         self._on_cpu = on_cpu
         self._fake = FakeTensorMode()
-        self.teacher: nn.Module | None = None
+        self.teacher: Model | None = None
         with self._fake:
             self._model = experiment.build_model()
             self._model.train()
