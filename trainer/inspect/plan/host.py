@@ -81,6 +81,7 @@ def measure(precision: Precision = "fp32") -> HostRates:
     grad = y.view(-1, 256)
     _, mean, spread = _aten.native_layer_norm(rows, [256], weight, weight, 1e-5)
     soft = rows.softmax(-1)
+    mask = x > 1
     slow: dict[str, Callable[[], object]] = {
         "gelu": lambda: F.gelu(x),
         "gelu_backward": lambda: _aten.gelu_backward(y, x),
@@ -93,9 +94,7 @@ def measure(precision: Precision = "fp32") -> HostRates:
             grad, rows, [256], mean, spread, weight, weight, [True, True, True]
         ),
         "masked_fill": lambda: x.masked_fill(mask, 0.0),
-        "sum": lambda: rows.sum(0),
     }
-    mask = x > 1
     return HostRates(
         products=2 * 1024 * 512 * 1024 / _seconds(lambda: left @ right),
         batched=2 * 2 * 64 * 128**2 * 64 / _seconds(lambda: (many @ many.mT, scores @ many)),

@@ -167,7 +167,7 @@ def test_the_command_prints_tables_and_json(experiment_file: str, samestep: Same
     assert "for 2 at 2.5 an hour each" in " ".join(shown.split())
     tree = json.loads(samestep(*plan, "--throughput", "--json").out)
     (phase,) = tree["phases"]
-    assert tree["strategy"] == "ddp"
+    assert tree["strategy"] == load(Experiment, experiment_file).strategy.plan
     assert len(phase["predictions"]) == len(tree["run"]) == 4 * 3 + 3 * 2
     for each in phase["predictions"]:
         parts = each["step"]["seconds"].values()
