@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -256,11 +258,11 @@ class Deberta(Transformer):
         table, first, _ = self._places(tokens.shape[1])
         return {
             **super().columns(inputs),
-            "places": (table - first).to(tokens.device),
+            "places": torch.tensor(table - first, device=tokens.device),
             "segments": torch.ones_like(tokens) if segments is None else segments,
         }
 
-    def _places(self, length: int) -> tuple[Tensor, int, int]:
+    def _places(self, length: int) -> tuple[npt.NDArray[np.int64], int, int]:
         """The rows of the relative embeddings by pair of positions; the first and the last one."""
         table = place_table(length, self.config.buckets, self.config.max_positions)
         # Distances of a short sequence need the middle rows only. They decrease to the upper right.

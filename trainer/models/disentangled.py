@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -17,26 +20,27 @@ from trainer.models.stack import Context
 
 
 @functools.lru_cache(maxsize=32)
-def place_table(length: int, buckets: int, farthest: int) -> Tensor:
-    """The row of the relative embeddings for each pair of positions: int64 [S, S].
+def place_table(length: int, buckets: int, farthest: int) -> npt.NDArray[np.int64]:
+    """The row of the relative embeddings for each pair of positions: [S, S].
 
     Row i, column j is for query i and key j. With `buckets` b > 0, distances up to b / 2 have rows
     of their own, and farther ones share rows that grow logarithmically up to `farthest`; without,
     distances beyond `farthest` share the last row.
     """
-    # On the host, so that every device uses the same rows: logarithms of devices differ in the last
-    # bits, which decide at the bounds of a bucket. fp32, as in the released code.
-    places = torch.arange(length, device="cpu")  # also where a model is built without memory
+    # In NumPy, so that every device uses the same rows: logarithms of devices differ in the last
+    # bits, which decide at the bounds of a bucket. The table also has values while the model runs
+    # on tensors that have none.
+    places = np.arange(length)
     distance = places[:, None] - places
     span = farthest
     if buckets > 0:
         span, middle = buckets, buckets // 2
-        far = distance.abs().clamp(min=middle).float() / middle
-        growth = torch.log(torch.tensor((farthest - 1) / middle, device="cpu"))
-        rows = torch.ceil(far.log() / growth * (middle - 1)) + middle
-        near = distance.abs() <= middle
-        distance = torch.where(near, distance, rows.long() * distance.sign())
-    return (distance + span).clamp(0, 2 * span - 1)
+        far = np.maximum(np.abs(distance), middle) / middle
+        growth = math.log((farthest - 1) / middle)
+        rows = np.ceil(np.log(far) / growth * (middle - 1)) + middle
+        near = np.abs(distance) <= middle
+        distance = np.where(near, distance, (rows * np.sign(distance)).astype(np.int64))
+    return (distance + span).clip(0, 2 * span - 1)
 
 
 class RelativeEmbeddings(nn.Module):

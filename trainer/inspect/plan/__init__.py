@@ -1,1 +1,1 @@
-"""`samestep plan`: a run's memory per device and communication, computed before it is started."""
+"""`samestep plan`: memory, traffic and throughput of a run, predicted before it is started."""

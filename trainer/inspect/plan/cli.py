@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
-from trainer.inspect.plan.device import H100, Device
+from trainer.inspect.plan.device import ALL, H100, Device
 from trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def register(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "compute a run's memory per device, its traffic, time and energy",
+        "compute a run's memory per device, its traffic, throughput and energy",
         "example:\n  samestep plan configs/pretrain/t5_11b.yaml --devices 64 --memory 80GiB",
         "Computes how much memory a run takes of each device under each strategy, and what it "
         "sends between devices in a step; and estimates the time, energy and CO2 of all steps. "
@@ -80,6 +80,17 @@ def register(commands: Commands) -> None:
     ):
         default = getattr(H100, name)
         parser.add_argument(f"--{name}", type=float, metavar=metavar, default=default, help=text)
+    parser.add_argument(
+        "--throughput",
+        nargs="?",
+        const=ALL,
+        metavar="DEVICE",
+        help="predict throughput instead, on a100, h100, h200, b200, v4, v5e, v6e or cpu, which is "
+        "measured (default: all but cpu)",
+    )
+    parser.add_argument(
+        "--price", type=float, metavar="N", help="with --throughput: of a device for an hour"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
@@ -89,7 +100,9 @@ def _plan(args: argparse.Namespace) -> int:
 
     from trainer.accelerators import cpu
     from trainer.config.sizes import parse_size
+    from trainer.inspect.plan import throughput_table
     from trainer.inspect.plan.plan import STRATEGIES, Planner, as_json, copies_of
+    from trainer.inspect.plan.throughput import HOST
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
@@ -98,6 +111,9 @@ def _plan(args: argparse.Namespace) -> int:
     # --strategy takes all arguments that follow, so overrides may be among them.
     names = [name for name in args.strategy if "=" not in name]
     overrides = [*args.overrides, *(name for name in args.strategy if "=" in name)]
+    if args.throughput is not None and "=" in args.throughput:
+        overrides.append(args.throughput)
+        args.throughput = ALL
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategy {name} is unknown. Use {', '.join(STRATEGIES)}")
@@ -105,7 +121,25 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--devices must be at least 1, not {args.devices}")
     memory = parse_size(args.memory, "--memory") if args.memory else None
     device = _device(args)
+    if args.throughput is not None:
+        throughput_table.check(args.throughput, args.price)
+    elif args.price is not None:
+        raise ConfigError("--price is for predictions of throughput. Add --throughput.")
     experiment = load_experiment(args.file, overrides)
+    if args.throughput is not None:
+        strategy = names[0] if names else experiment.strategy.plan or "ddp"
+        step = Step(experiment, on_cpu=args.throughput == HOST)
+        throughput_table.show(
+            experiment,
+            experiment.resolved_phases(),
+            step,
+            args.devices,
+            strategy,
+            args.throughput,
+            args.price,
+            args.json,
+        )
+        return EXIT_DONE
     phases, assumption = list(experiment.resolved_phases()), ""
     if memory is None and any(phase.micro_batch_size == "auto" for phase in phases):
         if experiment.accelerator is None or experiment.accelerator.measures_memory:

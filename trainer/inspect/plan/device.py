@@ -22,3 +22,6 @@ class Device:
 
 H100 = Device(tflops=989.0, utilization=0.4, watts=700.0)
 """NVIDIA's data sheet of the H100 SXM, in bf16; 40 % is what large models reach with care."""
+
+ALL = "all"
+"""For `--throughput`: every device that has a data sheet."""

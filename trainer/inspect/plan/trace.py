@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +26,8 @@ from trainer.accelerators import DTYPES, Precision
 from trainer.accelerators.attention import GpuAttention
 from trainer.errors import ConfigError
 from trainer.examples import Batch
+from trainer.inspect.plan.operators import Operator, Recorder, Scope
+from trainer.models import Model
 from trainer.objectives import Objective, Taught
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
@@ -142,7 +144,7 @@ class Step:
         self._precision: Precision = experiment.training.precision
         self._on_cpu = on_cpu
         self._fake = FakeTensorMode()
-        self.teacher: nn.Module | None = None
+        self.teacher: Model | None = None
         with self._fake:
             self._model = experiment.build_model()
             self._model.train()
@@ -162,6 +164,7 @@ class Step:
             teacher = experiment.objective.teacher_path
             if teacher is not None:
                 self.teacher = load_config(teacher).build().requires_grad_(False).eval()
+        self._optimizer = optimizer
         self.update = live.peaks[0]
         units = {
             p: i
@@ -191,11 +194,48 @@ class Step:
         Raises:
             ConfigError: the objective reads the value of a tensor on the host.
         """
+        live = LiveBytes(self._existing(), self._copied)
+        saved = self._passes(objective, example, size, live, lambda: live.live[0])
+        bare, root, full = live.peaks
+        return Activations(bare, root, full, saved)
+
+    def operators(self, objective: Objective, example: Batch, size: int) -> list[Operator]:
+        """Traces the operators of both passes over a micro-batch of copies of an example.
+
+        Raises:
+            ConfigError: the objective reads the value of a tensor on the host.
+        """
+        recorder = Recorder(self._existing())
+        with ExitStack() as stack:
+            for model in filter(None, (self._model, self.teacher)):
+                stack.enter_context(recorder.scopes_of(model))
+            self._passes(objective, example, size, recorder)
+        return recorder.operators
+
+    def update_operators(self) -> list[Operator]:
+        """Traces the operators of the optimizer's update."""
+        recorder = Recorder(self._existing())
+        recorder.scope = Scope("optimizer")
+        with self._fake, recorder:
+            self._optimizer.step()
+        return recorder.operators
+
+    def _existing(self) -> list[Tensor]:
         existing = _with_gradients(self._copied)
+        return existing + (list(self.teacher.parameters()) if self.teacher is not None else [])
+
+    def _passes(
+        self,
+        objective: Objective,
+        example: Batch,
+        size: int,
+        mode: TorchDispatchMode,
+        between: Callable[[], int] = lambda: 0,
+    ) -> int:
+        """Runs both passes under a mode; returns what `between` returns between them."""
         if self.teacher is not None:
-            existing += self.teacher.parameters()
             cast(Taught, objective).attach(self.teacher)
-        with self._fake, LiveBytes(existing, self._copied) as live:
+        with self._fake, mode:
             batch = {
                 name: torch.empty((size, *column.shape[1:]), dtype=torch.from_numpy(column).dtype)
                 for name, column in example.items()
@@ -209,7 +249,7 @@ class Step:
             try:
                 with kernels, torch.autocast("cpu", dtype, enabled=enabled):
                     total = objective.loss(self._model, batch, totals).total
-                saved = live.live[0]
+                found = between()
                 total.backward()  # type: ignore[no-untyped-call]
             except DataDependentOutputException as error:
                 raise ConfigError(
@@ -217,8 +257,7 @@ class Step:
                     "host, and tensors have no values here. Keep values on the device, which also "
                     "makes training faster"
                 ) from error
-        bare, root, full = live.peaks
-        return Activations(bare, root, full, saved)
+        return found
 
 
 def _with_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

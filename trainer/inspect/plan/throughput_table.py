@@ -1,0 +1,180 @@
+"""`samestep plan --throughput`: predictions as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from trainer.errors import ConfigError
+from trainer.inspect.plan.device import ALL
+from trainer.inspect.plan.operators import KINDS, Kind
+from trainer.inspect.plan.throughput import HOST, Predictor, as_json, check_device
+from trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from trainer.inspect.plan.throughput import Prediction
+    from trainer.inspect.plan.trace import Step
+    from trainer.training.experiment import Experiment
+    from trainer.training.phases import Phase
+
+_HEADINGS: dict[Kind, str] = {
+    "products": "prod",
+    "attention": "attn",
+    "elementwise": "elem",
+    "loss": "loss",
+    "optimizer": "optim",
+    "other": "other",
+}
+_NOTES = (
+    "seq/s and tokens/s are one device's. Times by class: matrix products of layers, attention, "
+    "elementwise operators and norms, head and loss, the update, all else; each kernel takes the "
+    "larger of arithmetic and memory traffic. waits: for launches by the host; sends: "
+    "communication; exposed: the part of it that no pass hides. eager: a kernel for each operator; "
+    "compiled: training.compile fuses elementwise operators; fused: also one kernel for attention, "
+    "and a fused loss. Input and checkpoints are not included. How it is predicted: docs/gpu.md."
+)
+
+
+def check(device: str, price: float | None) -> None:
+    """Rejects unknown devices and prices before anything is traced.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if device != ALL:
+        check_device(device)
+    if price is not None and not price >= 0:
+        raise ConfigError(f"--price is {price}. Use the price of a device for an hour, as 2.5.")
+
+
+def show(
+    experiment: Experiment,
+    phases: Sequence[Phase],
+    step: Step,
+    devices: int,
+    strategy: str,
+    device: str,
+    price: float | None,
+    json_wanted: bool,
+) -> None:
+    """Prints the predictions of all phases.
+
+    Args:
+        device: its name, or `ALL`.
+        price: of a device for an hour; None prints no cost.
+    """
+    from rich.console import Console
+
+    from trainer.accelerators.datasheets import DEVICES
+
+    names = list(DEVICES) if device == ALL else [device]
+    predictor = Predictor(experiment, step, devices, strategy)
+    found: list[tuple[Phase, list[Prediction]]] = []
+    with Progress("running steps without memory", len(phases)) as progress:
+        for each in predictor.predictions(phases, names):
+            found.append(each)
+            progress.advance()
+    totals = list(_totals(found, devices, price))
+    if json_wanted:
+        listed = [
+            {"sequence_length": phase.sequence_length, "predictions": list(map(as_json, rows))}
+            for phase, rows in found
+        ]
+        tree = {"devices": devices, "strategy": strategy, "phases": listed, "run": totals}
+        sys.stdout.write(json.dumps(tree, indent=1) + "\n")
+        return
+    console = Console(highlight=False, markup=False)
+    for phase, rows in found:
+        title = f"length {phase.sequence_length}, {experiment.training.precision}, {strategy} on"
+        console.print(_table(f"Predicted throughput, {title} {devices}", map(_rates, rows)))
+        console.print(_table("Milliseconds of a step", map(_times, rows)))
+    for total in totals:
+        line = f"All steps, {total['device']}, {total['implementation']}: {_time(total['hours'])}"
+        if price is not None:
+            line += f", {total['cost']:,.0f} for {devices} at {price:g} an hour each"
+        console.print(line + ".")
+    if any(not each.fits for _, rows in found for each in rows):
+        console.print("* One example does not fit the memory of the device under this strategy.")
+    console.print(_NOTES, style="dim")
+    if device == HOST:
+        console.print("The rates of the CPU were measured now.", style="dim")
+
+
+def _totals(
+    found: Sequence[tuple[Phase, list[Prediction]]], devices: int, price: float | None
+) -> Iterable[dict[str, object]]:
+    """The whole run on each device, with each implementation."""
+    for rows in zip(*(rows for _, rows in found), strict=True):
+        hours = sum(each.hours for each in rows)
+        total: dict[str, object] = {
+            "device": rows[0].device,
+            "implementation": rows[0].implementation,
+            "hours": hours,
+        }
+        if price is not None:
+            total["cost"] = hours * devices * price
+        yield total
+
+
+def _table(title: str, rows: Iterable[dict[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        padding=(0, 0, 0, 1),
+    )
+    for row in rows:
+        if not table.columns:
+            for heading in row:
+                justify = "left" if heading in ("device", "") else "right"
+                table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_row(*row.values())
+    return table
+
+
+def _rates(each: Prediction) -> dict[str, str]:
+    return {
+        "device": each.device + ("" if each.fits else "*"),
+        "": each.implementation,
+        "batch": f"{each.micro_batch} x {each.micro_batches}",
+        "step, ms": _ms(each.seconds),
+        "launches": f"{each.step.launches:,}",
+        "seq/s": _three(each.sequences),
+        "tokens/s": _three(each.tokens),
+        "MFU": f"{each.mfu:.1%}",
+    }
+
+
+def _times(each: Prediction) -> dict[str, str]:
+    return {
+        "device": each.device,
+        "": each.implementation,
+        **{_HEADINGS[kind]: _ms(each.step.seconds.get(kind, 0.0)) for kind in KINDS},
+        "waits": _ms(each.step.waiting),
+        "sends": _ms(each.communication),
+        "exposed": _ms(each.exposed),
+    }
+
+
+def _ms(seconds: float) -> str:
+    return _three(1000 * seconds)
+
+
+def _three(number: float) -> str:
+    """Three digits, or all before the point: 0.12, 12.3, 12,345."""
+    if number < 1:
+        return f"{number:.2f}" if number else "0"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _time(hours: object) -> str:
+    assert isinstance(hours, float)
+    return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
