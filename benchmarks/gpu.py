@@ -46,7 +46,11 @@ from benchmarks.dataset import write_dataset
 from benchmarks.pairing import arguments, in_rounds, versions
 from benchmarks.sides import Job, Measured, Serve, Side, SideFailed, Turn, ours, theirs
 from trainer.accelerators import cuda
+from trainer.accelerators.datasheets import DEVICES
 from trainer.config import load
+from trainer.inspect.plan.fusion import IMPLEMENTATIONS
+from trainer.inspect.plan.throughput import Predictor
+from trainer.inspect.plan.trace import Step
 from trainer.training.experiment import Experiment
 from trainer.training.forecast import flops_of_step
 from trainer.training.run import build_objectives
@@ -224,12 +228,28 @@ class GpuJob(Job):
         return experiment.accelerator.build().peak_flops(experiment.training.precision)
 
 
-def predicted(job: GpuJob, side: Contestant) -> float | None:
+def predicted(job: GpuJob) -> float | None:
     """The throughput that `samestep plan` predicts, in sequences per second.
 
-    None until the command can predict it.
+    None for devices without a data sheet.
     """
-    return None
+    experiment = job.experiment()
+    device = sheet_of(torch.cuda.get_device_name()) if job.device == "cuda" else None
+    if device is None:
+        return None
+    config = experiment.accelerator
+    fused = isinstance(config, cuda.Config) and config.fused_attention
+    how = "eager" if not experiment.training.compile else "fused" if fused else "compiled"
+    step = Step(experiment, on_cpu=False)
+    predictor = Predictor(experiment, step, 1, "single", only={how: IMPLEMENTATIONS[how]})
+    ((_, (found,)),) = predictor.predictions(experiment.resolved_phases(), [device])
+    return found.sequences
+
+
+def sheet_of(name: str) -> str | None:
+    """The data sheet for a GPU's name, "NVIDIA H100 80GB HBM3" -> "h100"."""
+    words = name.lower().replace("-", " ").split()
+    return next((device for device in DEVICES if device in words), None)
 
 
 @dataclass
@@ -329,7 +349,7 @@ def measure(job: GpuJob, sides: Sequence[Contestant], turn: Turn, repeats: int) 
         say(f"{job.recipe.title}: {row.side}, first steps")
         own = dataclasses.replace(job, settings=side.settings)
         if side.settings:
-            row.predicted = predicted(own, side)
+            row.predicted = predicted(own)
         try:
             running.append(Running(side, own, row))
         except SideFailed as failure:

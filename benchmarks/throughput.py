@@ -98,7 +98,7 @@ ANCHORS = {
         256,
         8 * 96,
         96,
-        replace(FUSED, narrow=True, speedup=2),
+        replace(FUSED, fuses_loss=True, narrow=True, speedup=2),
         strategy="zero1",
         stock_dropout=False,
     ),
@@ -119,10 +119,12 @@ def stock_dropout() -> Iterator[None]:
         yield
 
 
-def predictions(names: Sequence[str]) -> Iterator[tuple[str, list[Prediction]]]:
-    """Predictions for each recipe on one device of each kind."""
+def predictions(
+    names: Sequence[str], extra: Sequence[str] = ()
+) -> Iterator[tuple[str, list[Prediction]]]:
+    """Predictions for each recipe, with extra settings, on one device of each kind."""
     for title, (recipe, index, settings) in RECIPES.items():
-        experiment = load(Experiment, str(_CONFIGS / f"{recipe}.yaml"), settings)
+        experiment = load(Experiment, str(_CONFIGS / f"{recipe}.yaml"), [*settings, *extra])
         phase = experiment.resolved_phases()[index]
         predictor = Predictor(experiment, Step(experiment, on_cpu=False), 1, "single")
         for _, found in predictor.predictions([phase], names):
@@ -131,21 +133,23 @@ def predictions(names: Sequence[str]) -> Iterator[tuple[str, list[Prediction]]]:
 
 def recipes() -> str:
     """The table of recipes."""
-    lines = [
-        "| recipe | device | eager | compiled | fused | fused / eager | MFU, eager | MFU, fused |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for title, found in predictions(["h100", "h200"]):
+    columns = ["recipe", "device", "eager", "compiled", "fused", "and bf16 residual"]
+    columns += ["fastest / eager", "MFU, eager", "MFU, fastest"]
+    lines = [f"| {' | '.join(columns)} |", f"|---|---{'|---:' * (len(columns) - 2)}|"]
+    devices = ["h100", "h200"]
+    narrow = dict(predictions(devices, ["training.residual=bf16"]))
+    for title, found in predictions(devices):
         for device in dict.fromkeys(each.device for each in found):
             own = {each.implementation: each for each in found if each.device == device}
-            rates = [own[name].sequences for name in ("eager", "compiled", "fused")]
-            cells = [
-                title,
-                device,
-                *(f"{rate:,.0f}" for rate in rates),
-                f"{rates[2] / rates[0]:.1f}",
-            ]
-            cells += [f"{own[name].mfu:.0%}" for name in ("eager", "fused")]
+            fastest = next(
+                each
+                for each in narrow[title]
+                if (each.device, each.implementation) == (device, "fused")
+            )
+            order = [*(own[name] for name in ("eager", "compiled", "fused")), fastest]
+            cells = [title, device, *(f"{each.sequences:,.0f}" for each in order)]
+            cells.append(f"{fastest.sequences / own['eager'].sequences:.1f}")
+            cells += [f"{each.mfu:.0%}" for each in (own["eager"], fastest)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

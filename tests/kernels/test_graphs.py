@@ -53,9 +53,23 @@ RUNS = {
         "generator_divisor: 2}",
         "objective=replaced_tokens",
     ],
+    "albert": [
+        *EVALUATED,
+        f"model={{kind: albert, {SMALL}, attention_dropout: 0.0, embedding_width: 20}}",
+    ],
+    "deberta": [*EVALUATED, f"model={{kind: deberta, {SMALL}, attention_dropout: 0.0}}"],
     "distillation": [*EVALUATED, "model.layers=1"],
 }
-GRAPHS = {"bert": 14, "roberta": 12, "t5": 32, "gpt2": 12, "electra": 24, "distillation": 20}
+GRAPHS = {
+    "bert": 14,
+    "roberta": 12,
+    "t5": 32,
+    "gpt2": 12,
+    "electra": 24,
+    "albert": 8,
+    "deberta": 12,
+    "distillation": 20,
+}
 """The most graphs of each run in one process."""
 
 QUICK = {("bert", "single"), ("t5", "single"), ("bert", "ddp"), ("gpt2", "fsdp")}

@@ -208,6 +208,10 @@ class Model(nn.Module, ABC):
         The layers of all stacks in the order of the forward pass, each once.
         """
 
+    def compiled_units(self) -> Sequence[nn.Module]:
+        """Modules that `training.compile` compiles, each by itself."""
+        return self.sharding_units()
+
     @abstractmethod
     def layer_of(self, name: str) -> LayerPlace | None:
         """The layer of a parameter; None if it is in no layer."""

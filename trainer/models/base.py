@@ -148,6 +148,10 @@ class TransformerModel(Model):
             units += [layer for layer in stack if uses[layer] == 1]
         return units
 
+    def compiled_units(self) -> list[nn.Module]:
+        """The layers in order, those that a stack uses several times, too."""
+        return list(dict.fromkeys(layer for stack in self.stacks().values() for layer in stack))
+
     def scan_groups(self) -> list[ScanGroup]:
         return [group for name, stack in self.stacks().items() for group in stack.scan_groups(name)]
 

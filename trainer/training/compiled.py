@@ -47,7 +47,7 @@ def compile_units(model: Model, many_widths: bool = False) -> None:
     # Dynamo would split a layer's graph where a bucket of DDP ends, to overlap communication.
     # Layers are separate graphs already, and DDP's hooks run between them.
     dynamo.optimize_ddp = False
-    for unit in model.sharding_units():
+    for unit in model.compiled_units():
         # None would compile graphs with symbolic sizes once a size has changed. They are slower
         # for all shapes, and each mask and last layer has several before its sizes are symbolic.
         unit.compile(backend=_backend, dynamic=None if many_widths else False)

@@ -29,7 +29,7 @@ class Implementation:
     """How operators become kernels.
 
     Attributes:
-        compiles: fuses elementwise operators inside of sharding units.
+        compiles: fuses elementwise operators inside of layers.
         whole: fuses them everywhere, as XLA does.
         fuses_attention: one kernel for each pass keeps the scores out of memory. The backward
             kernel computes them again.
@@ -49,7 +49,7 @@ class Implementation:
 
 EAGER = Implementation()
 COMPILED = Implementation(compiles=True)
-FUSED = Implementation(compiles=True, fuses_attention=True, fuses_loss=True)
+FUSED = Implementation(compiles=True, fuses_attention=True)
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType(
     {"eager": EAGER, "compiled": COMPILED, "fused": FUSED}
 )

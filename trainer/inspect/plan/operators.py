@@ -74,7 +74,7 @@ class Scope(NamedTuple):
 
     Attributes:
         name: attention, model, loss or optimizer.
-        unit: identity of the sharding unit, which `training.compile` compiles; None outside.
+        unit: number of the call of a layer, which `training.compile` compiles; None outside.
         call: number of the call of an attention module.
     """
 
@@ -139,13 +139,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def scopes_of(self, model: Model) -> Iterator[None]:
         """Follows the calls of a model's modules; what runs outside of them is the loss."""
-        units = set(map(id, model.sharding_units()))
+        units = set(map(id, model.compiled_units()))
         handles = []
         outer: list[Scope] = []
 
         def enter(module: nn.Module, name: str) -> None:
             outer.append(self.scope)
-            unit = id(module) if id(module) in units else self.scope.unit
+            unit = self.scope.unit
+            if id(module) in units:
+                self._calls += 1
+                unit = self._calls
             if isinstance(module, Attention):
                 self._calls += 1
                 self._switch(Scope("attention", unit, self._calls))

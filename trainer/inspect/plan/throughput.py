@@ -149,6 +149,8 @@ class Predictor:
         self, phase: Phase, plan: Plan, name: str, label: str, how: Implementation
     ) -> Prediction:
         rates, precision = self._rates(name), self._experiment.training.precision
+        if self._experiment.training.fp8:  # matrix products of layers, at twice the rate of bf16
+            how = replace(how, speedup=2.0)
         count = plan.micro_batches
         # As in training, a device's share is split into equal micro-batches.
         share = -(-phase.global_batch_size // self._devices)
