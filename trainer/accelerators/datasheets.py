@@ -1,6 +1,6 @@
 """Data sheets of devices: peaks, not what programs reach.
 
-Sources, read 2026-11: NVIDIA's data sheets of the A100 (80 GB SXM), H100 and H200 (SXM), and of the
+Sources: NVIDIA's data sheets of the A100 (80 GB SXM), H100 and H200 (SXM), and of the
 HGX B200 (an eighth of it); their architecture white papers for integer rates, of one operation an
 instruction; docs.cloud.google.com/tpu/docs (v4, v5e, v6e). Google publishes no integer rates: these
 are lanes x clock of the vector unit as in "How to Scale Your Model" (jax-ml.github.io).
