@@ -298,8 +298,8 @@ class Running:
         """
         micro_batch, warm_up = job.batch, Turn(untimed=0, timed=2)
         while True:
-            self._job = dataclasses.replace(job, micro_batch=micro_batch)
-            self._side = Side(contestant.serve, self._job)
+            self.job = dataclasses.replace(job, micro_batch=micro_batch)
+            self._side = Side(contestant.serve, self.job)
             try:
                 self._side.take(warm_up)
                 break
@@ -333,12 +333,12 @@ class Running:
             return
         row, turns = self._row, self._turns
         assert profiled is not None
-        row.rates = [self._job.batch * each.steps / each.seconds for each in turns]
+        row.rates = [self.job.batch * each.steps / each.seconds for each in turns]
         row.launches = profiled.launches
         row.peak_memory = max(each.peak_memory for each in turns)
         row.waiting = statistics.median(each.waited / each.seconds for each in turns)
         if peak_flops is not None:
-            row.mfu = flops_of_step / self._job.batch * statistics.median(row.rates) / peak_flops
+            row.mfu = flops_of_step / self.job.batch * statistics.median(row.rates) / peak_flops
 
 
 def measure(job: GpuJob, sides: Sequence[Contestant], turn: Turn, repeats: int) -> Result:
@@ -348,10 +348,10 @@ def measure(job: GpuJob, sides: Sequence[Contestant], turn: Turn, repeats: int) 
     for side, row in zip(sides, result.rows, strict=True):
         say(f"{job.recipe.title}: {row.side}, first steps")
         own = dataclasses.replace(job, settings=side.settings)
-        if side.settings:
-            row.predicted = predicted(own)
         try:
-            running.append(Running(side, own, row))
+            running.append(started := Running(side, own, row))
+            if side.settings:
+                row.predicted = predicted(started.job)
         except SideFailed as failure:
             row.failure = str(failure)
             say(f"{row.side}: {failure}")
@@ -490,7 +490,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--page",
         type=Path,
         help=f"a Markdown file with the lines {BEGIN} and {END}, between which the tables go "
-        "(default: docs/benchmarks.md; of tiny models none)",
+        "(default: docs/benchmarks.md; of tiny models, or of some recipes, none)",
     )
     return parser.parse_args(argv)
 
@@ -502,7 +502,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = cuda.unusable() or "Run this on a machine with one, or try it with --device cpu."
         print(f"bench-gpu: nothing measured, as torch finds no GPU. {reason}", file=sys.stderr)
         return 1
-    page = options.page or (None if tiny else PAGE)
+    # The page's tables are replaced together, so those of some recipes need a page of their own.
+    page = options.page or (None if tiny or len(options.recipe) < len(RECIPES) else PAGE)
     turn = Turn(untimed=3 if on_gpu else 0, timed=options.turn or (2 if tiny else 30))
     found, results = conditions(options.device), list[Result]()
     for name in options.recipe:

@@ -6,7 +6,7 @@ Needs a GPU. The shapes are those of a layer of BERT-base and BERT-large at 128 
 with four sequences packed in a row of 512, and of T5-base with sources of 512 and targets of 114,
 in bf16. Times are medians of repeated calls, of:
 
-- kernel: `trainer.kernels.attention`, without and with attention dropout 0.1;
+- kernel: `trainer.accelerators.flash.operator`, without and with attention dropout 0.1;
 - SDPA: `scaled_dot_product_attention` with a mask where the model needs one, without dropout;
 - eager: `Attention._eager` of the models, with dropout.
 
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from trainer.kernels import attention, supports
+from trainer.accelerators.flash import attention, supports
 from trainer.models import bert
 from trainer.models.attention import Attention, segment_mask
 from trainer.models.dropout import split_key

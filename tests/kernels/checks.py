@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.kernels import attention, supports
+from trainer.accelerators.flash import attention, supports
 from trainer.models import modernbert
 from trainer.models.attention import segment_mask
 from trainer.models.dropout import dropout, split_key

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainer.kernels import flash
+from trainer.accelerators.flash import kernels as flash
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

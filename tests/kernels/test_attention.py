@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.kernels import attention, supports
+from trainer.accelerators.flash import attention, supports
 
 pytest.importorskip("triton")
 ROUNDED = {"float16": 2e-3, "bfloat16": 2e-2}
@@ -136,7 +136,7 @@ def test_what_the_kernel_takes(installed: bool) -> None:
 import sys, torch
 if not {installed}:
     sys.modules["triton"] = None
-from trainer.kernels import supports
+from trainer.accelerators.flash import supports
 def taken(width, dtype, other=None):
     query = torch.empty(1, 1, 4, width, dtype=dtype)
     key = query.to(other or dtype)

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from trainer.kernels import WIDTHS
+from trainer.accelerators.flash import WIDTHS
 
 if TYPE_CHECKING:
     from tests.kernels.offline import Code
@@ -89,7 +89,7 @@ def test_fp32_compiles(target: str, kernel: str, width: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_sums_of_the_bias_compile(target: str) -> None:
     from tests.kernels import offline
-    from trainer.kernels import flash
+    from trainer.accelerators.flash import kernels as flash
 
     constants = {"BLOCK": 64, "ROWS": 16, "COLUMNS": 64}
     source = offline.source(flash.bias_gradient_kernel, torch.float32, constants)

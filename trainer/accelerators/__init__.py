@@ -129,8 +129,8 @@ class Accelerator(ABC):
         """Device time between two marks, including idle time. Waits until `end` is reached."""
         return float(end - begin)
 
-    def fused_attention(self) -> Callable[..., Tensor] | None:
-        """The kernel for `Model.fuse_attention`; None: the device has none, or is not to use it."""
+    def fused_attention(self, width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+        """The kernel for `Model.fuse_attention` with heads of this width; None: there is none."""
         return None
 
     def energy(self) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import re
@@ -173,7 +172,9 @@ class CudaAccelerator(Accelerator):
         self.collective_device = self.device
         self.attention_kernels = _attention_kernels()
         self._fuses_attention = fuses_attention
-        self.has_fp8 = torch.cuda.get_device_capability(self.device) >= (8, 9)
+        # AMD's GPUs have capabilities of their own, which say nothing of fp8.
+        is_nvidia = torch.version.hip is None
+        self.has_fp8 = is_nvidia and torch.cuda.get_device_capability(self.device) >= (8, 9)
         self._millijoules = _energy_counter(self.device)
 
     @property
@@ -210,12 +211,11 @@ class CudaAccelerator(Accelerator):
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 
-    def fused_attention(self) -> Callable[..., Tensor] | None:
-        if not self._fuses_attention or importlib.util.find_spec("triton") is None:
-            return None
-        from trainer.kernels.attention import attention
+    def fused_attention(self, width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+        from trainer.accelerators.flash import attention, supports
 
-        return attention
+        example = torch.empty(1, 1, 1, width, dtype=dtype, device=self.device)
+        return attention if self._fuses_attention and supports(*[example] * 3) else None
 
     def energy(self) -> float | None:
         return None if self._millijoules is None else self._millijoules() / 1000

@@ -22,6 +22,7 @@ from trainer.storage import json_lines
 from trainer.strategies import Strategy
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment
+from trainer.training.fused_attention import fuse_attention
 from trainer.training.initial_weights import stored_values, with_encoder
 from trainer.training.passes import Evaluation, evaluation_batches, score
 from trainer.training.phases import phase_of
@@ -166,6 +167,7 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     if encoder is not None:
         weights = with_encoder(weights, load_weights(encoder, world.rank, world.size))
     model = build_model(experiment, dataset, objectives)
+    fuse_attention(model, strategy.accelerator, experiment.training.precision)
     # The optimizer allocates its state at its first step, so it takes no memory here.
     with strategy.accelerator.graph("start"):
         values = stored_values(weights, model, dataset)

@@ -59,11 +59,7 @@ class Attention(nn.Module):
     Attributes:
         kernel: computes attention without dropout; a strategy may replace it.
         fused: computes attention where the context has a mask for it; see `Model.fuse_attention`.
-        fusible: whether `fused` can compute it: its scores are products of queries and keys, plus
-            a bias by distance.
     """
-
-    fusible = True
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -121,6 +117,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Like `attend`, by the fused kernel; `bias` is by distance (see `FusedAttention`)."""
         assert self.fused is not None, "the model has no fused attention"
+        assert mask.segments is None or mask.key_segments is not None or query.shape == key.shape
         mixed = self.fused(
             query,
             key,
@@ -162,6 +159,17 @@ class Attention(nn.Module):
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
+def is_fusible(module: Attention) -> bool:
+    """Whether `fused` computes a module's attention.
+
+    Not with scores of its own, whose class has a `forward` of its own, nor with keys that are not
+    positions.
+    """
+    if isinstance(module, SelfAttention):
+        return type(module).forward is SelfAttention.forward and module.prefix is None
+    return type(module).forward is CrossAttention.forward
+
+
 class SelfAttention(Attention):
     """Self-attention with one fused projection for queries, keys and values.
 
@@ -198,11 +206,11 @@ class SelfAttention(Attention):
             near = replace(context.fused, window=self.window)
             mixed = self.attend_fused(query, key, value, near, bias, context.key("attention"))
         else:
-            mixed = self._attend_in_rows(query, key, value, hidden, bias, context)
+            mixed = self._attend_unfused(query, key, value, hidden, bias, context)
         out: Tensor = self.out(take(mixed, positions))
         return out
 
-    def _attend_in_rows(
+    def _attend_unfused(
         self,
         query: Tensor,
         key: Tensor,

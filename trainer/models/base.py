@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models import Inputs, Model, Outputs, Role, Start, Stored, scores_of
-from trainer.models.attention import Attention, SelfAttention
+from trainer.models.attention import Attention, is_fusible
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention
 from trainer.models.heads import VocabularyHead
@@ -126,8 +126,7 @@ class TransformerModel(Model):
 
     def fuse_attention(self, kernel: FusedAttention) -> bool:
         modules = [module for module in self.modules() if isinstance(module, Attention)]
-        prefixes = any(isinstance(m, SelfAttention) and m.prefix is not None for m in modules)
-        if prefixes or not all(module.fusible for module in modules):
+        if not all(map(is_fusible, modules)):
             return False
         for module in modules:
             module.fused = kernel

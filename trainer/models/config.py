@@ -46,7 +46,7 @@ class TransformerConfig(ModelConfig):
         heads: H, attention heads of width / heads each.
         ffn_width: inner width of the feed-forward network.
         dropout: dropout rate of embeddings and of each branch's output.
-        attention_dropout: dropout rate of attention probabilities; 0 allows fused attention
+        attention_dropout: dropout rate of attention probabilities; 0 allows PyTorch's fused
             kernels in training.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.

@@ -129,8 +129,6 @@ class DisentangledAttention(SelfAttention):
 class SeparateAttention(DisentangledAttention):
     """Disentangled attention of DeBERTa v1: own matrices for positions, no bias of keys."""
 
-    fusible = False
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         width, inner = config.width, self.inner

@@ -18,7 +18,7 @@ class Mask:
         key_segments: int [B, S]; None: queries and keys are the same positions.
         causal: forbids later positions, except those in `prefix`.
         prefix: bool [B, S]; None: no exceptions.
-        window: forbids positions further away in the row; None: none is too far.
+        window: forbids positions further away in the row; None: there is no window.
     """
 
     segments: Tensor | None = None

@@ -179,8 +179,10 @@ def _score(
         logits.copy_(exponentials)  # their gradient, in the precision of the products
         if of_hidden is not None:
             torch.mm(logits, matrix, out=of_hidden[number * size : number * size + len(part)])
-        if of_matrix is not None and logits.dtype == of_matrix.dtype:
-            of_matrix.addmm_(logits.t(), part)
+        if of_matrix is not None and logits.dtype != torch.bfloat16:
+            # In fp32 for fp16, too: its largest number is 65,504, and this is a sum over positions
+            # before the loss is scaled.
+            of_matrix.addmm_(logits.t().float(), part.float())
         elif of_matrix is not None:
             of_matrix += logits.t() @ part
     nll, log_z, correct = (torch.cat(values) for values in zip(*found, strict=True))

@@ -51,8 +51,6 @@ class RelativeAttention(Attention):
     another segment (Yang et al. 2019, section 2.5).
     """
 
-    fusible = False
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         width, inner = config.width, self.inner

@@ -120,7 +120,7 @@ class Muon(AdamMoments):
             shapes = [self._shape(weight) for weight in own for _ in self._counts[weight]]
             changes = [next(updates).view_as(block) for block in blocks]
             factors = self._adjusted(factor, shapes, blocks[0].dtype)
-            torch._foreach_add_(blocks, torch._foreach_mul(changes, factors))
+            torch._foreach_addcmul_(blocks, changes, factors)
 
     def _orthogonal(self, weights: list[Tensor]) -> list[Tensor]:
         """Updates the momentum; returns the local part of each block's orthogonalized update."""

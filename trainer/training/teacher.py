@@ -14,6 +14,7 @@ from trainer.strategies import Strategy
 from trainer.training.compatibility import check_virtual_tokens
 from trainer.training.compiled import compile_units
 from trainer.training.experiment import Experiment
+from trainer.training.fused_attention import fuse_attention
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
 
@@ -38,6 +39,7 @@ def attach_teacher(
         return None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
     model = build_teacher(experiment, weights.config)
+    fuse_attention(model, strategy.accelerator, experiment.training.precision)
     values = stored_values(weights, model, dataset)
     with strategy.accelerator.graph("start"):
         teacher = strategy.place_frozen(model, values)

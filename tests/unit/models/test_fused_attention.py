@@ -11,7 +11,17 @@ from torch import Tensor
 
 from tests.outputs import predict
 from tests.unit.models.test_contract import GPT2, MODELS, SHAPE, T5, columns, make
-from trainer.models import Inputs, Outputs, albert, deberta, electra, modernbert, xlnet
+from trainer.models import (
+    Inputs,
+    Outputs,
+    albert,
+    deberta,
+    deberta_v2,
+    deberta_v3,
+    electra,
+    modernbert,
+    xlnet,
+)
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout as drop
 from trainer.models.peft import lora, prefix
@@ -118,10 +128,12 @@ def test_is_used_by_a_generator_too() -> None:
     "config",
     [
         deberta.Config(**SHAPE, max_positions=24),
+        deberta_v2.Config(**SHAPE, max_positions=24, position_buckets=8),
+        deberta_v3.Config(**SHAPE, max_positions=24, position_buckets=8),
         xlnet.Config(**SHAPE, max_positions=24),
         replace(GPT2, peft=prefix.Config(3)),
     ],
-    ids=["disentangled attention", "two streams", "prefix"],
+    ids=["DeBERTa", "DeBERTa v2", "DeBERTa v3", "XLNet", "prefix"],
 )
 def test_leaves_other_attention_as_it_is(config: TransformerConfig) -> None:
     model = make(config)

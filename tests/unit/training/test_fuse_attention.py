@@ -24,7 +24,7 @@ class WithKernel(cpu.CpuAccelerator):
         super().__init__()
         self.kernel = kernel
 
-    def fused_attention(self) -> Any:
+    def fused_attention(self, width: int, dtype: torch.dtype) -> Any:
         return self.kernel
 
 
@@ -40,7 +40,17 @@ def without_segments(*args: Any, **settings: Any) -> Tensor:
     return attention(*args, **{**settings, "segments": None})
 
 
+def without_window(*args: Any, **settings: Any) -> Tensor:
+    return attention(*args, **{**settings, "window": None})
+
+
+def without_prefix(*args: Any, **settings: Any) -> Tensor:
+    return attention(*args, **{**settings, "prefix": None})
+
+
 def without_gradient_of_the_bias(*args: Any, **settings: Any) -> Tensor:
+    if settings["bias"] is None:
+        return attention(*args, **settings)
     detached = settings["bias"].detach() + 0 * settings["bias"]
     return attention(*args, **{**settings, "bias": detached})
 
@@ -59,6 +69,8 @@ def broken(*args: Any, **settings: Any) -> Tensor:
         wrong_dropout,
         without_direction,
         without_segments,
+        without_window,
+        without_prefix,
         without_gradient_of_the_bias,
         not_a_number,
     ],
@@ -73,10 +85,14 @@ def test_finds_what_a_kernel_does_wrong(kernel: Any) -> None:
     ("config", "kernel", "said"),
     [
         (BERT, attention, "fused, differs from unfused by"),
-        (BERT, wrong_dropout, "unfused: the kernel differs from it by"),
+        (BERT, wrong_dropout, "unfused: the kernel's results differ by"),
         (BERT, broken, "unfused: the kernel does not run here: no such instruction"),
         (BERT, None, ""),
-        (deberta.Config(**SHAPE, max_positions=24), attention, "unfused: this model's needs"),
+        (
+            deberta.Config(**SHAPE, max_positions=24),
+            attention,
+            "unfused, as this model has another kind of attention",
+        ),
     ],
     ids=["right", "wrong", "broken", "none", "another kind"],
 )

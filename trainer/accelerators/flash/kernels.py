@@ -12,6 +12,7 @@ base 2 are one instruction. Indices: b batch, h head, i query of T, j key of S, 
 """
 
 # Triton reads the annotations of these functions, so they are not postponed.
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ def choose_plan(width: int, dtype: torch.dtype, generation: str) -> Plan:
     return Plan(forward, Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2))
 
 
+@functools.cache
 def _generation(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "amd"

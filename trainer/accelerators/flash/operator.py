@@ -1,7 +1,7 @@
 """Fused attention with segments, relative bias and dropout, as custom operators of PyTorch.
 
 The operators are opaque to torch.compile and to autograd: the fake implementations tell it shapes
-and strides, and `samestep::attention_backward` computes the gradients. The kernels are in `flash`,
+and strides, and `samestep::attention_backward` computes the gradients. The kernels are in `kernels`,
 which is imported at the first call, because Triton is an optional dependency.
 """
 
@@ -152,12 +152,14 @@ def _forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result and the logarithm of the softmax's denominators, fp32 [B, H, T]."""
-    from trainer.kernels import flash
+    from trainer.accelerators.flash import kernels
 
     out = _by_position(query)
     normalizer = query.new_empty(query.shape[:3], dtype=torch.float32)
     masks = (segments, key_segments, prefix)
-    call = flash.Call(query, key, value, *masks, bias, dropout_key, causal, window, scale, dropout)
+    call = kernels.Call(
+        query, key, value, *masks, bias, dropout_key, causal, window, scale, dropout
+    )
     call.forward(out, normalizer)
     return out, normalizer
 
@@ -187,11 +189,13 @@ def _backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value and bias; the last is empty unless `with_bias`."""
-    from trainer.kernels import flash
+    from trainer.accelerators.flash import kernels
 
     gradients = _gradients(query, key, value, bias, with_bias)
     masks = (segments, key_segments, prefix)
-    call = flash.Call(query, key, value, *masks, bias, dropout_key, causal, window, scale, dropout)
+    call = kernels.Call(
+        query, key, value, *masks, bias, dropout_key, causal, window, scale, dropout
+    )
     call.backward(grad, out, normalizer, *gradients)
     return gradients
 
