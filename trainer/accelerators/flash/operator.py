@@ -1,8 +1,8 @@
 """Fused attention with segments, relative bias and dropout, as custom operators of PyTorch.
 
 The operators are opaque to torch.compile and to autograd: the fake implementations tell it shapes
-and strides, and `samestep::attention_backward` computes the gradients. The kernels are in `kernels`,
-which is imported at the first call, because Triton is an optional dependency.
+and strides, and `samestep::attention_backward` computes the gradients. The module `kernels` is
+imported at the first call, because Triton is an optional dependency.
 """
 
 from __future__ import annotations
