@@ -14,7 +14,8 @@ from tests.conformance import worker
 from tests.processes import run_ranks
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.models import FeedsResidual, Model
+from trainer.models import Model
+from trainer.models.capabilities import FeedsResidual
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.run import build_model, build_objectives

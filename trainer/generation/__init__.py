@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.generation.config import Config as Config
+from trainer.generation.generates import Generates
 from trainer.generation.search import beam_search, one_by_one
 from trainer.hashing import combine, name_key, uniform
-from trainer.models import Generates, Inputs
+from trainer.models import Inputs
 from trainer.models.cache import Cache
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer.generation.config import Config
+from trainer.generation.generates import Generates
 from trainer.generation.sampling import sample
-from trainer.models import Generates
 from trainer.models.cache import Cache
 
 

@@ -173,7 +173,7 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
         values = stored_values(weights, model, dataset)
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
     attach_teacher(experiment, dataset, objectives, strategy)
-    # Length and objective are those of the last step before the checkpoint.
+    # Length and objective of the last step before the checkpoint.
     phase = phase_of(experiment.resolved_phases(), step - 1)
     objective = objectives[phase.index]
     heldout = open_loader(

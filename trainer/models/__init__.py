@@ -14,13 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models.cache import Cache
+from trainer.models.capabilities import FeedsResidual, Recomputes
 from trainer.models.fused import FusedAttention
 from trainer.models.peft import Peft
 from trainer.models.stack import LayerPlace, ScanGroup
@@ -162,19 +162,6 @@ class Start:
     unused: frozenset[str] = frozenset()
     reason: str = ""
     added: Mapping[str, str] = field(default_factory=dict)
-
-
-@runtime_checkable
-class UsesKernel(Protocol):
-    """An attention module whose kernel a strategy can replace.
-
-    Attributes:
-        kernel: called like `scaled_dot_product_attention`.
-        dropout: dropout rate of attention probabilities, which fused kernels do not support.
-    """
-
-    kernel: Callable[..., Tensor]
-    dropout: float
 
 
 class Model(nn.Module, ABC):
@@ -323,51 +310,6 @@ class Model(nn.Module, ABC):
     def start_from(self, stored: Stored) -> Start:
         """Chooses the stored tensor for each parameter: by default the one of the same name."""
         return Start({name: name for name, _ in self.named_parameters()})
-
-
-@runtime_checkable
-class Generates(Protocol):
-    """A model that generates text: an encoder-decoder, or a causal model."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def max_sequence_length(self) -> int: ...
-
-    def start(self, inputs: Inputs, capacity: int) -> tuple[Tensor, Cache]:
-        """Processes the prompt.
-
-        Args:
-            inputs: tokens and segments, padded at the left for a causal model; for an
-                encoder-decoder also the first target tokens.
-            capacity: of the cache, in positions.
-
-        Returns:
-            The logits [B, V] of the next tokens, and the cache for `step`.
-        """
-        ...
-
-    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Processes one token per row: int [B] -> the logits [B, V] of the next ones."""
-        ...
-
-
-@runtime_checkable
-class Recomputes(Protocol):
-    """A module that supports activation checkpointing."""
-
-    checkpointing: bool
-
-
-@runtime_checkable
-class FeedsResidual(Protocol):
-    """A module whose output enters the residual stream or a projection: embeddings, norms.
-
-    Attributes:
-        stream_dtype: the dtype of its output; None: as it is computed.
-    """
-
-    stream_dtype: torch.dtype | None
 
 
 class ModelConfig(ABC):

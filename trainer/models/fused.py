@@ -51,8 +51,8 @@ class FusedAttention(Protocol):
 
         Args:
             segments, key_segments, causal, prefix, window: see `Mask`; segments come in pairs.
-            bias: float [H, T + S - 1], added to the scores: element j - i + T - 1 to those of
-                query i and key j.
+            bias: float [H, T + S - 1], added to the scores: element j - i + T - 1 to the
+                score of query i and key j.
             dropout: rate for probabilities, with the bits of `models.dropout.dropout`.
             dropout_key: int32 [B]; None: no dropout.
         """

@@ -73,7 +73,7 @@ class VocabularyHead(nn.Module, ABC):
 
     @abstractmethod
     def factors(self, hidden: Tensor, embedding: Tensor, *columns: Any) -> Factors:
-        """The factors of the logits; the arguments are those of `forward`."""
+        """The factors of the logits; arguments as for `forward`."""
 
 
 class MaskedLMHead(VocabularyHead):

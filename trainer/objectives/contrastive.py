@@ -95,7 +95,7 @@ class Contrastive(SentencePairs, OverBatch):
         """The mean over anchors, totals["examples"]; its value comes from the first pass."""
         pairs = self.embed(model, batch)
         slope, (nll, correct) = batch["over_batch"][:, :-2], batch["over_batch"][:, -2:].unbind(1)
-        # Its gradient is that of the loss: sum_ij d loss / d e_ij * d e_ij.
+        # Its gradient equals the loss's: sum_ij d loss / d e_ij * d e_ij.
         total = (pairs.flatten(1) * slope).sum() / totals["examples"]
         count = ((batch["labels"] == self.config.positive) * batch["weights"]).sum()
         means = {"loss": (nll.sum(), count), "accuracy": (correct.sum(), count)}

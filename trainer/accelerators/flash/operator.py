@@ -79,7 +79,7 @@ def attention(
             key j. Fp16, bf16 or fp32; it gets a gradient.
         scale: of the products; None: K ** -0.5.
         dropout: probability of dropping; needs `dropout_key`.
-        dropout_key: int32 [B]; masks are those of `trainer.models.dropout` on probabilities
+        dropout_key: int32 [B]; masks equal `trainer.models.dropout` of probabilities
             [B, H, T, S]. None: no dropout.
     """
     batch, heads, queries, width = query.shape

@@ -67,7 +67,7 @@ class Kernel:
         launches: number of kernels.
         attends: whether it is a fused attention.
         hashes: integer operations of dropout masks inside of a fused attention.
-        accumulates: whether it adds a gradient to that of earlier micro-batches.
+        accumulates: whether it adds to the gradient of earlier micro-batches.
         operators: names of its operators.
         largest: bytes of the largest value that it writes.
     """

@@ -1,7 +1,7 @@
 """The rates of this machine's CPU, measured in a second or two.
 
 In CPU time of this process, divided by its threads, because other programs disturb that less than
-wall time. Tensors of a few MiB are in the cache; those of 64 MiB are not, and the C library asks
+wall time. Tensors of a few MiB are in the cache; 64 MiB are not, and the C library asks
 the operating system for new memory for each of these, which it has to clear page by page. That
 takes longer than the arithmetic.
 """

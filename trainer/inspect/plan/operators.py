@@ -96,7 +96,7 @@ class Operator:
         reads, writes: its values.
         launches: number of kernels.
         fusible: whether a compiler fuses it with operators around it.
-        accumulates: whether it adds a gradient to that of earlier micro-batches.
+        accumulates: whether it adds to the gradient of earlier micro-batches.
     """
 
     name: str

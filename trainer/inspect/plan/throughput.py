@@ -99,7 +99,7 @@ class Predictor:
     Args:
         devices: number of devices.
         strategy: of `plan.STRATEGIES`.
-        only: implementations by name, instead of those of each device.
+        only: implementations by name, instead of each device's own.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Predictor:
         if self._devices <= sheet.node:
             return near * NETWORK
         if strategy == "hsdp":
-            # Copies are in nodes; each device reduces with those of its rank in other nodes.
+            # Copies are in nodes; each device reduces with the devices of its rank in other nodes.
             return (far if each.kind == "all-reduce" else near) * NETWORK
         # Rings enter and leave each node through all of its network cards.
         return min(near, sheet.node * far) * NETWORK

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.xla import XlaAccelerator
 from trainer.errors import ConfigError
-from trainer.models import Model, UsesKernel
+from trainer.models import Model
+from trainer.models.capabilities import UsesKernel
 from trainer.models.stack import Stack
 from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
 from trainer.strategies import (
@@ -218,7 +219,7 @@ class XlaSpmd(Strategy):
         }
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of the whole batch: the loss is that of all devices."""
+        """Adds the gradients of the whole batch: the loss is a sum over all devices."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
