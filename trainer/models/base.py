@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.accelerators.kernels import product_multiple
 from trainer.models import Inputs, Model, Outputs, Role, Start, Stored, scores_of
 from trainer.models.attention import Attention, is_fusible
 from trainer.models.config import TransformerConfig
@@ -93,12 +94,14 @@ class TransformerModel(Model):
     ) -> dict[str, Tensor]:
         """Runs the head of an output.
 
-        Its logits; or, if it has a target and all logits at once would be large, its scores.
+        Its logits; or, if it has a target, its scores, where all logits at once would be large, or
+        the vocabulary's size is slow.
         """
         target = inputs.targets.get(name)
         if target is None or not isinstance(head, VocabularyHead):
             return {name: head(hidden, matrix, *columns)}
-        if target.chunks(self.config.vocab_size) == 1:
+        is_fast = self.config.vocab_size % product_multiple(hidden.device) == 0
+        if target.chunks(self.config.vocab_size) == 1 and is_fast:
             return {name: head(hidden, matrix, *columns)}
         return {scores_of(name): head(hidden, matrix, *columns, target=target)}
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.accelerators.kernels import product_multiple
 from trainer.models.attention import take
 from trainer.models.config import Activation, Pooling, TransformerConfig
 from trainer.models.dropout import dropout, split_key
@@ -68,8 +69,15 @@ class VocabularyHead(nn.Module, ABC):
         self, hidden: Tensor, embedding: Tensor, *columns: Any, target: Target | None = None
     ) -> Tensor:
         """[B, P, D], token embeddings [V, E] -> logits [B, P, V], or their scores for a target."""
-        factors = self.factors(hidden, embedding, *columns)
-        return F.linear(*factors) if target is None else score_hidden(*factors, target)
+        hidden, matrix, bias = self.factors(hidden, embedding, *columns)
+        if target is None:
+            return F.linear(hidden, matrix, bias)
+        if more := -len(matrix) % product_multiple(matrix.device):
+            # Tokens are added that have no probability.
+            bias = matrix.new_zeros(len(matrix)) if bias is None else bias
+            bias = F.pad(bias, (0, more), value=float("-inf"))
+            matrix = F.pad(matrix, (0, 0, 0, more))
+        return score_hidden(hidden, matrix, bias, target)
 
     @abstractmethod
     def factors(self, hidden: Tensor, embedding: Tensor, *columns: Any) -> Factors:

@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.models import Inputs, bert, deberta_v2, electra, gpt2, roberta, scores_of, t5, xlnet
+from trainer.models import (
+    Inputs,
+    base,
+    bert,
+    deberta_v2,
+    electra,
+    gpt2,
+    heads,
+    roberta,
+    scores_of,
+    t5,
+    xlnet,
+)
 from trainer.models import token_scores as module
 from trainer.models.token_scores import Target, TokenScore, score_hidden, score_logits
 from trainer.objectives.rows import score_output
@@ -265,6 +277,25 @@ def test_models_return_the_same_scores_in_chunks(
             assert gradient is not None
             error = (gradient - right).norm() / right.norm().clamp(min=1e-12)
             assert error < tolerance or not right.any(), (each, error)
+
+
+@pytest.mark.parametrize("positions", [POSITIONS, 23], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("name", ["bert", "t5", "xlnet"])
+def test_a_vocabulary_is_padded_where_its_size_is_slow(
+    name: str, positions: int, build: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+):
+    config, outputs = MODELS[name]
+    model = build(config).train()
+    _, expected, reference = passes(model, name, outputs, bf16=False)
+    for user in (heads, base):
+        monkeypatch.setattr(user, "product_multiple", lambda device: 64)  # 500 becomes 512
+    with chunks_of(positions):
+        returned, found, own = passes(model, name, outputs, bf16=False)
+    assert returned == {scores_of(output) for output in outputs}
+    for output in outputs:
+        torch.testing.assert_close(found[output], expected[output], rtol=1e-5, atol=0)
+    for each, gradient in own.items():
+        torch.testing.assert_close(gradient, reference[each], rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_token_embeddings_get_no_gradient(build: Callable[..., nn.Module]):
