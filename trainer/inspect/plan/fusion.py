@@ -70,6 +70,7 @@ class Kernel:
         accumulates: whether it adds to the gradient of earlier micro-batches.
         operators: names of its operators.
         largest: bytes of the largest value that it writes.
+        reads: bytes that it reads, of `nbytes`.
     """
 
     kind: Kind
@@ -82,6 +83,7 @@ class Kernel:
     accumulates: bool = False
     operators: tuple[str, ...] = ()
     largest: float = 0.0
+    reads: float = 0.0
 
 
 _Uses: TypeAlias = dict[tuple[int, int], Use]
@@ -270,6 +272,7 @@ class _Graph:
                 accumulates=main.accumulates,
                 operators=tuple(each.name for each in members),
                 largest=max(map(self._nbytes, group.writes.values()), default=0),
+                reads=sum(map(self._nbytes, group.reads.values())),
             )
 
     def _nbytes(self, use: Use) -> float:

@@ -64,7 +64,8 @@ class SheetRates:
 
     def seconds(self, kernel: Kernel, precision: Precision, how: Implementation) -> float:
         # Of layers: attention, head and loss keep their 16 bits.
-        share = PRODUCTS * (how.speedup if kernel.kind == "products" else 1)
+        in_fp8 = how.speedup > 1 and kernel.kind == "products"
+        share = PRODUCTS * (how.speedup if in_fp8 else 1)
         if kernel.attends:
             share = ATTENTION_BACKWARD if kernel.backward else ATTENTION_FORWARD
         arithmetic = kernel.flops / (self.peak(precision) * share)
@@ -72,7 +73,11 @@ class SheetRates:
         arithmetic += kernel.hashes / (self.sheet.integer * 1e12)
         traffic = kernel.nbytes / (self.sheet.terabytes * 1e12 * MEMORY)
         gap = 0.0 if self.sheet.compiles else GAP
-        return max(arithmetic, traffic) + gap * kernel.launches
+        seconds = max(arithmetic, traffic) + gap * kernel.launches
+        if in_fp8:
+            # A kernel before it reads the factors in 16 bits and writes them in 8.
+            seconds += 1.5 * kernel.reads / (self.sheet.terabytes * 1e12 * MEMORY) + gap
+        return seconds
 
 
 @dataclass(frozen=True)

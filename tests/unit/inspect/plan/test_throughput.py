@@ -34,7 +34,10 @@ def _predict(
 def test_a_kernel_takes_the_larger_of_arithmetic_and_traffic() -> None:
     product = Kernel("products", False, flops=989e12 * 0.62, nbytes=1)
     assert _H100.seconds(product, "bf16", EAGER) == pytest.approx(1 + GAP)
-    assert _H100.seconds(product, "bf16", replace(FUSED, speedup=2)) == pytest.approx(0.5 + GAP)
+    in_fp8 = replace(FUSED, speedup=2)
+    assert _H100.seconds(product, "bf16", in_fp8) == pytest.approx(0.5 + 2 * GAP)
+    converted = replace(product, reads=2.0e12)  # read in 16 bits, written in 8
+    assert _H100.seconds(converted, "bf16", in_fp8) == pytest.approx(0.5 + 1.0 + 2 * GAP)
     assert _H100.seconds(product, "fp32", EAGER) == pytest.approx(989 / 67 + GAP)
     moved = Kernel("elementwise", False, flops=0, nbytes=3.0e12, launches=2)
     assert _H100.seconds(moved, "bf16", COMPILED) == pytest.approx(1 + 2 * GAP)
