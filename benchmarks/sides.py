@@ -11,6 +11,7 @@ import re
 import resource
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(ABC):
     """The work of one side; a subclass has the experiment.
 
     Attributes:
@@ -53,9 +54,9 @@ class Job:
     threads: int | None = None
     backend: str = "inductor"
 
+    @abstractmethod
     def experiment(self) -> Experiment:
         """Our side's configuration, from which the other side's model and batches follow."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

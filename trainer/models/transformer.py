@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -112,19 +113,10 @@ class Transformer(TransformerModel):
         elif read is not None and "next_sentence" in outputs:
             read = F.pad(read, (1, 0))
         causal = self.config.causal or not outputs.isdisjoint(self.config.causal_outputs)
-        fused, mask, bias = None, None, None
-        if self.fuses_attention and not attention:
-            fused = Mask(segments, causal=causal, prefix=prefix)
-            if self.relative_bias is not None:
-                bias = self.relative_bias.by_distance(hidden.shape[1], hidden.shape[1])
-        else:
-            mask, bias = self._mask(hidden[..., 0], segments, prefix, causal)
-        context = Context(
-            mask=mask,
-            fused=fused,
-            causal=causal,
-            # Segments are equivalent to the mask unless there is a prefix or a bias.
-            segments=segments if prefix is None and bias is None and not self._has_prefix else None,
+        fuses = self.fuses_attention and not attention
+        visible, bias = self._visible(hidden[..., 0], segments, prefix, causal, fuses)
+        context = replace(
+            visible,
             sites=self.config.dropout_sites,
             keys=keys.layers,
             columns=self.columns(inputs),
@@ -207,6 +199,25 @@ class Transformer(TransformerModel):
     @property
     def _has_prefix(self) -> bool:
         return self.config.virtual_tokens > self.inserted
+
+    def _visible(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None,
+        prefix: Tensor | None,
+        causal: bool,
+        fuses: bool,
+    ) -> tuple[Context, Tensor | None]:
+        """A context that says which positions attend to which, and the relative bias."""
+        if fuses:
+            bias, length = None, tokens.shape[1]
+            if self.relative_bias is not None:
+                bias = self.relative_bias.by_distance(length, length)
+            return Context(fused=Mask(segments, causal=causal, prefix=prefix), causal=causal), bias
+        mask, bias = self._mask(tokens, segments, prefix, causal)
+        # Segments are equivalent to the mask unless there is a prefix or a bias.
+        alone = prefix is None and bias is None and not self._has_prefix
+        return Context(mask=mask, causal=causal, segments=segments if alone else None), bias
 
     def _mask(
         self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None, causal: bool

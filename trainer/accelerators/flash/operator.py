@@ -19,6 +19,8 @@ WIDTHS = (32, 64, 80, 96, 128)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NO_WINDOW = -1
+_BIAS = 6
+"""The place of the bias among the arguments of the operator."""
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -201,25 +203,10 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    out: Tensor,
-    normalizer: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Tensor | None,
-    key_segments: Tensor | None,
-    prefix: Tensor | None,
-    bias: Tensor | None,
-    dropout_key: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    dropout: float,
-    with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(query, key, value, bias, with_bias)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # grad, out and normalizer, then the forward pass's arguments.
+    query, key, value = arguments[3:6]
+    return _gradients(query, key, value, arguments[3 + _BIAS], with_bias=arguments[-1])
 
 
 def _gradients(
@@ -228,10 +215,6 @@ def _gradients(
     none = query.new_empty(0)
     bias_grad = torch.empty_like(bias) if bias is not None and with_bias else none
     return _by_position(query), _by_position(key), _by_position(value), bias_grad
-
-
-_BIAS = 6
-"""The place of the bias among the arguments of the operator."""
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.inspect.plan.device import ALL, H100, Device
+from trainer.inspect.plan.table import table_of
 from trainer.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from trainer.inspect.plan.plan import Plan
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import Work
@@ -102,7 +101,6 @@ def _plan(args: argparse.Namespace) -> int:
     from trainer.config.sizes import parse_size
     from trainer.inspect.plan import throughput_table
     from trainer.inspect.plan.plan import STRATEGIES, Planner, as_json, copies_of
-    from trainer.inspect.plan.throughput import HOST
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
@@ -127,18 +125,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--price is for predictions of throughput. Add --throughput.")
     experiment = load_experiment(args.file, overrides)
     if args.throughput is not None:
-        strategy = names[0] if names else experiment.strategy.plan or "ddp"
-        step = Step(experiment, on_cpu=args.throughput == HOST)
-        throughput_table.show(
-            experiment,
-            experiment.resolved_phases(),
-            step,
-            args.devices,
-            strategy,
-            args.throughput,
-            args.price,
-            args.json,
-        )
+        _show_throughput(args, experiment, names)
         return EXIT_DONE
     phases, assumption = list(experiment.resolved_phases()), ""
     if memory is None and any(phase.micro_batch_size == "auto" for phase in phases):
@@ -186,11 +173,30 @@ def _plan(args: argparse.Namespace) -> int:
     if assumption:
         console.print(assumption)
     for phase, plans in found:
-        console.print(_table(_title(experiment, phase, step, args.devices), plans))
+        console.print(table_of(_title(experiment, phase, step, args.devices), _rows(plans)))
     console.print(_work_line(needed, args.devices, device))
     notes = [_NOTES, _FITS if memory else "", experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
+
+
+def _show_throughput(
+    args: argparse.Namespace, experiment: Experiment, names: Sequence[str]
+) -> None:
+    from trainer.inspect.plan import throughput_table
+    from trainer.inspect.plan.throughput import HOST
+    from trainer.inspect.plan.trace import Step
+
+    throughput_table.show(
+        experiment,
+        experiment.resolved_phases(),
+        Step(experiment, on_cpu=args.throughput == HOST),
+        args.devices,
+        names[0] if names else experiment.strategy.plan or "ddp",
+        args.throughput,
+        args.price,
+        args.json,
+    )
 
 
 def _device(args: argparse.Namespace) -> Device:
@@ -252,17 +258,7 @@ def _title(experiment: Experiment, phase: Phase, step: Step, devices: int) -> st
     )
 
 
-def _table(title: str, plans: Sequence[Plan]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=None,
-        padding=(0, 0, 0, 1),
-    )
+def _rows(plans: Sequence[Plan]) -> Iterator[dict[str, str]]:
     for plan in plans:
         held = plan.held
         row = {
@@ -279,11 +275,7 @@ def _table(title: str, plans: Sequence[Plan]) -> Table:
         }
         if plan.largest is not None:  # the memory of a device is known, or assumed
             row["fits"] = str(plan.largest or "none")
-        if not table.columns:
-            for heading in row:
-                table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-        table.add_row(*row.values())
-    return table
+        yield row
 
 
 def _gib(nbytes: float) -> str:

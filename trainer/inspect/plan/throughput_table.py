@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from trainer.errors import ConfigError
 from trainer.inspect.plan.device import ALL
 from trainer.inspect.plan.operators import KINDS, Kind
+from trainer.inspect.plan.table import table_of
 from trainer.inspect.plan.throughput import HOST, Predictor, as_json, check_device
 from trainer.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from trainer.inspect.plan.throughput import Prediction
     from trainer.inspect.plan.trace import Step
     from trainer.training.experiment import Experiment
@@ -90,8 +89,8 @@ def show(
     console = Console(highlight=False, markup=False)
     for phase, rows in found:
         title = f"length {phase.sequence_length}, {experiment.training.precision}, {strategy} on"
-        console.print(_table(f"Predicted throughput, {title} {devices}", map(_rates, rows)))
-        console.print(_table("Milliseconds of a step", map(_times, rows)))
+        console.print(table_of(f"Predicted throughput, {title} {devices}", map(_rates, rows)))
+        console.print(table_of("Milliseconds of a step", map(_times, rows)))
     for total in totals:
         line = f"All steps, {total['device']}, {total['implementation']}: {_time(total['hours'])}"
         if price is not None:
@@ -118,26 +117,6 @@ def _totals(
         if price is not None:
             total["cost"] = hours * devices * price
         yield total
-
-
-def _table(title: str, rows: Iterable[dict[str, str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=None,
-        padding=(0, 0, 0, 1),
-    )
-    for row in rows:
-        if not table.columns:
-            for heading in row:
-                justify = "left" if heading in ("device", "") else "right"
-                table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        table.add_row(*row.values())
-    return table
 
 
 def _rates(each: Prediction) -> dict[str, str]:
