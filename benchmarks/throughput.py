@@ -116,6 +116,7 @@ def stock_dropout() -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch(f"trainer.models.{module}.dropout", dropout))
+        stack.enter_context(patch("trainer.models.attention.attention_dropout", dropout))
         yield
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.accelerators.flash import attention, supports
 from trainer.models import modernbert
 from trainer.models.attention import segment_mask
-from trainer.models.dropout import dropout, split_key
+from trainer.models.dropout import attention_dropout, dropout, split_key
 from trainer.models.relative import RelativeBias
 from trainer.models.rotary import RotaryAttention
 
@@ -43,6 +43,7 @@ class Case:
     window: int | None = None
     bias: str | None = None
     dropout: float = 0.0
+    version: int = 2
     scale: float | None = None
 
     @property
@@ -66,6 +67,7 @@ CASES = [
     Case(64, 64, bias="float32", causal=True, dropout=0.1),
     Case(75, 75, dropout=0.1, segments=True),
     Case(40, 75, dropout=0.5, bias="bfloat16"),
+    Case(40, 75, dropout=0.1, version=1),
     Case(1, 40, bias="float32", segments=True),
     Case(33, 33, width=64, scale=0.25, dropout=0.1, bias="float32"),
     Case(33, 20, width=80, segments=True, bias="float32"),
@@ -96,7 +98,7 @@ def errors(case: Case) -> dict[str, float]:
         width=HEADS * case.width, heads=HEADS, attention_dropout=case.dropout
     )
     module = RotaryAttention(config, 10_000.0, case.window)
-    module.scale = case.scale
+    module.scale, module.dropout_version = case.scale, case.version
 
     # Views of fused projections, as layers have them.
     inputs = {
@@ -129,6 +131,7 @@ def errors(case: Case) -> dict[str, float]:
             scale=case.scale,
             dropout=case.dropout,
             dropout_key=dropout_key,
+            dropout_version=case.version,
         )
 
     def eager(query: Tensor, key_value: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -200,15 +203,18 @@ def dropout_masks() -> dict[str, bool]:
     """With values of the unit matrix, the result is the probabilities after dropout."""
     found = {}
     queries, keys = 50, 64
-    for rate in (0.1, 0.5):
+    for rate, version in ((0.1, 1), (0.1, 2), (0.5, 2)):
         dropout_key = split_key(torch.tensor([7, -(2**31)], dtype=torch.int32), 2)[1]
         shape = (BATCH, 3, queries, keys)
         query, key = torch.zeros(shape), torch.zeros(BATCH, 3, keys, keys)
         value = torch.eye(keys).expand_as(key)
-        fused = attention(query, key, value, dropout=rate, dropout_key=dropout_key)
-        eager = dropout(torch.full(shape, 1 / keys), rate, dropout_key)
-        found[f"keep {rate}"] = bool((fused != 0).equal(eager != 0))
-        found[f"scale {rate}"] = bool(torch.allclose(fused, eager, rtol=1e-6))
+        fused = attention(
+            query, key, value, dropout=rate, dropout_key=dropout_key, dropout_version=version
+        )
+        drop = dropout if version == 1 else attention_dropout
+        eager = drop(torch.full(shape, 1 / keys), rate, dropout_key)
+        found[f"keep {rate}, version {version}"] = bool((fused != 0).equal(eager != 0))
+        found[f"scale {rate}, version {version}"] = bool(torch.allclose(fused, eager, rtol=1e-6))
     return found
 
 
@@ -257,7 +263,7 @@ def operator() -> dict[str, str]:
     masks = (segments, key_segments, None, bias, dropout_key)
     found: dict[str, str] = torch.library.opcheck(
         torch.ops.samestep.attention.default,
-        (query, key, value, *masks, False, -1, 1.0, 0.1),
+        (query, key, value, *masks, False, -1, 1.0, 0.1, 2),
     )
     return found
 

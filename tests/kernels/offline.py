@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,19 @@ KERNELS = {
 }
 VARIANTS = {
     "plain": {},
-    "packed": {"SEGMENTS": True, "DROPOUT": True},
-    "t5": {"SEGMENTS": True, "DROPOUT": True, "BIAS": True, "BIAS_GRADIENT": True},
+    "first dropout": {"SEGMENTS": True, "DROPOUT": 1},
+    "packed": {"SEGMENTS": True, "DROPOUT": 2},
+    "t5": {"SEGMENTS": True, "DROPOUT": 2, "BIAS": True, "BIAS_GRADIENT": True},
+    "segments": {"SEGMENTS": True},
     "causal": {"CAUSAL": True, "SEGMENTS": True},
     "prefix": {"CAUSAL": True, "SEGMENTS": True, "PREFIX": True},
     "local": {"LOCAL": True, "SEGMENTS": True},
 }
-"""Flags of the kernels; the others are False."""
+"""Flags of the kernels; the others are False. DROPOUT is a version."""
 
 DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _POINTERS = {
-    **dict.fromkeys(("segments", "key_segments", "dropout_key"), "*i32"),
+    **dict.fromkeys(("segments", "key_segments", "dropout_key", "dropout_rows"), "*i32"),
     **dict.fromkeys(("bias", "normalizer", "delta", "partial", "bias_partial"), "*fp32"),
     "bias_grad": "*fp32",
     "prefix": "*i8",
@@ -69,12 +72,14 @@ class Code:
         spilled: bytes (of NVIDIA GPUs' stack) or registers (of AMD's) that went to memory.
         shared: bytes of shared memory of a program.
         tensor_cores: number of their instructions in the assembly.
+        loop: instructions of the longest loop, by operation; empty on AMD's GPUs.
     """
 
     registers: int
     spilled: int
     shared: int
     tensor_cores: int
+    loop: Counter[str]
 
 
 def compile_kernel(
@@ -102,12 +107,21 @@ def compile_source(target: str, kernel: ASTSource, warps: int, stages: int) -> C
     amd = TARGETS[target].backend == "hip"
     assembly = compiled.asm["amdgcn" if amd else "ptx"]
     registers, spilled = _amd_usage(assembly) if amd else _nvidia_usage(compiled.asm["cubin"])
+    loop = Counter[str]() if amd else _nvidia_loop(compiled.asm["cubin"])
     return Code(
         registers=registers,
         spilled=spilled,
         shared=compiled.metadata.shared,
         tensor_cores=len(re.findall(TENSOR_CORES[target], assembly)),
+        loop=loop,
     )
+
+
+def scores_of_thread(target: str, kernel: str, width: int = 64) -> float:
+    """Scores that a thread computes in one turn of the loop of a kernel, in bf16."""
+    plan = flash.choose_plan(width, torch.bfloat16, GENERATIONS.get(target, "other"))
+    blocks: flash.Blocks = getattr(plan, kernel)
+    return blocks.queries * blocks.keys / (32 * blocks.warps)
 
 
 def source(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> ASTSource:
@@ -128,13 +142,35 @@ def source(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> ASTSou
     return ASTSource(kernel, signature, values, attributes)
 
 
-def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _nvidia_report(tool: str, option: str, cubin: bytes) -> str:
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(folder / tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _nvidia_loop(cubin: bytes) -> Counter[str]:
+    """The operations between a label and the jump back to it that are furthest apart."""
+    labels: dict[str, int] = {}
+    operations: list[str] = []
+    longest = range(0)
+    for line in _nvidia_report("nvdisasm", "-c", cubin).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(operations)
+        # Address, predicate, operation: /*0010*/ @!P0 BRA `(.L_x_1) ;
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*([A-Z0-9]+)(.*)", line):
+            operations.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2])
+            if found[1] == "BRA" and target and target[0] in labels:
+                between = range(labels[target[0]], len(operations))
+                longest = max(longest, between, key=len)
+    return Counter(operations[longest.start : longest.stop])
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    report = _nvidia_report("cuobjdump", "-res-usage", cubin)
     registers, stack, local = (
         int(re.findall(rf"\b{name}:(\d+)", report)[0]) for name in ("REG", "STACK", "LOCAL")
     )

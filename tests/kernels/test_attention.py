@@ -71,8 +71,10 @@ def test_the_table_of_relative_positions_gets_its_gradient(
 
 
 def test_dropout_has_the_bits_of_eager_dropout(found: dict[str, Any]) -> None:
-    expected = dict.fromkeys(("keep 0.1", "scale 0.1", "keep 0.5", "scale 0.5"), True)
-    assert found["dropout_masks"] == expected
+    masks = found["dropout_masks"]
+    assert isinstance(masks, dict), masks
+    assert len(masks) == 6
+    assert all(masks.values()), masks
 
 
 def test_a_query_without_keys_gets_zeros(found: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from trainer.accelerators.flash import WIDTHS
+from trainer.inspect.plan.fusion import HASHED
 
 if TYPE_CHECKING:
     from tests.kernels.offline import Code
@@ -34,7 +35,9 @@ MAIN = [
 ]
 OTHERS = [
     case
-    for case in product(TARGETS, KERNELS, ["plain", "packed", "causal", "prefix", "local"])
+    for case in product(
+        TARGETS, KERNELS, ["plain", "packed", "first dropout", "causal", "prefix", "local"]
+    )
     if case not in MAIN
 ]
 
@@ -66,6 +69,25 @@ def test_half_precision_has_tensor_cores_and_hardly_spills(
     code = compiled(target, kernel, variant)
     assert code.tensor_cores > 0
     assert code.spilled <= SPILLED
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dropout_takes_few_instructions(kernel: str) -> None:
+    from tests.kernels import offline
+
+    loops = {v: compiled("sm_90", kernel, v).loop for v in ("segments", "packed", "first dropout")}
+    scores, without = offline.scores_of_thread("sm_90", kernel), loops["segments"]
+    added = {
+        variant: {op: (loop[op] - without[op]) / scores for op in loop | without}
+        for variant, loop in loops.items()
+    }
+    assert sum(added["packed"].values()) < 8.5
+    assert sum(added["first dropout"].values()) > 15
+    # What samestep plan --throughput counts; products are on the units of floating point.
+    integer = sum(
+        added["packed"].get(op, 0) for op in ("ISETP", "LOP3", "SHF", "SEL", "FSEL", "PRMT")
+    )
+    assert integer == pytest.approx(HASHED, abs=0.6)
 
 
 @pytest.mark.kernels_all

@@ -1,4 +1,4 @@
-"""Values of settings that were renamed.
+"""Settings of stored files: values that were renamed, and settings that are newer than a file.
 
 Stored files (checkpoints, run folders, manifests of datasets) may hold an old name and are read
 with the new one. A user's recipe with an old name is rejected with a message that gives the new
@@ -25,6 +25,10 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
 """Old name to new name, by setting."""
 
 
+_NEWER: Mapping[str, Mapping[str, int]] = {"training": {"dropout_version": 1}}
+"""What runs did before a setting existed, by section, where that is not the default now."""
+
+
 def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
     """Reads a run's config.yaml with current names, then merges a user's overrides unchanged."""
     tree = current(read_tree(path))
@@ -34,9 +38,12 @@ def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
 
 
 def current(stored: Tree) -> Tree:
-    """Returns a copy of a stored tree with current names."""
+    """Returns a copy of a stored tree with current names, and with settings that it lacks."""
     for setting, names in _RENAMED.items():
         stored = _replaced(stored, setting.split("."), names)
+    for section, values in _NEWER.items():
+        if isinstance(own := stored.get(section), dict):
+            stored = {**stored, section: {**values, **own}}
     return stored
 
 

@@ -261,6 +261,9 @@ class Model(nn.Module, ABC):
         """Computes attention of `forward` by the kernel; False: the model cannot, the default."""
         return False
 
+    def use_dropout_version(self, version: int) -> None:
+        """Chooses the masks of attention dropout (`training.dropout_version`), if it has any."""
+
     @property
     def residual_dtype(self) -> torch.dtype | None:
         """The dtype of the residual stream; None: as the modules compute it, fp32 after norms."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.accelerators.kernels import fuses_trained_bias
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import dropout
+from trainer.models.dropout import attention_dropout, dropout
 from trainer.models.fused import FusedAttention, Mask
 from trainer.models.projections import Projection
 from trainer.models.stack import Context
@@ -59,6 +59,7 @@ class Attention(nn.Module):
     Attributes:
         kernel: computes attention without dropout; a strategy may replace it.
         fused: computes attention where the context has a mask for it; see `Model.fuse_attention`.
+        dropout_version: which masks; see `training.dropout_version`.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -69,6 +70,7 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.fused: FusedAttention | None = None
+        self.dropout_version = 2
 
     def split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[B, S, parts * H * K] -> `parts` times [B, H, S, K]."""
@@ -131,6 +133,7 @@ class Attention(nn.Module):
             scale=self._scale(query),
             dropout=0.0 if dropout_key is None else self.dropout,
             dropout_key=dropout_key,
+            dropout_version=self.dropout_version,
         )
         return mixed.transpose(1, 2).flatten(2)
 
@@ -143,7 +146,8 @@ class Attention(nn.Module):
         dropout_key: Tensor | None,
     ) -> Tensor:
         probabilities = self.scores(query, key, mask).softmax(-1, dtype=torch.float32)
-        return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
+        drop = dropout if self.dropout_version == 1 else attention_dropout
+        return drop(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
 
     def scores(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Scores [B, H, T, S], minus infinity where attention is not allowed; see `attend`."""

@@ -127,6 +127,11 @@ class TransformerModel(Model):
         """The stacks of layers, by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Stack)}
 
+    def use_dropout_version(self, version: int) -> None:
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.dropout_version = version
+
     def fuse_attention(self, kernel: FusedAttention) -> bool:
         modules = [module for module in self.modules() if isinstance(module, Attention)]
         if not all(map(is_fusible, modules)):

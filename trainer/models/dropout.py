@@ -14,6 +14,7 @@ from torch import Tensor
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
+_COLUMN = _GOLDEN * _MIX_1 % 2**32 - 2**32  # the product of both
 
 
 def mix(x: Tensor) -> Tensor:
@@ -55,8 +56,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
         positions: int [B, P], if x is [B, P, D] selected from a larger [B, S, D]: elements get the
             mask they would have there. None: x is whole.
     """
-    threshold = round(p * 2**32) - 2**31
-    if key is None or threshold == -(2**31):
+    if key is None or _threshold(p) == -(2**31):
         return x
     if positions is None:
         place = torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device)
@@ -68,8 +68,39 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
     # mixes best.
     bits = mix(place) ^ key[:, None]
     bits *= _MIX_1
+    return _drop(x, p, bits)
+
+
+def attention_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+    """Like `dropout`, with other masks, which a kernel computes in half as many operations.
+
+    Elements of a row of x differ only in the column, so all but the last steps of the hash are
+    done once a row, in place of once an element.
+
+    Args:
+        x: [B, H, T, S], attention probabilities.
+        p, key: see `dropout`.
+    """
+    if key is None or _threshold(p) == -(2**31):
+        return x
+    rows = torch.arange(x.shape[1:3].numel(), dtype=torch.int32, device=x.device)
+    columns = torch.arange(x.shape[3], dtype=torch.int32, device=x.device)
+    # The mixer's second half, of row + golden * column: its first product is distributed, and of a
+    # row that is mixed already it changes nothing that matters.
+    of_rows = mix(mix(rows) ^ key[:, None]).view(*x.shape[:3], 1)
+    return _drop(x, p, of_rows + columns * _COLUMN)
+
+
+def _threshold(p: float) -> int:
+    """Elements with fewer bits, as an int32, are dropped."""
+    return round(p * 2**32) - 2**31
+
+
+def _drop(x: Tensor, p: float, bits: Tensor) -> Tensor:
+    """Drops elements by int32 bits, of as many elements, which it mixes in place."""
     bits ^= _shift(bits, 15).bitwise_and_(0x1FFFF)
     bits *= _MIX_2
+    threshold = _threshold(p)
     # 1 if bits >= threshold, else 0, computed by arithmetic: comparisons and masked_fill are
     # several times slower on CPUs.
     keep = bits.clamp_(threshold - 1, threshold).sub_(threshold - 1)

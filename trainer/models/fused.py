@@ -46,6 +46,7 @@ class FusedAttention(Protocol):
         scale: float,
         dropout: float,
         dropout_key: Tensor | None,
+        dropout_version: int,
     ) -> Tensor:
         """Query [B, H, T, K], key and value [B, H, S, K] -> [B, H, T, K].
 
@@ -53,7 +54,8 @@ class FusedAttention(Protocol):
             segments, key_segments, causal, prefix, window: see `Mask`; segments come in pairs.
             bias: float [H, T + S - 1], added to the scores: element j - i + T - 1 to the
                 score of query i and key j.
-            dropout: rate for probabilities, with the bits of `models.dropout.dropout`.
+            dropout: rate for probabilities.
             dropout_key: int32 [B]; None: no dropout.
+            dropout_version: 1: masks of `models.dropout.dropout`; 2: of `attention_dropout`.
         """
         ...

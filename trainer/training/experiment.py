@@ -132,6 +132,7 @@ class Experiment:
             ConfigError: `frozen` names no parameter, or no parameter is left to train.
         """
         model = self.model.build()
+        model.use_dropout_version(self.training.dropout_version)
         named = dict(model.named_parameters())
         for prefix in self.frozen:
             # The dots keep layers.1 from freezing layers.10.

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
 from trainer.models.attention import Attention
-from trainer.models.dropout import dropout
+from trainer.models.dropout import attention_dropout, dropout
 from trainer.models.fused import FusedAttention
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,15 @@ def fuse_attention(model: Model, accelerator: Accelerator, precision: Precision)
     modules = [module for module in model.modules() if isinstance(module, Attention)]
     widths = sorted({module.inner // module.heads for module in modules})
     dtype, device = DTYPES[precision], accelerator.device
+    versions = {module.dropout_version for module in modules}
     kernel: FusedAttention | None = None
     error = 0.0
     try:
         for width in widths:
             if (kernel := accelerator.fused_attention(width, dtype)) is None:
                 return
-            error = max(error, largest_error(kernel, width, device, dtype))
+            errors = (largest_error(kernel, width, device, dtype, each) for each in versions)
+            error = max(error, *errors)
     except Exception as cause:  # a compiler can fail in many ways; the run needs no kernel
         logger.warning("attention    unfused: the kernel does not run here: %s", cause)
         return
@@ -75,17 +77,22 @@ def fuse_attention(model: Model, accelerator: Accelerator, precision: Precision)
 
 
 def largest_error(
-    kernel: FusedAttention, width: int, device: torch.device, dtype: torch.dtype
+    kernel: FusedAttention, width: int, device: torch.device, dtype: torch.dtype, version: int = 2
 ) -> float:
     """The largest difference between fused and unfused attention on small inputs.
 
     Results and gradients, of two rows with packed sequences and dropout.
 
+    Args:
+        version: of dropout.
+
     Returns:
         As a part of the largest number of the tensor in which it was found.
     """
     errors = [
-        error for variant in _VARIANTS for error in _errors(variant, kernel, width, device, dtype)
+        error
+        for variant in _VARIANTS
+        for error in _errors(variant, kernel, width, device, dtype, version)
     ]
     # `max` may hide NaN, which compares with nothing.
     return math.inf if any(map(math.isnan, errors)) else max(errors)
@@ -97,6 +104,7 @@ def _errors(
     width: int,
     device: torch.device,
     dtype: torch.dtype,
+    version: int,
 ) -> list[float]:
     batch, heads, keys = 2, 2, _LENGTH
     queries = _OTHER_LENGTH if variant.crossed else keys
@@ -127,6 +135,7 @@ def _errors(
             scale=width**-0.5,
             dropout=0.1,
             dropout_key=dropout_keys,
+            dropout_version=version,
         )
 
     row = torch.arange(queries, device=device)[:, None]
@@ -143,7 +152,8 @@ def _errors(
         if bias is not None:
             scores = scores + bias[:, column - row + queries - 1]
         probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-        return dropout(probabilities, 0.1, dropout_keys) @ value
+        drop = dropout if version == 1 else attention_dropout
+        return drop(probabilities, 0.1, dropout_keys) @ value
 
     found = _with_gradients(fused, inputs, gradient)
     # The reference is computed in fp32 from the same numbers.

@@ -38,6 +38,8 @@ class Config:
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third
             more work.
         compile: compiles each layer with torch.compile.
+        dropout_version: of the random numbers of attention dropout. 2 are cheaper in fused kernels.
+            Runs that began before there were two versions continue with 1, unless told otherwise.
         log_every: steps between two rows of metrics.
         evaluate_every: steps between evaluations on the held-out documents (and one at the end);
             None never evaluates.
@@ -63,6 +65,7 @@ class Config:
     max_grad_norm: float | None = 1.0
     activation_checkpointing: bool = False
     compile: bool = False
+    dropout_version: Literal[1, 2] = 2
     log_every: int = 10
     evaluate_every: int | None = None
     evaluate_batches: int | None = None

@@ -57,6 +57,8 @@ def load_experiment(
         CheckpointError, DataError: the weights or the dataset cannot be read.
     """
     tree = read_tree(path, overrides)
+    if not elsewhere:
+        tree = _with_version_of_run(tree)
     model = tree.get("model")
     lacks_kind = model is None or (isinstance(model, dict) and "kind" not in model)
     if tree.get("init_from") and lacks_kind:
@@ -66,19 +68,32 @@ def load_experiment(
             placeholder = decode(Experiment, {**tree, "model": {"kind": __name__}})
             return replace(placeholder, model=Config(changes))
         # The dataset's labels, or init_from, may have changed since the run began.
-        begun = None if elsewhere else _model_of_run(tree)
+        begun = None if elsewhere else _run_before(tree).get("model")
         tree = {**tree, "model": merge(begun or model_of(tree), changes)}
     return decode(Experiment, tree)
 
 
-def _model_of_run(tree: Tree) -> Tree | None:
-    """The model of the run in the output folder, if that run has a checkpoint."""
+def _with_version_of_run(tree: Tree) -> Tree:
+    """A run that has begun keeps its dropout, unless the user names another version."""
+    training = tree.get("training")
+    begun = _run_before(tree).get("training")
+    if not isinstance(training, dict) or not isinstance(begun, dict):
+        return tree
+    return {**tree, "training": {"dropout_version": begun["dropout_version"], **training}}
+
+
+def _run_before(tree: Tree) -> Tree:
+    """The settings of the run in the output folder, if it has a checkpoint; else {}."""
     output = Path(str(tree.get("output")))
     folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
+    location = files.location(folder)
     settings = output / "config.yaml"
-    if settings.is_file() and integrity.committed_steps(files.location(folder)):
-        return read_stored(settings).get("model")
-    return None
+    if not integrity.committed_steps(location):
+        return {}
+    if settings.is_file():
+        return read_stored(settings)
+    # Checkpoints in an object store, on a new machine.
+    return integrity.newest_meta(location).get("config", {})
 
 
 def model_of(tree: Tree) -> Tree:

@@ -44,6 +44,13 @@ def test_only_settings_that_had_an_old_name_change(
     assert renamed.original(expected) == stored
 
 
+def test_a_stored_run_without_a_newer_setting_has_what_it_did() -> None:
+    current = renamed.current({"training": {"steps": 3}})
+    assert current == {"training": {"dropout_version": 1, "steps": 3}}
+    named = {"training": {"steps": 3, "dropout_version": 2}}
+    assert renamed.current(named) == named
+
+
 def test_overrides_of_a_stored_config_are_not_translated(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model: {kind: bert, head: span, layers: 2}\nseed: 1\n")

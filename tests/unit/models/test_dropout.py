@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.models.dropout import dropout, split_key
+from trainer.models.dropout import attention_dropout, dropout, split_key
 
 P = 0.1
 KEYS = split_key(torch.tensor([1234567], dtype=torch.int32), 64)[:, 0]
@@ -116,3 +116,83 @@ def test_places_of_a_row_get_different_keys():
     keys = split_key(torch.arange(-50, 50, dtype=torch.int32), 73)
     assert keys.shape == (73, 100)
     assert keys.unique().numel() == keys.numel()
+
+
+def kept_scores(keys: torch.Tensor, heads: int, queries: int, columns: int, p: float = P):
+    """[B, H, T, S]: True where attention dropout keeps a probability."""
+    return attention_dropout(torch.ones(len(keys), heads, queries, columns), p, keys) != 0
+
+
+def test_masks_of_attention_never_change():
+    mask = kept_scores(KEYS[:4], 2, 5, 40)
+    for b, key in enumerate(KEYS[:4].tolist()):
+        for row in range(10):
+            of_row = mix(mix(row) ^ (key % 2**32))
+            for column in range(40):
+                bits = (of_row + column * 0x9E3779B9 * 0x7FEB352D) % 2**32
+                bits = (bits ^ (bits >> 15)) * 0x846CA68B % 2**32
+                expected = signed(bits) + 2**31 >= round(P * 2**32)
+                assert mask[b, row // 5, row % 5, column] == expected
+
+
+def test_attention_keeps_and_scales_as_other_dropout():
+    x = torch.rand(3, 2, 5, 7)
+    y = attention_dropout(x, 0.25, KEYS[:3])
+    torch.testing.assert_close(y, x * kept_scores(KEYS[:3], 2, 5, 7, 0.25) / 0.75)
+    assert attention_dropout(x, 0.25, None) is x
+    assert attention_dropout(x, 0.0, KEYS[:3]) is x
+
+
+def chi_squared(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """In standard deviations above its mean."""
+    freedom = len(found) - 1
+    return float((((found - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5])
+def test_rate_of_attention_dropout(p: float):
+    drops = (~kept_scores(KEYS, 4, 64, 512, p)).double()
+    for sums, cells in (
+        (drops.sum(3), 512),
+        (drops.sum((1, 2)), 256),
+        (drops.sum((1, 2, 3)), 2**17),
+    ):
+        # A variance of 1 in units of the binomial distribution's.
+        z = (sums - cells * p) / (cells * p * (1 - p)) ** 0.5
+        assert abs(z.mean()) < 5 / z.numel() ** 0.5
+        assert z.var() == pytest.approx(1, abs=7 * (2 / z.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize("apart", [1, 3, 8, 64])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_neighboring_scores_are_independent(axis: int, apart: int):
+    # Every pattern of dropped and kept among four in a row, in a column.
+    drops = (~kept_scores(KEYS, 8, 256, 256)).movedim(axis, -1)
+    length = 256 - 3 * apart
+    code = sum(drops[..., n * apart : n * apart + length].int() << n for n in range(4))
+    # Patterns overlap; every fourth block of columns of this width does not.
+    code = code[..., torch.arange(length) % (4 * apart) < apart]
+    found = torch.bincount(code.flatten(), minlength=16).double()
+    ones = torch.tensor([bin(number).count("1") for number in range(16)])
+    expected = code.numel() * P**ones * (1 - P) ** (4 - ones)
+    assert abs(chi_squared(found, expected)) < 5
+
+
+def test_rectangles_of_scores_are_independent():
+    # Of four scores in two rows and two columns, the rows' and columns' numbers cancel.
+    z = (~kept_scores(KEYS, 2, 64, 64)).double().flatten(1, 2).sub(P) / (P * (1 - P)) ** 0.5
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.randint(0, n, (2, 40_000), generator=generator) for n in (128, 64))
+    different = (rows[0] != rows[1]) & (columns[0] != columns[1])
+    (a, b), (c, d) = rows[:, different], columns[:, different]
+    products = z[:, a, c] * z[:, a, d] * z[:, b, c] * z[:, b, d]
+    assert abs(products.mean()) < 5 * (1 / products.numel()) ** 0.5
+
+
+def test_columns_any_distance_apart_are_independent():
+    # Over all rows: a weak step from column to column would show at some distance.
+    drops = (~kept_scores(KEYS[:4], 16, 512, 1024)).flatten(0, 2).float() - P
+    correlation = drops[:, 0] @ drops[:, 1:] / (len(drops) * P * (1 - P))
+    z = correlation * len(drops) ** 0.5
+    assert z.abs().max() < 5
+    assert z.var() == pytest.approx(1, abs=0.2)

@@ -23,7 +23,8 @@ from trainer.models import (
     xlnet,
 )
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import dropout as drop
+from trainer.models.dropout import attention_dropout
+from trainer.models.dropout import dropout as first_dropout
 from trainer.models.peft import lora, prefix
 
 LOCAL = modernbert.Config(**SHAPE, max_positions=24, local_window=4, global_every=2)
@@ -51,6 +52,7 @@ def attention(
     scale: float,
     dropout: float,
     dropout_key: Tensor | None,
+    dropout_version: int,
 ) -> Tensor:
     """The arithmetic of a fused kernel, score by score."""
     queries, keys = query.shape[2], key.shape[2]
@@ -70,6 +72,7 @@ def attention(
         scores = scores + bias[:, column - row + queries - 1]
     scores = scores.masked_fill(~allowed, float("-inf"))
     probabilities = scores.softmax(-1).nan_to_num(0.0)
+    drop = first_dropout if dropout_version == 1 else attention_dropout
     return drop(probabilities, dropout, dropout_key) @ value
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.accelerators.flash.tiles import Blocks, Plan, choose_plan, generation_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+COLUMN = tl.constexpr(0xCFC6B285)  # of trainer/models/dropout.py
 
 
 @triton.jit
@@ -36,10 +37,24 @@ def _mix(x):
 
 
 @triton.jit
-def _kept(place, key, threshold):
-    """Whether dropout keeps the elements at indices `place` of a batch row: bits of `dropout`."""
-    bits = _mix(place.to(tl.uint32, bitcast=True)) ^ key.to(tl.uint32, bitcast=True)
-    bits *= 0x7FEB352D
+def _row_bits(head, i, queries, key):
+    """What `attention_dropout` computes once for a row of scores."""
+    row = (head * queries + i).to(tl.uint32, bitcast=True)
+    return _mix(_mix(row) ^ key.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _kept(row_bits, head, i, j, queries, keys, key, threshold, DROPOUT: tl.constexpr):
+    """Whether dropout keeps the scores of queries i and keys j, which broadcast to a tile.
+
+    DROPOUT is the version: 1 has the bits of `dropout`, 2 those of `attention_dropout`.
+    """
+    if DROPOUT == 1:
+        place = (head * queries + i) * keys + j
+        bits = _mix(place.to(tl.uint32, bitcast=True)) ^ key.to(tl.uint32, bitcast=True)
+        bits *= 0x7FEB352D
+    else:
+        bits = row_bits.to(tl.uint32, bitcast=True) + j.to(tl.uint32, bitcast=True) * COLUMN
     bits ^= bits >> 15
     bits *= 0x846CA68B
     return bits.to(tl.int32, bitcast=True) >= threshold
@@ -132,9 +147,11 @@ def forward_kernel(
     in_query = (i < queries)[:, None] & (k < WIDTH)[None, :]
     query += row * query_b + head * query_h
     q = tl.load(query + i[:, None] * query_t + k[None, :], mask=in_query, other=0.0)
-    dropout_bits = 0
+    own_key = 0
+    row_bits = i
     if DROPOUT:
-        dropout_bits = tl.load(dropout_key + row)
+        own_key = tl.load(dropout_key + row)
+        row_bits = _row_bits(head, i, queries, own_key)
 
     maximum = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -160,8 +177,12 @@ def forward_kernel(
         # Dropout follows the softmax, so the denominator is a sum of all.
         total = total * rescale + tl.sum(probabilities, 1)
         if DROPOUT:
-            place = (head * queries + i[:, None]) * keys + j[None, :]
-            probabilities = tl.where(_kept(place, dropout_bits, threshold), probabilities, 0.0)
+            kept = _kept(
+                row_bits[:, None], head, i[:, None], j[None, :], queries, keys, own_key, threshold,
+                DROPOUT,
+            )  # fmt: skip
+            # Fewer instructions than a choice between probabilities, which are rounded next.
+            probabilities *= tl.where(kept, keep_scale, 0.0)
         block_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
         mixed = tl.dot(
             probabilities.to(block_v.dtype), block_v, mixed * rescale[:, None],
@@ -169,7 +190,7 @@ def forward_kernel(
         )  # fmt: skip
 
     empty = total == 0.0
-    mixed = mixed * (keep_scale / tl.where(empty, 1.0, total))[:, None]
+    mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     out += row * queries * heads * WIDTH + head * WIDTH
     out += i[:, None] * (heads * WIDTH) + k[None, :]
     tl.store(out, mixed.to(out.dtype.element_ty), mask=in_query)
@@ -180,7 +201,7 @@ def forward_kernel(
 @triton.jit
 def query_gradient_kernel(
     query, key, value, segments, key_segments, prefix, bias, dropout_key, out, normalizer, grad,
-    delta, query_grad, bias_partial,
+    delta, dropout_rows, query_grad, bias_partial,
     query_b, query_h, query_t, key_b, key_h, key_s, value_b, value_h, value_s,
     grad_b, grad_h, grad_t,
     heads, queries, keys, window, scale, threshold, keep_scale,
@@ -188,11 +209,12 @@ def query_gradient_kernel(
     BIAS: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DROPOUT: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head: `query_grad` [B, T, H, K] and `delta` [B, H, T].
+    """One block of queries of one head: `query_grad` [B, T, H, K], and `delta`, `dropout_rows`.
 
-    delta is the product of a row of `out` with its gradient, which every gradient of a score
-    subtracts. With a bias, also sums the gradients of scores along diagonals into `bias_partial`
-    [B, H, T / BLOCK, S / BLOCK + 1, BLOCK]; `bias_gradient_kernel` adds these.
+    The last two, [B, H, T], are for `key_gradient_kernel`. delta is the product of a row of `out`
+    with its gradient, which every gradient of a score subtracts. With a bias, also sums the
+    gradients of scores along diagonals into `bias_partial` [B, H, T / BLOCK, S / BLOCK + 1, BLOCK];
+    `bias_gradient_kernel` adds these.
     """
     blocks = tl.cdiv(queries, BLOCK_T)
     block = tl.program_id(0) % blocks
@@ -215,9 +237,12 @@ def query_gradient_kernel(
     tl.store(delta + statistics, row_products, mask=i < queries)
     # Infinity makes the probabilities of queries beyond the last one 0.
     log_total = tl.load(normalizer + statistics, mask=i < queries, other=float("inf"))
-    dropout_bits = 0
+    own_key = 0
+    row_bits = i
     if DROPOUT:
-        dropout_bits = tl.load(dropout_key + row)
+        own_key = tl.load(dropout_key + row)
+        row_bits = _row_bits(head, i, queries, own_key)
+        tl.store(dropout_rows + statistics, row_bits, mask=i < queries)
 
     total = tl.zeros([BLOCK_T, PADDED], tl.float32)
     key += row * key_b + head * key_h
@@ -242,8 +267,10 @@ def query_gradient_kernel(
         probabilities = tl.exp2(scores - log_total[:, None])
         gradient = tl.dot(g, tl.trans(block_v), input_precision=PRECISION)
         if DROPOUT:
-            place = (head * queries + i[:, None]) * keys + j[None, :]
-            kept = _kept(place, dropout_bits, threshold)
+            kept = _kept(
+                row_bits[:, None], head, i[:, None], j[None, :], queries, keys, own_key, threshold,
+                DROPOUT,
+            )  # fmt: skip
             gradient = tl.where(kept, gradient * keep_scale, 0.0)
         gradient = probabilities * (gradient - row_products[:, None])
         if BIAS_GRADIENT:
@@ -267,7 +294,7 @@ def query_gradient_kernel(
 @triton.jit
 def key_gradient_kernel(
     query, key, value, segments, key_segments, prefix, bias, dropout_key, normalizer, grad, delta,
-    key_grad, value_grad,
+    dropout_rows, key_grad, value_grad,
     query_b, query_h, query_t, key_b, key_h, key_s, value_b, value_h, value_s,
     grad_b, grad_h, grad_t,
     heads, queries, keys, window, scale, threshold, keep_scale,
@@ -292,9 +319,9 @@ def key_gradient_kernel(
     value += row * value_b + head * value_h
     own_k = tl.load(key + j[:, None] * key_s + k[None, :], mask=in_keys, other=0.0)
     own_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
-    dropout_bits = 0
+    own_key = 0
     if DROPOUT:
-        dropout_bits = tl.load(dropout_key + row)
+        own_key = tl.load(dropout_key + row)
 
     key_total = tl.zeros([BLOCK_S, PADDED], tl.float32)
     value_total = tl.zeros([BLOCK_S, PADDED], tl.float32)
@@ -319,17 +346,22 @@ def key_gradient_kernel(
         gradient = tl.dot(own_v, tl.trans(g), input_precision=PRECISION)
         dropped = probabilities
         if DROPOUT:
-            place = (head * queries + i[None, :]) * keys + j[:, None]
-            kept = _kept(place, dropout_bits, threshold)
-            dropped = tl.where(kept, probabilities, 0.0)
-            gradient = tl.where(kept, gradient * keep_scale, 0.0)
+            row_bits = i
+            if DROPOUT > 1:
+                row_bits = tl.load(dropout_rows + statistics + i, mask=i < queries, other=0)
+            kept = _kept(
+                row_bits[None, :], head, i[None, :], j[:, None], queries, keys, own_key, threshold,
+                DROPOUT,
+            )  # fmt: skip
+            keep = tl.where(kept, keep_scale, 0.0)
+            dropped = probabilities * keep
+            gradient *= keep
         value_total = tl.dot(dropped.to(g.dtype), g, value_total, input_precision=PRECISION)
         gradient = probabilities * (gradient - row_products[None, :])
         key_total = tl.dot(gradient.to(q.dtype), q, key_total, input_precision=PRECISION)
     own = row * keys * heads * WIDTH + head * WIDTH
     own += j[:, None] * (heads * WIDTH) + k[None, :]
     tl.store(key_grad + own, (key_total * scale).to(key_grad.dtype.element_ty), mask=in_keys)
-    value_total *= keep_scale
     tl.store(value_grad + own, value_total.to(value_grad.dtype.element_ty), mask=in_keys)
 
 
@@ -377,6 +409,7 @@ class Call:
     window: int
     scale: float
     dropout: float
+    dropout_version: int
 
     def forward(self, out: Tensor, normalizer: Tensor) -> None:
         """Fills `out` and `normalizer`."""
@@ -414,6 +447,7 @@ class Call:
             "normalizer": normalizer,
             "grad": grad,
             "delta": torch.empty_like(normalizer),
+            "dropout_rows": torch.empty_like(normalizer, dtype=torch.int32),
             **_strides("grad", "bht", grad),
         }
         self._launch(
@@ -473,7 +507,7 @@ class Call:
             PREFIX=self.prefix is not None,
             LOCAL=self.window >= 0,
             BIAS=self.bias is not None,
-            DROPOUT=drops,
+            DROPOUT=self.dropout_version if drops else 0,
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
             PRECISION=_precision(),

@@ -63,6 +63,7 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
     dropout_key: Tensor | None = None,
+    dropout_version: int = 2,
 ) -> Tensor:
     """Multi-head attention without a matrix of scores: [B, H, T, K] -> [B, H, T, K].
 
@@ -81,8 +82,8 @@ def attention(
             key j. Fp16, bf16 or fp32; it gets a gradient.
         scale: of the products; None: K ** -0.5.
         dropout: probability of dropping; needs `dropout_key`.
-        dropout_key: int32 [B]; masks equal `trainer.models.dropout` of probabilities
-            [B, H, T, S]. None: no dropout.
+        dropout_key: int32 [B]. None: no dropout.
+        dropout_version: 1: masks of `models.dropout.dropout`; 2: of `attention_dropout`.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -117,6 +118,7 @@ def attention(
         _NO_WINDOW if window is None else window,
         width**-0.5 if scale is None else scale,
         dropout,
+        dropout_version,
     )
     result: Tensor = out
     return result
@@ -152,6 +154,7 @@ def _forward(
     window: int,
     scale: float,
     dropout: float,
+    dropout_version: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result and the logarithm of the softmax's denominators, fp32 [B, H, T]."""
     from trainer.accelerators.flash import kernels
@@ -159,9 +162,8 @@ def _forward(
     out = _by_position(query)
     normalizer = query.new_empty(query.shape[:3], dtype=torch.float32)
     masks = (segments, key_segments, prefix)
-    call = kernels.Call(
-        query, key, value, *masks, bias, dropout_key, causal, window, scale, dropout
-    )
+    settings = (causal, window, scale, dropout, dropout_version)
+    call = kernels.Call(query, key, value, *masks, bias, dropout_key, *settings)
     call.forward(out, normalizer)
     return out, normalizer
 
@@ -188,6 +190,7 @@ def _backward(
     window: int,
     scale: float,
     dropout: float,
+    dropout_version: int,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value and bias; the last is empty unless `with_bias`."""
@@ -195,9 +198,8 @@ def _backward(
 
     gradients = _gradients(query, key, value, bias, with_bias)
     masks = (segments, key_segments, prefix)
-    call = kernels.Call(
-        query, key, value, *masks, bias, dropout_key, causal, window, scale, dropout
-    )
+    settings = (causal, window, scale, dropout, dropout_version)
+    call = kernels.Call(query, key, value, *masks, bias, dropout_key, *settings)
     call.backward(grad, out, normalizer, *gradients)
     return gradients
 
@@ -225,12 +227,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 12
+        return (None,) * 13
     with_bias = ctx.needs_input_grad[_BIAS]
     *gradients, bias_grad = torch.ops.samestep.attention_backward(
         _dense_rows(grad), *ctx.saved_tensors, *ctx.settings, with_bias
     )
-    return *gradients, None, None, None, bias_grad if with_bias else None, *(None,) * 5
+    return *gradients, None, None, None, bias_grad if with_bias else None, *(None,) * 6
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -99,7 +99,8 @@ def test_fused_attention_keeps_scores_out_of_memory(
     # Queries, keys, values and the output are 4 rows x 32 positions x width; all else is small.
     tensor = 4 * 32 * model.width * 4
     assert forward[0].nbytes == pytest.approx(4 * tensor, rel=0.35)
-    assert forward[0].hashes == backward[0].hashes == 20 * 4 * model.heads * 32 * 32
+    assert forward[0].hashes == 4.5 * 4 * model.heads * 32 * 32
+    assert backward[0].hashes == 2 * forward[0].hashes
 
 
 def test_each_implementation_moves_less(operators: list[Operator]) -> None:
