@@ -93,7 +93,8 @@ def _run_before(tree: Tree) -> Tree:
     if settings.is_file():
         return read_stored(settings)
     # Checkpoints in an object store, on a new machine.
-    return integrity.newest_meta(location).get("config", {})
+    stored: Tree = integrity.newest_meta(location).get("config", {})
+    return stored
 
 
 def model_of(tree: Tree) -> Tree:

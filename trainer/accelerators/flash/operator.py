@@ -162,8 +162,10 @@ def _forward(
     out = _by_position(query)
     normalizer = query.new_empty(query.shape[:3], dtype=torch.float32)
     masks = (segments, key_segments, prefix)
-    settings = (causal, window, scale, dropout, dropout_version)
-    call = kernels.Call(query, key, value, *masks, bias, dropout_key, *settings)
+    of_dropout = (dropout, dropout_version)
+    call = kernels.Call(
+        query, key, value, *masks, bias, dropout_key, causal, window, scale, *of_dropout
+    )
     call.forward(out, normalizer)
     return out, normalizer
 
@@ -198,8 +200,10 @@ def _backward(
 
     gradients = _gradients(query, key, value, bias, with_bias)
     masks = (segments, key_segments, prefix)
-    settings = (causal, window, scale, dropout, dropout_version)
-    call = kernels.Call(query, key, value, *masks, bias, dropout_key, *settings)
+    of_dropout = (dropout, dropout_version)
+    call = kernels.Call(
+        query, key, value, *masks, bias, dropout_key, causal, window, scale, *of_dropout
+    )
     call.backward(grad, out, normalizer, *gradients)
     return gradients
 
