@@ -167,7 +167,7 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     if encoder is not None:
         weights = with_encoder(weights, load_weights(encoder, world.rank, world.size))
     model = build_model(experiment, dataset, objectives)
-    fuse_attention(model, strategy.accelerator, experiment.training.precision)
+    fuse_attention(model, strategy.accelerator, experiment.training.precision, world.size)
     # The optimizer allocates its state at its first step, so it takes no memory here.
     with strategy.accelerator.graph("start"):
         values = stored_values(weights, model, dataset)

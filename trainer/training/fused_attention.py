@@ -10,11 +10,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from trainer.accelerators import DTYPES, Accelerator, Precision
+from trainer.checkpoint.collective import first_error, gather
 from trainer.models import Model
 from trainer.models.attention import Attention
 from trainer.models.dropout import attention_dropout, dropout
@@ -48,32 +50,48 @@ _VARIANTS = (
 )
 
 
-def fuse_attention(model: Model, accelerator: Accelerator, precision: Precision) -> None:
-    """Lets a model use the accelerator's kernel if both can and the kernel is right."""
+def fuse_attention(
+    model: Model, accelerator: Accelerator, precision: Precision, world_size: int = 1
+) -> None:
+    """Lets a model use the accelerator's kernel if it can and the kernel is right on all ranks.
+
+    Collective.
+    """
     modules = [module for module in model.modules() if isinstance(module, Attention)]
-    widths = sorted({module.inner // module.heads for module in modules})
-    dtype, device = DTYPES[precision], accelerator.device
-    versions = {module.dropout_version for module in modules}
-    kernel: FusedAttention | None = None
-    error = 0.0
-    try:
-        for width in widths:
-            if (kernel := accelerator.fused_attention(width, dtype)) is None:
-                return
-            errors = (largest_error(kernel, width, device, dtype, each) for each in versions)
-            error = max(error, *errors)
-    except Exception as cause:  # a compiler can fail in many ways; the run needs no kernel
-        logger.warning("attention    unfused: the kernel does not run here: %s", cause)
+    kernel, error, problem = _tested_kernel(modules, accelerator, DTYPES[precision])
+    # A rank that decides otherwise would slow down all, and round differently.
+    problem = first_error(problem, world_size)
+    available = all(gather(kernel is not None, world_size))
+    if problem is not None:
+        logger.warning("attention    unfused: %s", problem)
+    elif kernel is None or not available:
         return
-    if kernel is None:
-        return
-    has_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    if error > (_TF32 if has_tf32 else _TOLERANCES[dtype]):
-        logger.warning("attention    unfused: the kernel's results differ by %.1e", error)
     elif model.fuse_attention(kernel):
         logger.info("attention    fused, differs from unfused by %.1e", error)
     else:
         logger.info("attention    unfused, as this model has another kind of attention")
+
+
+def _tested_kernel(
+    modules: list[Attention], accelerator: Accelerator, dtype: torch.dtype
+) -> tuple[FusedAttention | None, float, str | None]:
+    """The kernel (None: there is none), its largest error, and what is wrong with it."""
+    widths = sorted({module.inner // module.heads for module in modules})
+    versions = sorted({module.dropout_version for module in modules})
+    kernel: FusedAttention | None = None
+    error = 0.0
+    try:
+        for width, version in product(widths, versions):
+            if (kernel := accelerator.fused_attention(width, dtype)) is None:
+                return None, error, None
+            found = largest_error(kernel, width, accelerator.device, dtype, version)
+            error = max(error, found)
+    except Exception as cause:  # a compiler can fail in many ways; the run needs no kernel
+        return kernel, error, f"the kernel does not run here: {cause}"
+    has_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    if error > (_TF32 if has_tf32 else _TOLERANCES[dtype]):
+        return kernel, error, f"the kernel's results differ by {error:.1e}"
+    return kernel, error, None
 
 
 def largest_error(

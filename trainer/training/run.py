@@ -287,7 +287,8 @@ def prepare(
     """
     objectives = build_objectives(experiment, dataset)
     model = build_model(experiment, dataset, objectives)
-    fuse_attention(model, strategy.accelerator, experiment.training.precision)
+    precision, world = experiment.training.precision, strategy.world
+    fuse_attention(model, strategy.accelerator, precision, world.size)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
     initial, origin = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)

@@ -39,7 +39,8 @@ def attach_teacher(
         return None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
     model = build_teacher(experiment, weights.config)
-    fuse_attention(model, strategy.accelerator, experiment.training.precision)
+    precision, world = experiment.training.precision, strategy.world
+    fuse_attention(model, strategy.accelerator, precision, world.size)
     values = stored_values(weights, model, dataset)
     with strategy.accelerator.graph("start"):
         teacher = strategy.place_frozen(model, values)
