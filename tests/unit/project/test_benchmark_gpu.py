@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_tables
 from benchmarks.models import initialized
 from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
 from trainer.accelerators import cuda
@@ -80,7 +80,7 @@ def test_both_sides_have_the_same_loss(recipe: str, tmp_path: Path):
 )
 def test_smallest_run(recipe: str, tmp_path: Path):
     page, figures = tmp_path / "page.md", tmp_path / "figures.json"
-    page.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
+    page.write_text(f"before\n{gpu_tables.BEGIN}\nold\n{gpu_tables.END}\nafter\n")
     options = ["--repeats", "2", "--turn", "1", "--page", str(page), "--json", str(figures)]
     assert gpu.main(["--device", "cpu", "--recipe", recipe, *options]) == 0
     (measured,) = json.loads(figures.read_text())["measured"]
@@ -92,8 +92,8 @@ def test_smallest_run(recipe: str, tmp_path: Path):
         assert 0 <= row["waiting"] < 1
         assert row["peak_memory"] > 2**20
     text = page.read_text()
-    assert text.startswith(f"before\n{gpu.BEGIN}\nMeasured on ")
-    assert text.endswith(f"|\n{gpu.END}\nafter\n")
+    assert text.startswith(f"before\n{gpu_tables.BEGIN}\nMeasured on ")
+    assert text.endswith(f"|\n{gpu_tables.END}\nafter\n")
     assert "old" not in text
     assert gpu.RECIPES[recipe].title in text
 
@@ -138,11 +138,11 @@ def test_one_side_fails_and_the_others_are_measured(tmp_path: Path):
     ]
     assert result.rows[0].micro_batch == 2
     assert len(result.rows[0].rates) == 2
-    *_, measured, none_fits, _, error, _ = gpu.table(result).splitlines()
+    *_, measured, none_fits, _, error, _ = gpu_tables.table(result).splitlines()
     assert measured.startswith("| in_half_the_memory | ")
     assert none_fits.startswith("| in_little_memory | out of memory |")
     assert error.startswith("| failing | failed: ValueError: with a / in it |")
-    assert len({line.count("|") for line in gpu.table(result).splitlines()[2:]}) == 1
+    assert len({line.count("|") for line in gpu_tables.table(result).splitlines()[2:]}) == 1
 
 
 @pytest.mark.parametrize("recipe", gpu.RECIPES)
@@ -177,11 +177,11 @@ def test_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]):
 
 def test_a_page_needs_the_markers(tmp_path: Path):
     page = tmp_path / "page.md"
-    page.write_text(f"{gpu.END} and {gpu.BEGIN}")
+    page.write_text(f"{gpu_tables.END} and {gpu_tables.BEGIN}")
     with pytest.raises(SystemExit, match="Add the lines <!-- bench-gpu --> and <!-- /bench-gpu"):
-        gpu.replace_tables(page, "tables")
-    gpu.replace_tables(new := tmp_path / "new.md", "tables")
-    assert new.read_text() == f"{gpu.BEGIN}\ntables\n{gpu.END}\n"
+        gpu_tables.replace_tables(page, "tables")
+    gpu_tables.replace_tables(new := tmp_path / "new.md", "tables")
+    assert new.read_text() == f"{gpu_tables.BEGIN}\ntables\n{gpu_tables.END}\n"
 
 
 def test_names_of_kernel_launches():
@@ -197,5 +197,5 @@ def test_names_of_kernel_launches():
 
 def test_the_page_has_the_markers():
     text = gpu.PAGE.read_text(encoding="utf-8")
-    assert text.count(gpu.BEGIN) == text.count(gpu.END) == 1
-    assert text.index(gpu.BEGIN) < text.index(gpu.END)
+    assert text.count(gpu_tables.BEGIN) == text.count(gpu_tables.END) == 1
+    assert text.index(gpu_tables.BEGIN) < text.index(gpu_tables.END)
