@@ -71,6 +71,10 @@ class Config(ABC):
         """
         return [{}]
 
+    def planned_attention(self, width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+        """What `Accelerator.fused_attention` returns on a device that can run it, for plans."""
+        return None
+
 
 class Accelerator(ABC):
     """The device, or devices, that this process drives.

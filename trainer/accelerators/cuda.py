@@ -74,6 +74,11 @@ class Config(accelerators.Config):
             torch.use_deterministic_algorithms(True)
         return CudaAccelerator(index, self.fused_attention)
 
+    def planned_attention(self, width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+        from trainer.accelerators.flash import attention, fits
+
+        return attention if self.fused_attention and fits(width, dtype) else None
+
     def processes(self) -> list[dict[str, str]]:
         """One process for each GPU; a single one without GPUs."""
         count = _count()

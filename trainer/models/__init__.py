@@ -257,8 +257,12 @@ class Model(nn.Module, ABC):
             if isinstance(module, Recomputes):
                 module.checkpointing = enabled
 
-    def fuse_attention(self, kernel: FusedAttention) -> bool:
-        """Computes attention of `forward` by the kernel; False: the model cannot, the default."""
+    def fuse_attention(self, kernel: FusedAttention | None) -> bool:
+        """Computes attention of `forward` by the kernel, or unfused again without one.
+
+        Returns:
+            False if the model cannot, the default.
+        """
         return False
 
     def use_dropout_version(self, version: int) -> None:

@@ -132,7 +132,7 @@ class TransformerModel(Model):
             if isinstance(module, Attention):
                 module.dropout_version = version
 
-    def fuse_attention(self, kernel: FusedAttention) -> bool:
+    def fuse_attention(self, kernel: FusedAttention | None) -> bool:
         modules = [module for module in self.modules() if isinstance(module, Attention)]
         if not all(map(is_fusible, modules)):
             return False
@@ -140,7 +140,7 @@ class TransformerModel(Model):
             module.fused = kernel
         for model in self.modules():  # itself, and a generator
             if isinstance(model, TransformerModel):
-                model.fuses_attention = True
+                model.fuses_attention = kernel is not None
         return True
 
     def sharding_units(self) -> list[nn.Module]:

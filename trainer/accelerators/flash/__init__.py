@@ -3,6 +3,6 @@
 Where `supports` says no, attention is computed unfused. The extra `gpu` installs Triton.
 """
 
-from trainer.accelerators.flash.operator import WIDTHS, attention, supports
+from trainer.accelerators.flash.operator import WIDTHS, attention, fits, supports
 
-__all__ = ["WIDTHS", "attention", "supports"]
+__all__ = ["WIDTHS", "attention", "fits", "supports"]

@@ -23,9 +23,14 @@ _BIAS = 6
 """The place of the bias among the arguments of the operator."""
 
 
+def fits(width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take heads of a width, in a precision."""
+    return width in WIDTHS and dtype in _DTYPES
+
+
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attention` can take these tensors: their device, precision and head width."""
-    if query.shape[-1] not in WIDTHS or query.dtype not in _DTYPES:
+    if not fits(query.shape[-1], query.dtype):
         return False
     alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
     return alike and key.shape == value.shape and _has_device(query.device)

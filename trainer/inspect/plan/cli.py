@@ -29,6 +29,10 @@ _NOTES = (
     "optimizer's update on tensors without memory. Sent: by a device in a step, by the ring "
     "algorithm."
 )
+_FUSED = (
+    "Attention: fused by a kernel that keeps scores out of memory. For a run without it, set "
+    "accelerator={kind: cuda, fused_attention: false}."
+)
 _FITS = (
     "Fits: the largest micro-batch for 90 % of the memory; the rest is for fragmentation and "
     "libraries. Between one example and a device's share of the batch, activations are "
@@ -175,7 +179,8 @@ def _plan(args: argparse.Namespace) -> int:
     for phase, plans in found:
         console.print(table_of(_title(experiment, phase, step, args.devices), _rows(plans)))
     console.print(_work_line(needed, args.devices, device))
-    notes = [_NOTES, _FITS if memory else "", experiment.strategy.plan_note]
+    fused = _FUSED if step.fuses_attention else ""
+    notes = [_NOTES, _FITS if memory else "", fused, experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
 

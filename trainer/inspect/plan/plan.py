@@ -63,6 +63,7 @@ class Planner:
         devices: number of devices to use.
         step: of the experiment; traced once for all phases.
         progress: counts the traces; None shows nothing.
+        fused: whether attention is fused; None: if it is in the run.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Planner:
         devices: int,
         step: Step,
         progress: Progress | None = None,
+        fused: bool | None = None,
     ) -> None:
+        self._fused = step.fuses_attention if fused is None else fused
         self._progress = progress
         self._experiment, self._phase, self._devices, self._step = experiment, phase, devices, step
         self._objective = phase.objective.build(stand_in(experiment.model.vocab_size))
@@ -146,7 +149,9 @@ class Planner:
 
     def _activations(self, size: int) -> Activations:
         if size not in self._traced:
-            self._traced[size] = self._step.activations(self._objective, self._example, size)
+            self._traced[size] = self._step.activations(
+                self._objective, self._example, size, self._fused
+            )
             if self._progress is not None:
                 self._progress.advance()
         return self._traced[size]

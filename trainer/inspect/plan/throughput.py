@@ -124,12 +124,16 @@ class Predictor:
     ) -> Iterator[tuple[Phase, list[Prediction]]]:
         """Each phase, with a prediction for each device and implementation."""
         for phase in phases:
-            planner = Planner(self._experiment, phase, self._devices, self._step)
+            unfused, fused = (
+                Planner(self._experiment, phase, self._devices, self._step, fused=each)
+                for each in (False, True)
+            )
             found = []
             for name in names:
                 memory = None if name == HOST else int(DEVICES[name].gibibytes * 2**30)
-                plan = planner.plan(self._strategy, memory)
                 for label, how in (self._only or implementations(name)).items():
+                    planner = fused if how.fuses_attention else unfused
+                    plan = planner.plan(self._strategy, memory)
                     found.append(self._predict(phase, plan, name, label, how))
             yield phase, found
 

@@ -22,12 +22,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.accelerators import DTYPES, Precision
+from trainer import accelerators
+from trainer.accelerators import DTYPES, Precision, cuda
 from trainer.accelerators.attention import GpuAttention
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.inspect.plan.operators import Operator, Recorder, Scope
 from trainer.models import Model
+from trainer.models.attention import Attention
+from trainer.models.fused import FusedAttention
 from trainer.objectives import Objective, Taught
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
@@ -133,11 +136,13 @@ class Step:
 
     Args:
         on_cpu: whether it runs there; otherwise attention has the buffers of a GPU's kernels.
+            Without an accelerator in the experiment, the GPU is one of CUDA.
 
     Attributes:
         parameters: by name.
         update: bytes of temporary tensors in the optimizer's update of all parameters.
         teacher: of a distillation, or None.
+        fuses_attention: whether the run computes attention by the accelerator's fused kernel.
     """
 
     def __init__(self, experiment: Experiment, on_cpu: bool) -> None:
@@ -173,6 +178,8 @@ class Step:
             if p.ndim > 1  # FSDP2 gathers vectors with the root unit, in fp32
         }
         self._copied: dict[Tensor, int] = {p: 2 if p in units else 1 for p in named.values()}
+        self._kernel = None if on_cpu else self._planned_kernel(experiment.accelerator)
+        self.fuses_attention = self._kernel is not None
         self.parameters = {
             name: Parameter(
                 tuple(parameter.shape),
@@ -188,14 +195,24 @@ class Step:
         """Bytes of the teacher's parameters, which each device holds whole."""
         return sum(each.nbytes for each in self.teacher.parameters()) if self.teacher else 0
 
-    def activations(self, objective: Objective, example: Batch, size: int) -> Activations:
+    def activations(
+        self, objective: Objective, example: Batch, size: int, fused: bool = False
+    ) -> Activations:
         """Traces the forward and backward passes over a micro-batch of copies of an example.
+
+        Args:
+            fused: whether the kernel of fused attention computes it, if the run has one.
 
         Raises:
             ConfigError: the objective reads the value of a tensor on the host.
         """
         live = LiveBytes(self._existing(), self._copied)
-        saved = self._passes(objective, example, size, live, lambda: live.live[0])
+        if fused:
+            self._fuse(self._kernel)
+        try:
+            saved = self._passes(objective, example, size, live, lambda: live.live[0])
+        finally:
+            self._fuse(None)
         bare, root, full = live.peaks
         return Activations(bare, root, full, saved)
 
@@ -219,6 +236,18 @@ class Step:
         with self._fake, recorder:
             self._optimizer.step()
         return recorder.operators
+
+    def _planned_kernel(self, accelerator: accelerators.Config | None) -> FusedAttention | None:
+        """The kernel of fused attention that the run will use; None: none."""
+        modules = [module for module in self._model.modules() if isinstance(module, Attention)]
+        config, dtype = accelerator or cuda.Config(), DTYPES[self._precision]
+        kernels = [config.planned_attention(each.inner // each.heads, dtype) for each in modules]
+        fuses = None not in kernels and self._model.fuse_attention(None)
+        return kernels[0] if kernels and fuses else None
+
+    def _fuse(self, kernel: FusedAttention | None) -> None:
+        for model in filter(None, (self._model, self.teacher)):
+            model.fuse_attention(kernel)
 
     def _existing(self) -> list[Tensor]:
         existing = _with_gradients(self._copied)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.config import load
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import interpolate
-from trainer.inspect.plan.trace import LiveBytes, Step
+from trainer.inspect.plan.trace import Activations, LiveBytes, Step
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
 
@@ -156,3 +156,48 @@ def test_copies_of_weights_are_counted_apart() -> None:
     assert live.live == [4 * 4, 8 * 2, 16 * 2]
     assert live.peaks == [16, 32, 64]
     assert len(copies) == 3
+
+
+LONG = [
+    "data.sequence_length=512",
+    "accelerator=cuda",
+    "model={kind: bert, vocab_size: 600, layers: 2, width: 64, heads: 2, ffn_width: 128, "
+    "max_positions: 512, attention_dropout: 0.1}",
+]
+
+
+def activations(file: str, *overrides: str, rows: int = 8) -> tuple[Step, Activations, Activations]:
+    """A step on a GPU, and its activations without and with fused attention, if it has it."""
+    experiment = load(Experiment, file, [*LONG, *overrides])
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    step = Step(experiment, on_cpu=False)
+    unfused, fused = (step.activations(objective, columns, rows, each) for each in (False, True))
+    return step, unfused, fused
+
+
+def test_fused_attention_saves_no_scores(experiment_file: str) -> None:
+    step, unfused, fused = activations(experiment_file)
+    assert step.fuses_attention
+    # Probabilities, and what dropout multiplies them with and makes of them, in fp32.
+    scores = 2 * 8 * 2 * 512 * 512 * 4
+    assert 2.5 * scores < unfused.saved - fused.saved < 3.6 * scores
+    assert unfused.bare - fused.bare > 2.5 * scores
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["accelerator={kind: cuda, fused_attention: false}"],
+        ["model.heads=1", "model.width=48"],  # no block sizes for heads of 48
+        [LONG[2].replace("bert", "deberta_v2").replace("}", ", position_buckets: 32}")],
+        ["accelerator=xla"],
+    ],
+    ids=["off", "width", "family", "device"],
+)
+def test_runs_that_cannot_fuse_are_planned_unfused(
+    experiment_file: str, overrides: list[str]
+) -> None:
+    step, unfused, fused = activations(experiment_file, *overrides, rows=2)
+    assert not step.fuses_attention
+    assert fused == unfused
