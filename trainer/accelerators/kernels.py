@@ -8,17 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FUSED = ("cpu", "cuda")
-"""Types of devices that torch's fused optimizers support."""
+EAGER = ("cpu", "cuda")
+"""Types of devices that compute each operation when it is called."""
 
 
-def has_fused_optimizers(device: torch.device) -> bool:
-    """Whether torch has fused optimizers for the device.
+def is_eager(device: torch.device) -> bool:
+    """Whether the device computes each operation when it is called.
 
-    Other devices record operations into graphs, so a number that changes from step to step must be
-    a tensor.
+    Torch has fused optimizers for these devices, and writing into memory again and again saves
+    memory there. Other devices record operations into graphs, so a number that changes from step
+    to step must be a tensor, and a compiler assigns memory.
     """
-    return device.type in FUSED
+    return device.type in EAGER
 
 
 def has_fast_fp64(device: torch.device) -> bool:
@@ -27,14 +28,6 @@ def has_fast_fp64(device: torch.device) -> bool:
     It is 10 times slower on a CPU. TPUs emulate fp64 with fp32.
     """
     return device.type == "cuda"
-
-
-def reuses_memory(device: torch.device) -> bool:
-    """Whether a tensor's memory can be written again and again, to save memory.
-
-    Other devices record operations into graphs, whose compiler assigns memory itself.
-    """
-    return device.type in FUSED
 
 
 def product_multiple(device: torch.device) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.accelerators.kernels import autocast_dtype, reuses_memory, without_autocast
+from trainer.accelerators.kernels import autocast_dtype, is_eager, without_autocast
 from trainer.models.cross_entropy import cross_entropy_, differentiate_, exponentiate_
 
 CHUNK_BYTES = 2**29
@@ -69,7 +69,7 @@ class Target:
 
     def chunks(self, vocabulary: int) -> int:
         """Number of chunks for the logits of a vocabulary; 1 is all logits at once."""
-        if not reuses_memory(self.labels.device):
+        if not is_eager(self.labels.device):
             return 1
         positions = max(1, CHUNK_BYTES // (4 * vocabulary))
         return max(1, -(-self.labels.numel() // positions))

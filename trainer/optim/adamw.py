@@ -73,7 +73,7 @@ class Config:
 
     def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> Optimizer:
         """Builds the optimizer of these groups; see `Blockwise` for `blocks`."""
-        if not kernels.has_fused_optimizers(groups[0]["params"][0].device):
+        if not kernels.is_eager(groups[0]["params"][0].device):
             return TracedAdamW(groups, {}, self._settings)
         fused = AdamW if self.bias_correction else UncorrectedAdamW
         return fused(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)

@@ -187,7 +187,7 @@ class AdamMoments(Blockwise):
         gradients = local_parts(weight.grad for weight in weights if weight.grad is not None)
         means = local_parts(self.state[weight]["exp_avg"] for weight in weights)
         squares = local_parts(self.state[weight]["exp_avg_sq"] for weight in weights)
-        fused = kernels.has_fused_optimizers(weights[0].device)
+        fused = kernels.is_eager(weights[0].device)
         compute = self._fused_adam if fused else self._traced_adam
         updates = compute(group, gradients, means, squares)
         if self.decay_in_update:
@@ -285,7 +285,7 @@ def number(value: float, like: Tensor) -> Tensor:
 
     Compiled graphs take it as data, not as a constant.
     """
-    if kernels.has_fused_optimizers(like.device):
+    if kernels.is_eager(like.device):
         return torch.full((), value, dtype=like.dtype, device=like.device)
     # torch-xla inspects tensors without dimensions, and makes constants of 0 and 1.
     return torch.tensor([value], dtype=like.dtype).to(like.device, non_blocking=True).view(())

@@ -276,7 +276,7 @@ def test_plain_operations_compute_what_fused_kernels_do(
     config = Config(lr=1e-2, weight_decay=0.1, bias_correction=bias_correction)
     fused, traced = make_parameters(), make_parameters()
     train(config.build(fused.items()), fused, 20)
-    monkeypatch.setattr(kernels, "FUSED", ())
+    monkeypatch.setattr(kernels, "EAGER", ())
     optimizer = config.build(traced.items())
     assert isinstance(optimizer, adamw.TracedAdamW)
     train(optimizer, traced, 20)

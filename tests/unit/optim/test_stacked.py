@@ -68,7 +68,7 @@ def test_each_layer_is_updated_as_it_would_alone(
     monkeypatch: pytest.MonkeyPatch, kind: str, fused: bool
 ) -> None:
     if not fused:  # as on devices that torch has no fused kernels for
-        monkeypatch.setattr(kernels, "FUSED", ())
+        monkeypatch.setattr(kernels, "EAGER", ())
     start = values(0, 0.1)
     apart = {
         f"{i}.{name}": nn.Parameter(start[name][i].clone())
