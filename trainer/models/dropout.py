@@ -85,8 +85,8 @@ def attention_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
         return x
     rows = torch.arange(x.shape[1:3].numel(), dtype=torch.int32, device=x.device)
     columns = torch.arange(x.shape[3], dtype=torch.int32, device=x.device)
-    # The mixer's second half, of row + golden * column: its first product is distributed, and of a
-    # row that is mixed already it changes nothing that matters.
+    # The mixer's second half, of row + golden * column. Its first product is part of _COLUMN; the
+    # numbers of rows do not need it, as they are mixed already.
     of_rows = mix(mix(rows) ^ key[:, None]).view(*x.shape[:3], 1)
     return _drop(x, p, of_rows + columns * _COLUMN)
 
