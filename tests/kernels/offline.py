@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trainer.accelerators.flash import kernels as flash
+from trainer.accelerators.flash.tiles import Blocks, choose_plan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -86,8 +87,8 @@ def compile_kernel(
     target: str, kernel: str, variant: str, width: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> Code:
     """Compiles a kernel with the launch parameters that a call on the target would use."""
-    plan = flash.choose_plan(width, dtype, GENERATIONS.get(target, "other"))
-    blocks: flash.Blocks = getattr(plan, kernel)
+    plan = choose_plan(width, dtype, GENERATIONS.get(target, "other"))
+    blocks: Blocks = getattr(plan, kernel)
     constants = {
         **VARIANTS[variant],
         "WIDTH": width,
@@ -119,8 +120,8 @@ def compile_source(target: str, kernel: ASTSource, warps: int, stages: int) -> C
 
 def scores_of_thread(target: str, kernel: str, width: int = 64) -> float:
     """Scores that a thread computes in one turn of the loop of a kernel, in bf16."""
-    plan = flash.choose_plan(width, torch.bfloat16, GENERATIONS.get(target, "other"))
-    blocks: flash.Blocks = getattr(plan, kernel)
+    plan = choose_plan(width, torch.bfloat16, GENERATIONS.get(target, "other"))
+    blocks: Blocks = getattr(plan, kernel)
     return blocks.queries * blocks.keys / (32 * blocks.warps)
 
 

@@ -12,15 +12,8 @@ base 2 are one instruction. Indices: b batch, h head, i query of T, j key of S, 
 """
 
 # Triton reads the annotations of these functions, so they are not postponed.
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from trainer.accelerators.flash.tiles import Blocks, Plan, choose_plan, generation_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 COLUMN = tl.constexpr(0xCFC6B285)  # of trainer/models/dropout.py
@@ -37,22 +30,24 @@ def _mix(x):
 
 
 @triton.jit
-def _row_bits(head, i, queries, key):
-    """What `attention_dropout` computes once for a row of scores."""
-    row = (head * queries + i).to(tl.uint32, bitcast=True)
-    return _mix(_mix(row) ^ key.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+def _row_bits(head, i, queries, keys, key, DROPOUT: tl.constexpr):
+    """What dropout computes once for query i; see `_kept`."""
+    row = head * queries + i
+    if DROPOUT == 1:
+        return row * keys
+    mixed = _mix(_mix(row.to(tl.uint32, bitcast=True)) ^ key.to(tl.uint32, bitcast=True))
+    return mixed.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _kept(row_bits, head, i, j, queries, keys, key, threshold, DROPOUT: tl.constexpr):
-    """Whether dropout keeps the scores of queries i and keys j, which broadcast to a tile.
+def _kept(row_bits, j, key, threshold, DROPOUT: tl.constexpr):
+    """Whether dropout keeps the scores of queries with `row_bits` and keys j: a tile of both.
 
-    DROPOUT is the version: 1 has the bits of `dropout`, 2 those of `attention_dropout`.
+    DROPOUT is the version: 1 has the masks of `dropout`, 2 those of `attention_dropout`.
     """
     if DROPOUT == 1:
-        place = (head * queries + i) * keys + j
-        bits = _mix(place.to(tl.uint32, bitcast=True)) ^ key.to(tl.uint32, bitcast=True)
-        bits *= 0x7FEB352D
+        place = (row_bits + j).to(tl.uint32, bitcast=True)
+        bits = (_mix(place) ^ key.to(tl.uint32, bitcast=True)) * 0x7FEB352D
     else:
         bits = row_bits.to(tl.uint32, bitcast=True) + j.to(tl.uint32, bitcast=True) * COLUMN
     bits ^= bits >> 15
@@ -151,7 +146,7 @@ def forward_kernel(
     row_bits = i
     if DROPOUT:
         own_key = tl.load(dropout_key + row)
-        row_bits = _row_bits(head, i, queries, own_key)
+        row_bits = _row_bits(head, i, queries, keys, own_key, DROPOUT)
 
     maximum = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -177,10 +172,7 @@ def forward_kernel(
         # Dropout follows the softmax, so the denominator is a sum of all.
         total = total * rescale + tl.sum(probabilities, 1)
         if DROPOUT:
-            kept = _kept(
-                row_bits[:, None], head, i[:, None], j[None, :], queries, keys, own_key, threshold,
-                DROPOUT,
-            )  # fmt: skip
+            kept = _kept(row_bits[:, None], j[None, :], own_key, threshold, DROPOUT)
             # Fewer instructions than a choice between probabilities, which are rounded next.
             probabilities *= tl.where(kept, keep_scale, 0.0)
         block_v = tl.load(value + j[:, None] * value_s + k[None, :], mask=in_keys, other=0.0)
@@ -241,7 +233,7 @@ def query_gradient_kernel(
     row_bits = i
     if DROPOUT:
         own_key = tl.load(dropout_key + row)
-        row_bits = _row_bits(head, i, queries, own_key)
+        row_bits = _row_bits(head, i, queries, keys, own_key, DROPOUT)
         tl.store(dropout_rows + statistics, row_bits, mask=i < queries)
 
     total = tl.zeros([BLOCK_T, PADDED], tl.float32)
@@ -267,10 +259,7 @@ def query_gradient_kernel(
         probabilities = tl.exp2(scores - log_total[:, None])
         gradient = tl.dot(g, tl.trans(block_v), input_precision=PRECISION)
         if DROPOUT:
-            kept = _kept(
-                row_bits[:, None], head, i[:, None], j[None, :], queries, keys, own_key, threshold,
-                DROPOUT,
-            )  # fmt: skip
+            kept = _kept(row_bits[:, None], j[None, :], own_key, threshold, DROPOUT)
             gradient = tl.where(kept, gradient * keep_scale, 0.0)
         gradient = probabilities * (gradient - row_products[:, None])
         if BIAS_GRADIENT:
@@ -346,13 +335,8 @@ def key_gradient_kernel(
         gradient = tl.dot(own_v, tl.trans(g), input_precision=PRECISION)
         dropped = probabilities
         if DROPOUT:
-            row_bits = i
-            if DROPOUT > 1:
-                row_bits = tl.load(dropout_rows + statistics + i, mask=i < queries, other=0)
-            kept = _kept(
-                row_bits[None, :], head, i[None, :], j[:, None], queries, keys, own_key, threshold,
-                DROPOUT,
-            )  # fmt: skip
+            row_bits = tl.load(dropout_rows + statistics + i, mask=i < queries, other=0)
+            kept = _kept(row_bits[None, :], j[:, None], own_key, threshold, DROPOUT)
             keep = tl.where(kept, keep_scale, 0.0)
             dropped = probabilities * keep
             gradient *= keep
@@ -391,139 +375,3 @@ def bias_gradient_kernel(
     bias_grad += head * (queries + keys - 1) + entry
     sums = tl.sum(sums, 0).to(bias_grad.dtype.element_ty)
     tl.store(bias_grad, sums, mask=entry < queries + keys - 1)
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one call of the operator `samestep::attention`, and its launches."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    segments: Tensor | None
-    key_segments: Tensor | None
-    prefix: Tensor | None
-    bias: Tensor | None
-    dropout_key: Tensor | None
-    causal: bool
-    window: int
-    scale: float
-    dropout: float
-    dropout_version: int
-
-    def forward(self, out: Tensor, normalizer: Tensor) -> None:
-        """Fills `out` and `normalizer`."""
-        blocks = self._plan().forward
-        self._launch(
-            forward_kernel,
-            blocks,
-            triton.cdiv(self.query.shape[2], blocks.queries),
-            {"out": out, "normalizer": normalizer},
-        )
-
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        normalizer: Tensor,
-        query_grad: Tensor,
-        key_grad: Tensor,
-        value_grad: Tensor,
-        bias_grad: Tensor,
-    ) -> None:
-        """Fills the gradients; `bias_grad` unless it is empty."""
-        batch, heads, queries, _ = self.query.shape
-        keys = self.key.shape[2]
-        _, of_queries, of_keys = self._plan()
-        query_blocks = triton.cdiv(queries, of_queries.queries)
-        trains_bias = bias_grad.numel() > 0
-        partial = None
-        if trains_bias:
-            # Blocks of keys that no query of a block may attend to are skipped and stay 0.
-            places = triton.cdiv(keys, of_queries.keys) + 1
-            shape = (batch, heads, query_blocks, places, of_queries.keys)
-            partial = grad.new_zeros(shape, dtype=torch.float32)
-        shared: dict[str, Any] = {
-            "normalizer": normalizer,
-            "grad": grad,
-            "delta": torch.empty_like(normalizer),
-            "dropout_rows": torch.empty_like(normalizer, dtype=torch.int32),
-            **_strides("grad", "bht", grad),
-        }
-        self._launch(
-            query_gradient_kernel,
-            of_queries,
-            query_blocks,
-            shared | {"out": out, "query_grad": query_grad, "bias_partial": partial},
-            BIAS_GRADIENT=trains_bias,
-        )
-        self._launch(
-            key_gradient_kernel,
-            of_keys,
-            triton.cdiv(keys, of_keys.keys),
-            shared | {"key_grad": key_grad, "value_grad": value_grad},
-        )
-        if trains_bias:
-            columns = 64
-            grid = (triton.cdiv(queries + keys - 1, columns), heads)
-            bias_gradient_kernel[grid](
-                partial, bias_grad, batch, heads, queries, keys,
-                BLOCK=of_queries.keys, ROWS=16, COLUMNS=columns, num_warps=4,
-            )  # fmt: skip
-
-    def _plan(self) -> Plan:
-        width, dtype = self.query.shape[-1], self.query.dtype
-        return choose_plan(width, dtype, generation_of(self.query.device))
-
-    def _launch(
-        self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **flags: bool
-    ) -> None:
-        batch, heads, queries, width = self.query.shape
-        # As in `dropout`: the comparison with an int32 keeps a share of 1 - p.
-        threshold = round(self.dropout * 2**32) - 2**31
-        drops = self.dropout_key is not None and threshold > -(2**31)
-        kernel[(programs * batch * heads,)](
-            query=self.query,
-            key=self.key,
-            value=self.value,
-            segments=self.segments,
-            key_segments=self.key_segments,
-            prefix=self.prefix,
-            bias=self.bias,
-            dropout_key=self.dropout_key,
-            **tensors,
-            **_strides("query", "bht", self.query),
-            **_strides("key", "bhs", self.key),
-            **_strides("value", "bhs", self.value),
-            heads=heads,
-            queries=queries,
-            keys=self.key.shape[2],
-            window=self.window,
-            scale=self.scale,
-            threshold=threshold,
-            keep_scale=1 / (1 - self.dropout) if drops else 1.0,
-            SEGMENTS=self.segments is not None,
-            CAUSAL=self.causal,
-            PREFIX=self.prefix is not None,
-            LOCAL=self.window >= 0,
-            BIAS=self.bias is not None,
-            DROPOUT=self.dropout_version if drops else 0,
-            WIDTH=width,
-            PADDED=triton.next_power_of_2(width),
-            PRECISION=_precision(),
-            BLOCK_T=blocks.queries,
-            BLOCK_S=blocks.keys,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-            **flags,
-        )
-
-
-def _strides(name: str, dimensions: str, x: Tensor) -> dict[str, int]:
-    """Strides of a tensor by the names of the kernels' arguments, without the last one, 1."""
-    return {f"{name}_{d}": x.stride(n) for n, d in enumerate(dimensions)}
-
-
-def _precision() -> str:
-    """The precision of fp32 products, which torch.set_float32_matmul_precision chooses."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

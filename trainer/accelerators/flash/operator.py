@@ -1,7 +1,7 @@
 """Fused attention with segments, relative bias and dropout, as custom operators of PyTorch.
 
 The operators are opaque to torch.compile and to autograd: the fake implementations tell it shapes
-and strides, and `samestep::attention_backward` computes the gradients. The module `kernels` is
+and strides, and `samestep::attention_backward` computes the gradients. The module `launch` is
 imported at the first call, because Triton is an optional dependency.
 """
 
@@ -162,13 +162,13 @@ def _forward(
     dropout_version: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result and the logarithm of the softmax's denominators, fp32 [B, H, T]."""
-    from trainer.accelerators.flash import kernels
+    from trainer.accelerators.flash import launch
 
     out = _by_position(query)
     normalizer = query.new_empty(query.shape[:3], dtype=torch.float32)
     masks = (segments, key_segments, prefix)
     of_dropout = (dropout, dropout_version)
-    call = kernels.Call(
+    call = launch.Call(
         query, key, value, *masks, bias, dropout_key, causal, window, scale, *of_dropout
     )
     call.forward(out, normalizer)
@@ -201,12 +201,12 @@ def _backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value and bias; the last is empty unless `with_bias`."""
-    from trainer.accelerators.flash import kernels
+    from trainer.accelerators.flash import launch
 
     gradients = _gradients(query, key, value, bias, with_bias)
     masks = (segments, key_segments, prefix)
     of_dropout = (dropout, dropout_version)
-    call = kernels.Call(
+    call = launch.Call(
         query, key, value, *masks, bias, dropout_key, causal, window, scale, *of_dropout
     )
     call.backward(grad, out, normalizer, *gradients)
