@@ -1,6 +1,6 @@
 """Writes the table of docs/studies/costs.md from the pages of the studies.
 
-    python docs/make_study_costs.py
+python docs/make_study_costs.py
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from trainer import accelerators
 from trainer.accelerators import Accelerator, chips, cpu, cuda, tpu, version_of, xla
@@ -33,6 +35,13 @@ def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
     """
     # Not `best`: it may initialize CUDA, which a forked process could not use then.
     return (config or cuda.Config()).processes()
+
+
+def planned_attention(
+    config: accelerators.Config | None, width: int, dtype: torch.dtype
+) -> Callable[..., Tensor] | None:
+    """See `Config.planned_attention`; without a configuration, that of a GPU."""
+    return (config or cuda.Config()).planned_attention(width, dtype)
 
 
 def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:

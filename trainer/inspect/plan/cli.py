@@ -30,8 +30,8 @@ _NOTES = (
     "algorithm."
 )
 _FUSED = (
-    "Attention: fused by a kernel that keeps scores out of memory. For a run without it, set "
-    "accelerator={kind: cuda, fused_attention: false}."
+    "Attention: fused by a kernel that keeps scores out of memory, which the accelerator's setting "
+    "fused_attention turns off."
 )
 _FITS = (
     "Fits: the largest micro-batch for 90 % of the memory; the rest is for fragmentation and "

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer import accelerators
-from trainer.accelerators import DTYPES, Precision, cuda
+from trainer.accelerators import DTYPES, Precision
 from trainer.accelerators.attention import GpuAttention
+from trainer.accelerators.detect import planned_attention
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.inspect.plan.operators import Operator, Recorder, Scope
@@ -136,7 +137,7 @@ class Step:
 
     Args:
         on_cpu: whether it runs there; otherwise attention has the buffers of a GPU's kernels.
-            Without an accelerator in the experiment, the GPU is one of CUDA.
+            Without an accelerator in the experiment, it is a GPU.
 
     Attributes:
         parameters: by name.
@@ -240,8 +241,10 @@ class Step:
     def _planned_kernel(self, accelerator: accelerators.Config | None) -> FusedAttention | None:
         """The kernel of fused attention that the run will use; None: none."""
         modules = [module for module in self._model.modules() if isinstance(module, Attention)]
-        config, dtype = accelerator or cuda.Config(), DTYPES[self._precision]
-        kernels = [config.planned_attention(each.inner // each.heads, dtype) for each in modules]
+        dtype = DTYPES[self._precision]
+        kernels = [
+            planned_attention(accelerator, each.inner // each.heads, dtype) for each in modules
+        ]
         fuses = None not in kernels and self._model.fuse_attention(None)
         return kernels[0] if kernels and fuses else None
 
