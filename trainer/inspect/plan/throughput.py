@@ -132,7 +132,8 @@ class Predictor:
             for name in names:
                 memory = None if name == HOST else int(DEVICES[name].gibibytes * 2**30)
                 for label, how in (self._only or implementations(name)).items():
-                    planner = fused if how.fuses_attention else unfused
+                    # A program that is compiled as a whole cannot call a kernel of ours.
+                    planner = fused if how.fuses_attention and not how.whole else unfused
                     plan = planner.plan(self._strategy, memory)
                     found.append(self._predict(phase, plan, name, label, how))
             yield phase, found

@@ -125,6 +125,39 @@ def test_gradients_are_sent_beside_the_backward_pass(experiment_file: str) -> No
     assert part < whole
 
 
+@pytest.mark.parametrize(
+    ("device", "overrides", "grows"),
+    [
+        ("h100", [], True),
+        ("h100", ["accelerator={kind: cuda, fused_attention: false}"], False),
+        ("h100", ["model.heads=4"], False),  # no block sizes for heads of 16
+        ("v5e", [], False),
+    ],
+    ids=["GPU", "off", "width", "TPU"],
+)
+def test_fused_attention_leaves_memory_for_larger_micro_batches(
+    experiment_file: str,
+    device: str,
+    overrides: list[str],
+    grows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(DEVICES, device, replace(DEVICES[device], gibibytes=0.5))
+    model = "{kind: bert, vocab_size: 600, layers: 2, width: 64, heads: 2, ffn_width: 128, "
+    settings = [
+        "accelerator=null",
+        f"model={model} max_positions: 512, attention_dropout: 0.1}}",
+        "data.sequence_length=512",
+        "training.global_batch_size=512",
+        "training.micro_batch_size=auto",
+    ]
+    found = _predict(experiment_file, device, 1, "single", *settings, *overrides)
+    assert all(each.micro_batch < 512 for each in found.values())
+    larger = found["fused"].micro_batch > 2 * found["compiled"].micro_batch
+    assert larger == grows
+    assert grows or found["fused"].micro_batch == found["compiled"].micro_batch
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ANCHORS)
 def test_published_throughput_is_predicted_within_a_quarter(name: str) -> None:
