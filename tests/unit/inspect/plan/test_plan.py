@@ -89,6 +89,28 @@ def test_the_command_prints_json(samestep: Samestep, experiment_file: str) -> No
         )
 
 
+def test_bert_large_is_planned_without_scores_where_attention_is_fused(samestep: Samestep) -> None:
+    layers, rows = 2, 8
+    command = [
+        *("plan", "configs/pretrain/bert_large_lamb.yaml", "--devices", 1, "--strategy", "single"),
+        *(f"model.layers={layers}", f"training.micro_batch_size={rows}", "--json"),
+    ]
+
+    def planned(*settings: str) -> int:
+        result = samestep(*command, *settings)
+        assert result.code == 0, result.err
+        phase = json.loads(result.out)["phases"][-1]
+        assert phase["sequence_length"] == 512
+        activations: int = phase["plans"][0]["bytes"]["activations"]
+        return activations
+
+    fused, unfused = planned(), planned("accelerator={kind: cuda, fused_attention: false}")
+    assert planned("accelerator=cuda") == fused  # which a plan assumes
+    # Of each layer, probabilities and the dropout's factors in fp32, and their product in bf16.
+    scores = rows * 16 * 512 * 512
+    assert unfused - fused == pytest.approx(layers * scores * (4 + 4 + 2), rel=0.2)
+
+
 def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str) -> None:
     named = ["--strategy", "zero2", "fsdp", "--memory", "100KiB"]
     result = samestep("plan", experiment_file, "--devices", 2, *named, "model.layers=1")

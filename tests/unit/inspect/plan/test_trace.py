@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -201,3 +202,12 @@ def test_runs_that_cannot_fuse_are_planned_unfused(
     step, unfused, fused = activations(experiment_file, *overrides, rows=2)
     assert not step.fuses_attention
     assert fused == unfused
+
+
+def test_fused_attention_is_planned_without_triton(
+    experiment_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # cannot be imported
+    step, unfused, fused = activations(experiment_file)
+    assert step.fuses_attention
+    assert fused.bare < unfused.bare
