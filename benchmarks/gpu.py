@@ -124,20 +124,22 @@ class Contestant:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def contestants(device: str) -> list[Contestant]:
-    """The sides, ours first."""
+def contestants(device: str) -> dict[str, Contestant]:
+    """The sides by their names on the command line, ours first."""
     eager, compiled = {"compile": False}, {"compile": True}
     plain, fused = accelerator(device, False), accelerator(device, True)
-    found = [
-        Contestant("samestep", ours, {"training": eager, "accelerator": plain}),
-        Contestant("samestep, compiled", ours, {"training": compiled, "accelerator": plain}),
-    ]
+    ours_eager = {"training": eager, "accelerator": plain}
+    ours_compiled = {"training": compiled, "accelerator": plain}
+    found = {
+        "eager": Contestant("samestep", ours, ours_eager),
+        "compiled": Contestant("samestep, compiled", ours, ours_compiled),
+    }
     if fused != plain:
         name = "samestep, compiled, fused attention"
         settings = {"training": compiled, "accelerator": fused}
-        found.append(Contestant(name, partial(ours, must_fuse=True), settings))
-    found.append(Contestant("Hugging Face Trainer", theirs))
-    found.append(Contestant(REFERENCE, partial(theirs, compiled=True)))
+        found["fused"] = Contestant(name, partial(ours, must_fuse=True), settings)
+    found["trainer"] = Contestant("Hugging Face Trainer", theirs)
+    found["trainer_compiled"] = Contestant(REFERENCE, partial(theirs, compiled=True))
     return found
 
 
@@ -284,10 +286,19 @@ class Running:
             self._row.failure = str(failure)
             return None
 
-    def measure(self, turn: Turn) -> None:
-        """Lets the side take a turn whose figures count."""
-        if (found := self.take(turn)) is not None:
-            self._turns.append(found)
+    @property
+    def side(self) -> str:
+        return self._row.side
+
+    def measure(self, turn: Turn) -> float | None:
+        """Lets the side take a turn whose figures count; returns its sequences per second."""
+        if (found := self.take(turn)) is None:
+            return None
+        self._turns.append(found)
+        return self._rate(found)
+
+    def _rate(self, turn: Measured) -> float:
+        return self.job.batch * turn.steps / turn.seconds
 
     def finish(self, flops_of_step: float, peak_flops: float | None) -> None:
         """Counts kernel launches, ends the side and fills the row."""
@@ -297,7 +308,7 @@ class Running:
             return
         row, turns = self._row, self._turns
         assert profiled is not None
-        row.rates = [self.job.batch * each.steps / each.seconds for each in turns]
+        row.rates = [self._rate(each) for each in turns]
         row.launches = profiled.launches
         row.peak_memory = max(each.peak_memory for each in turns)
         row.waiting = statistics.median(each.waited / each.seconds for each in turns)
@@ -320,9 +331,9 @@ def measure(job: GpuJob, sides: Sequence[Contestant], turn: Turn, repeats: int) 
             row.failure = str(failure)
             say(f"{row.side}: {failure}")
     for number, each in in_rounds(running, range(repeats)):
-        if each is running[0]:
-            say(f"{job.recipe.title}: round {number + 1} of {repeats}")
-        each.measure(turn)
+        rate = each.measure(turn)
+        if rate is not None:
+            say(f"round {number + 1} of {repeats}: {each.side}, {rate:,.0f} sequences/s")
     flops, peak = job.flops_of_step(), job.peak_flops()
     for each in running:
         each.finish(flops, peak)
@@ -363,6 +374,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--recipe", choices=RECIPES, nargs="+", default=list(RECIPES), help="(default: all)"
     )
+    sides = list(contestants("cuda"))
+    parser.add_argument("--side", choices=sides, nargs="+", default=sides, help="(default: all)")
     parser.add_argument(
         "--turn", type=int, help="timed steps of a side's turn (default: 30; of tiny models 2)"
     )
@@ -398,8 +411,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = cuda.unusable() or "Run this on a machine with one, or try it with --device cpu."
         print(f"bench-gpu: nothing measured, as torch finds no GPU. {reason}", file=sys.stderr)
         return 1
-    # The page's tables are replaced together, so those of some recipes need a page of their own.
-    page = options.page or (None if tiny or len(options.recipe) < len(RECIPES) else PAGE)
+    # The page's tables are replaced together, so parts of them need a page of their own.
+    every = contestants(options.device)
+    sides = [side for name, side in every.items() if name in options.side]
+    complete = len(options.recipe) == len(RECIPES) and len(sides) == len(every) and not tiny
+    page = options.page or (PAGE if complete else None)
     turn = Turn(untimed=3 if on_gpu else 0, timed=options.turn or (2 if tiny else 30))
     found, results = conditions(options.device), list[Result]()
     for name in options.recipe:
@@ -417,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tiny=tiny,
             )
             job.write_data()
-            results.append(measure(job, contestants(options.device), turn, options.repeats))
+            results.append(measure(job, sides, turn, options.repeats))
         print(f"\n{table(results[-1])}", flush=True)
         # After each recipe, so that an interruption leaves those before it.
         if page is not None:

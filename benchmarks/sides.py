@@ -193,7 +193,9 @@ class Turns:
             # A tensor that two of these share has left with the first.
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 # The tensor stays the same object, so optimizer and compiled graphs do not notice.
-                tensor.data = tensor.data.to("cpu")
+                # Page-locked memory, which torch keeps for the next turn, is copied faster.
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                tensor.data = host.copy_(tensor.data)
                 self._in_host_memory.append(tensor)
         torch.cuda.empty_cache()
 

@@ -218,7 +218,7 @@ def _config(args: argparse.Namespace) -> int:
     from trainer.config import dump
     from trainer.training.starting import load_experiment
 
-    experiment = load_experiment(args.file, args.overrides, args.elsewhere)
+    experiment = load_experiment(args.file, args.overrides, args.elsewhere, offline=True)
     if args.devices is not None:
         from trainer.accelerators import detect
         from trainer.inspect import preflight

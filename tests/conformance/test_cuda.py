@@ -44,10 +44,11 @@ DEVICE = "accelerator=cpu" if ON_CPU else "accelerator=cuda"
 
 
 class Run(NamedTuple):
-    """What one process saw: batches, training losses and held-out losses."""
+    """What one process saw: batches, training losses, held-out losses, and fused attention."""
 
     record: Record
     heldout: list[float]
+    fused: bool
 
 
 def record(file: str, overrides: list[str], resume: int | None = None) -> Run:
@@ -65,7 +66,7 @@ def record(file: str, overrides: list[str], resume: int | None = None) -> Run:
         trainer.fit([losses, heldout])
     trainer.loader.close()
     world.close()
-    return Run(Record(digests, losses.values), heldout.values)
+    return Run(Record(digests, losses.values), heldout.values, trainer.model.fuses_attention)
 
 
 def on_cpu(file: str, output: Path, *overrides: str) -> Run:
@@ -181,6 +182,36 @@ def test_decoders(
     reference = on_cpu(t5_experiment, tmp_path / "cpu", *TASKS[task])
     changed = [*TASKS[task], f"training.precision={precision}", f"training.compile={compiled}"]
     ranks = on_gpus(t5_experiment, tmp_path / "gpu", GPUS, "fsdp", *changed)
+    assert_same(ranks, reference, precision)
+
+
+WIDE_HEADS = {
+    "mlm": ["model.heads=1"],
+    "modernbert": [*TASKS["modernbert"], "model.heads=1"],
+    "span_corruption": ["model.heads=1", "model.head_width=32"],
+    "causal_lm": [*TASKS["causal_lm"], "model.heads=1"],
+}
+"""Tasks whose heads are wide enough for the fused kernel, 32."""
+
+
+@on_a_gpu
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("task", WIDE_HEADS)
+def test_fused_attention_with_dropout(
+    experiment_file: str,
+    t5_experiment: str,
+    tmp_path: Path,
+    task: str,
+    precision: str,
+    compiled: str,
+) -> None:
+    file = t5_experiment if task in ("span_corruption", "causal_lm") else experiment_file
+    changed = [*WIDE_HEADS[task], "model.attention_dropout=0.1", "training.evaluate_every=6"]
+    reference = on_cpu(file, tmp_path / "cpu", *changed)
+    changed += [f"training.precision={precision}", f"training.compile={compiled}"]
+    ranks = on_gpus(file, tmp_path / "gpu", GPUS, "ddp", *changed)
+    assert all(rank.fused for rank in ranks)
     assert_same(ranks, reference, precision)
 
 

@@ -64,3 +64,16 @@ def test_the_user_may_name_another_version(experiment_file: str, tmp_path: Path)
 def test_other_versions_are_rejected(experiment_file: str, version: str) -> None:
     with pytest.raises(samestep.ConfigError, match="dropout_version"):
         load_experiment(experiment_file, [f"training.dropout_version={version}"])
+
+
+def test_commands_that_only_read_ask_no_object_store(experiment_file: str, tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}", "checkpoint.folder=s3://nowhere/run"]
+    assert load_experiment(experiment_file, overrides, offline=True).training.dropout_version == 2
+    (tmp_path / "config.yaml").write_text("training: {}\n")
+    assert load_experiment(experiment_file, overrides, offline=True).training.dropout_version == 1
+
+
+@pytest.mark.parametrize("wrong", ["checkpoint=3", "checkpoint.folder=3"])
+def test_a_section_of_the_wrong_type_is_named(experiment_file: str, wrong: str) -> None:
+    with pytest.raises(samestep.ConfigError, match="checkpoint"):
+        load_experiment(experiment_file, [wrong])

@@ -160,7 +160,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {args.processes}")
-    experiment = load_experiment(args.file, args.overrides) if args.file else None
+    experiment = load_experiment(args.file, args.overrides, offline=True) if args.file else None
     passed = findings.report(doctor.examine(experiment, args.processes), Console())
     return EXIT_DONE if passed else EXIT_FAILED
 

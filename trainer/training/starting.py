@@ -40,7 +40,10 @@ class Config(ModelConfig):
 
 
 def load_experiment(
-    path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    elsewhere: bool = False,
+    offline: bool = False,
 ) -> Experiment:
     """Reads an experiment; one with `init_from` may leave out the model, or most of its settings.
 
@@ -51,14 +54,16 @@ def load_experiment(
         overrides: settings that replace the file's.
         elsewhere: the run's folders are on other machines. If one of them is needed to find out
             the model, the experiment has a placeholder instead.
+        offline: checkpoints in an object store are not asked for; the run has begun if there is a
+            config.yaml in its output folder.
 
     Raises:
         ConfigError: the configuration is invalid, or init_from's model cannot have such a head.
         CheckpointError, DataError: the weights or the dataset cannot be read.
     """
     tree = read_tree(path, overrides)
-    if not elsewhere:
-        tree = _with_version_of_run(tree)
+    begun = {} if elsewhere else _run_before(tree, offline)
+    tree = _with_dropout_of(begun, tree)
     model = tree.get("model")
     lacks_kind = model is None or (isinstance(model, dict) and "kind" not in model)
     if tree.get("init_from") and lacks_kind:
@@ -68,26 +73,27 @@ def load_experiment(
             placeholder = decode(Experiment, {**tree, "model": {"kind": __name__}})
             return replace(placeholder, model=Config(changes))
         # The dataset's labels, or init_from, may have changed since the run began.
-        begun = None if elsewhere else _run_before(tree).get("model")
-        tree = {**tree, "model": merge(begun or model_of(tree), changes)}
+        tree = {**tree, "model": merge(begun.get("model") or model_of(tree), changes)}
     return decode(Experiment, tree)
 
 
-def _with_version_of_run(tree: Tree) -> Tree:
+def _with_dropout_of(begun: Tree, tree: Tree) -> Tree:
     """A run that has begun keeps its dropout, unless the user names another version."""
-    training = tree.get("training")
-    begun = _run_before(tree).get("training")
-    if not isinstance(training, dict) or not isinstance(begun, dict):
+    training, stored = tree.get("training"), begun.get("training")
+    if not isinstance(training, dict) or not isinstance(stored, dict):
         return tree
-    return {**tree, "training": {"dropout_version": begun["dropout_version"], **training}}
+    return {**tree, "training": {"dropout_version": stored["dropout_version"], **training}}
 
 
-def _run_before(tree: Tree) -> Tree:
+def _run_before(tree: Tree, offline: bool) -> Tree:
     """The settings of the run in the output folder, if it has a checkpoint; else {}."""
     output = Path(str(tree.get("output")))
-    folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
-    location = files.location(folder)
+    section = tree.get("checkpoint")
+    given = section.get("folder") if isinstance(section, dict) else None
+    location = files.location(given if isinstance(given, str) else output / "checkpoints")
     settings = output / "config.yaml"
+    if offline and isinstance(location, files.Url):
+        return read_stored(settings) if settings.is_file() else {}
     if not integrity.committed_steps(location):
         return {}
     if settings.is_file():

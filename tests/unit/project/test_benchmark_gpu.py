@@ -147,7 +147,7 @@ def test_one_side_fails_and_the_others_are_measured(tmp_path: Path):
 
 @pytest.mark.parametrize("recipe", gpu.RECIPES)
 def test_each_side_of_a_gpu_has_valid_settings(recipe: str, tmp_path: Path):
-    sides = gpu.contestants("cuda")
+    sides = gpu.contestants("cuda").values()
     has_setting = "fused_attention" in {each.name for each in dataclasses.fields(cuda.Config)}
     assert len(sides) == 4 + has_setting
     job = dataclasses.replace(tiny(tmp_path, recipe), device="cuda", tiny=False)

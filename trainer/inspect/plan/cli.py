@@ -127,7 +127,7 @@ def _plan(args: argparse.Namespace) -> int:
         throughput_table.check(args.throughput, args.price)
     elif args.price is not None:
         raise ConfigError("--price is for predictions of throughput. Add --throughput.")
-    experiment = load_experiment(args.file, overrides)
+    experiment = load_experiment(args.file, overrides, offline=True)
     if args.throughput is not None:
         _show_throughput(args, experiment, names)
         return EXIT_DONE
