@@ -20,7 +20,6 @@ from trainer.strategies import Replica
 from trainer.training.run import open_loader
 
 transformers = import_transformers()
-# Looked up now, because the server that forks the sides' processes imports this module once.
 Trainer: Any = transformers.Trainer
 TrainerCallback: Any = transformers.TrainerCallback
 

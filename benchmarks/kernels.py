@@ -4,10 +4,11 @@
 
 Needs a GPU. The shapes are those of a layer of BERT-base and BERT-large at 128 and 512, of RoBERTa
 with four sequences packed in a row of 512, and of T5-base with sources of 512 and targets of 114,
-in bf16. Times are medians of repeated calls, of:
+in bf16. Times are those of the GPU's kernels, averages of repeated calls, of:
 
 - kernel: `trainer.accelerators.flash.operator`, without and with attention dropout 0.1;
-- SDPA: `scaled_dot_product_attention` with a mask where the model needs one, without dropout;
+- SDPA: `scaled_dot_product_attention` with a mask where the model needs one, without and with
+  dropout, whose masks are not reproducible elsewhere;
 - eager: `Attention._eager` of the models, with dropout.
 
 TFLOP/s counts two products forward and five backward for each score, masked ones included.
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from trainer.accelerators.flash import attention, supports
 from trainer.models import bert
@@ -124,24 +126,25 @@ def build(shape: Shape, device: torch.device) -> dict[str, Callable[[], Tensor]]
     return {
         "kernel": fused,
         "kernel, dropout": partial(fused, dropout=DROPOUT, dropout_key=dropout_key),
-        "SDPA": partial(F.scaled_dot_product_attention, query, key, value, attn_mask=allowed),
+        "SDPA": (sdpa := partial(F.scaled_dot_product_attention, query, key, value, allowed)),
+        "SDPA, dropout": partial(sdpa, dropout_p=DROPOUT),
         "eager, dropout": partial(module._eager, query, key, value, allowed, dropout_key),
     }
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """The median duration of a call on the GPU, after three calls that compile and warm up."""
+    """What the kernels of a call take on the GPU, after three calls that compile and warm up.
+
+    The time of the host, which launches them, does not count: in training it is ahead of the GPU.
+    """
     for _ in range(3):
         work()
-    times: list[float] = []
-    for _ in range(repeats):
-        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    microseconds = sum(event.self_device_time_total for event in profiler.key_averages())
+    return float(microseconds) / repeats / 1e3
 
 
 def differentiate(result: Tensor, grad: Tensor) -> None:

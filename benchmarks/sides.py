@@ -262,10 +262,10 @@ class Side:
     """A side's process, seen from the other end."""
 
     def __init__(self, serve: Serve, job: Job) -> None:
-        # A server that has imported torch, but never touched a GPU, forks the processes: they
-        # start in an instant.
+        # A server that has imported torch, but never touched a GPU, forks the processes. Imports
+        # of transformers touch it in some environments, so their side imports it itself.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.sides", "benchmarks.huggingface"])
+        context.set_forkserver_preload(["benchmarks.sides"])
         self._commands, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(serve, job, theirs), daemon=True)
         self._process.start()

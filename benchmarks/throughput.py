@@ -112,11 +112,14 @@ def stock_dropout() -> Iterator[None]:
     def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = None) -> Tensor:
         return x if key is None or p == 0 else F.dropout(x, p)
 
-    modules = ("attention", "layers", "embeddings", "heads", "transformer")
+    def attention_dropout(x: Tensor, p: float, key: Tensor | None, version: int) -> Tensor:
+        return dropout(x, p, key)
+
+    modules = ("layers", "embeddings", "heads", "transformer")
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch(f"trainer.models.{module}.dropout", dropout))
-        stack.enter_context(patch("trainer.models.attention.attention_dropout", dropout))
+        stack.enter_context(patch("trainer.models.attention.attention_dropout", attention_dropout))
         yield
 
 

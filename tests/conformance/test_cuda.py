@@ -66,7 +66,8 @@ def record(file: str, overrides: list[str], resume: int | None = None) -> Run:
         trainer.fit([losses, heldout])
     trainer.loader.close()
     world.close()
-    return Run(Record(digests, losses.values), heldout.values, trainer.model.fuses_attention)
+    model = getattr(trainer.model, "module", trainer.model)  # DDP wraps it
+    return Run(Record(digests, losses.values), heldout.values, model.fuses_attention)
 
 
 def on_cpu(file: str, output: Path, *overrides: str) -> Run:

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.accelerators.flash import attention, supports
 from trainer.models import modernbert
 from trainer.models.attention import segment_mask
-from trainer.models.dropout import attention_dropout, dropout, split_key
+from trainer.models.dropout import attention_dropout, split_key
 from trainer.models.relative import RelativeBias
 from trainer.models.rotary import RotaryAttention
 
@@ -211,8 +211,7 @@ def dropout_masks() -> dict[str, bool]:
         fused = attention(
             query, key, value, dropout=rate, dropout_key=dropout_key, dropout_version=version
         )
-        drop = dropout if version == 1 else attention_dropout
-        eager = drop(torch.full(shape, 1 / keys), rate, dropout_key)
+        eager = attention_dropout(torch.full(shape, 1 / keys), rate, dropout_key, version)
         found[f"keep {rate}, version {version}"] = bool((fused != 0).equal(eager != 0))
         found[f"scale {rate}, version {version}"] = bool(torch.allclose(fused, eager, rtol=1e-6))
     return found

@@ -83,12 +83,18 @@ class Code:
     loop: Counter[str]
 
 
+def blocks_of(target: str, kernel: str, width: int, dtype: torch.dtype = torch.bfloat16) -> Blocks:
+    """The launch parameters of a call on the target."""
+    plan = choose_plan(width, dtype, GENERATIONS.get(target, "other"))
+    blocks: Blocks = getattr(plan, kernel)
+    return blocks
+
+
 def compile_kernel(
     target: str, kernel: str, variant: str, width: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> Code:
     """Compiles a kernel with the launch parameters that a call on the target would use."""
-    plan = choose_plan(width, dtype, GENERATIONS.get(target, "other"))
-    blocks: Blocks = getattr(plan, kernel)
+    blocks = blocks_of(target, kernel, width, dtype)
     constants = {
         **VARIANTS[variant],
         "WIDTH": width,
@@ -120,8 +126,7 @@ def compile_source(target: str, kernel: ASTSource, warps: int, stages: int) -> C
 
 def scores_of_thread(target: str, kernel: str, width: int = 64) -> float:
     """Scores that a thread computes in one turn of the loop of a kernel, in bf16."""
-    plan = choose_plan(width, torch.bfloat16, GENERATIONS.get(target, "other"))
-    blocks: Blocks = getattr(plan, kernel)
+    blocks = blocks_of(target, kernel, width)
     return blocks.queries * blocks.keys / (32 * blocks.warps)
 
 

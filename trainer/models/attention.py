@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.accelerators.kernels import fuses_trained_bias
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import attention_dropout, dropout
+from trainer.models.dropout import attention_dropout
 from trainer.models.fused import FusedAttention, Mask
 from trainer.models.projections import Projection
 from trainer.models.stack import Context
@@ -146,8 +146,8 @@ class Attention(nn.Module):
         dropout_key: Tensor | None,
     ) -> Tensor:
         probabilities = self.scores(query, key, mask).softmax(-1, dtype=torch.float32)
-        drop = dropout if self.dropout_version == 1 else attention_dropout
-        return drop(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
+        dropped = attention_dropout(probabilities, self.dropout, dropout_key, self.dropout_version)
+        return dropped.to(value.dtype) @ value
 
     def scores(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Scores [B, H, T, S], minus infinity where attention is not allowed; see `attend`."""

@@ -71,7 +71,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
     return _drop(x, p, bits)
 
 
-def attention_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+def attention_dropout(x: Tensor, p: float, key: Tensor | None, version: int = 2) -> Tensor:
     """Like `dropout`, with other masks, which a kernel computes in half as many operations.
 
     Elements of a row of x differ only in the column, so all but the last steps of the hash are
@@ -80,7 +80,10 @@ def attention_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
     Args:
         x: [B, H, T, S], attention probabilities.
         p, key: see `dropout`.
+        version: 1 for the masks of `dropout`, which older runs have.
     """
+    if version == 1:
+        return dropout(x, p, key)
     if key is None or _threshold(p) == -(2**31):
         return x
     rows = torch.arange(x.shape[1:3].numel(), dtype=torch.int32, device=x.device)

@@ -19,7 +19,7 @@ from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.checkpoint.collective import first_error, gather
 from trainer.models import Model
 from trainer.models.attention import Attention
-from trainer.models.dropout import attention_dropout, dropout
+from trainer.models.dropout import attention_dropout
 from trainer.models.fused import FusedAttention
 
 logger = logging.getLogger(__name__)
@@ -170,8 +170,7 @@ def _errors(
         if bias is not None:
             scores = scores + bias[:, column - row + queries - 1]
         probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-        drop = dropout if version == 1 else attention_dropout
-        return drop(probabilities, 0.1, dropout_keys) @ value
+        return attention_dropout(probabilities, 0.1, dropout_keys, version) @ value
 
     found = _with_gradients(fused, inputs, gradient)
     # The reference is computed in fp32 from the same numbers.

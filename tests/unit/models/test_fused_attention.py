@@ -24,7 +24,6 @@ from trainer.models import (
 )
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import attention_dropout
-from trainer.models.dropout import dropout as first_dropout
 from trainer.models.peft import lora, prefix
 
 LOCAL = modernbert.Config(**SHAPE, max_positions=24, local_window=4, global_every=2)
@@ -72,8 +71,7 @@ def attention(
         scores = scores + bias[:, column - row + queries - 1]
     scores = scores.masked_fill(~allowed, float("-inf"))
     probabilities = scores.softmax(-1).nan_to_num(0.0)
-    drop = first_dropout if dropout_version == 1 else attention_dropout
-    return drop(probabilities, dropout, dropout_key) @ value
+    return attention_dropout(probabilities, dropout, dropout_key, dropout_version) @ value
 
 
 def inputs(config: TransformerConfig, packed: bool) -> dict[str, Any]:

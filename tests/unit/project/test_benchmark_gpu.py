@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -162,6 +163,12 @@ def test_each_side_of_a_gpu_has_valid_settings(recipe: str, tmp_path: Path):
             seen.add((found.training.compile, fused))
     expected = {(False, False), (True, False), (True, True)}
     assert seen == (expected if has_setting else {(False, None), (True, None)})
+
+
+def test_the_server_of_processes_does_not_import_transformers():
+    """Which initializes CUDA in some environments; forks could then not use it."""
+    code = "import benchmarks.sides, sys; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT).returncode == 0
 
 
 @pytest.mark.skipif(

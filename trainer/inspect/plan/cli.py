@@ -104,7 +104,7 @@ def _plan(args: argparse.Namespace) -> int:
     from trainer.accelerators import cpu
     from trainer.config.sizes import parse_size
     from trainer.inspect.plan import throughput_table
-    from trainer.inspect.plan.plan import STRATEGIES, Planner, as_json, copies_of
+    from trainer.inspect.plan.plan import STRATEGIES, Planner, copies_of
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
@@ -164,15 +164,9 @@ def _plan(args: argparse.Namespace) -> int:
             found.append((phase, [planner.plan(name, memory) for name in names]))
     needed = work(experiment, args.devices, device, costs.Config())
     if args.json:
-        listed = [
-            {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
-            for phase, plans in found
-        ]
         assumed = memory is not None and not args.memory
-        found_for = {"devices": args.devices, "memory": memory, "memory_assumed": assumed}
-        sys.stdout.write(
-            json.dumps({**found_for, "work": asdict(needed), "phases": listed}, indent=1) + "\n"
-        )
+        planned = {"devices": args.devices, "memory": memory, "memory_assumed": assumed}
+        _write_json(planned, needed, found)
         return EXIT_DONE
     if assumption:
         console.print(assumption)
@@ -183,6 +177,19 @@ def _plan(args: argparse.Namespace) -> int:
     notes = [_NOTES, _FITS if memory else "", fused, experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
+
+
+def _write_json(
+    planned: dict[str, object], needed: Work, found: Sequence[tuple[Phase, list[Plan]]]
+) -> None:
+    from trainer.inspect.plan.plan import as_json
+
+    phases = [
+        {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
+        for phase, plans in found
+    ]
+    tree = {**planned, "work": asdict(needed), "phases": phases}
+    sys.stdout.write(json.dumps(tree, indent=1) + "\n")
 
 
 def _show_throughput(

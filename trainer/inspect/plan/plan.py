@@ -63,7 +63,6 @@ class Planner:
         devices: number of devices to use.
         step: of the experiment; traced once for all phases.
         progress: counts the traces; None shows nothing.
-        fused: whether attention is fused; None: if it is in the run.
     """
 
     def __init__(
@@ -73,28 +72,28 @@ class Planner:
         devices: int,
         step: Step,
         progress: Progress | None = None,
-        fused: bool | None = None,
     ) -> None:
-        self._fused = step.fuses_attention if fused is None else fused
         self._progress = progress
         self._experiment, self._phase, self._devices, self._step = experiment, phase, devices, step
         self._objective = phase.objective.build(stand_in(experiment.model.vocab_size))
         self._example = example(experiment, self._objective, phase)
-        self._traced: dict[int, Activations] = {}
+        self._traced: dict[tuple[int, bool], Activations] = {}
 
-    def plan(self, strategy: str, memory: int | None = None) -> Plan:
+    def plan(self, strategy: str, memory: int | None = None, fused: bool | None = None) -> Plan:
         """Plans for a strategy, with the experiment's settings of it.
 
         Args:
             strategy: one of `STRATEGIES`.
             memory: bytes per device. If the experiment sets no micro-batch, the plan has the
                 largest that fits; without `memory`, a single example.
+            fused: whether attention is fused; None: if it is in the run.
 
         Raises:
             ConfigError: the strategy cannot run on this number of devices.
         """
         devices, most = self._devices_of(strategy), self._most(strategy)
         division = divide(strategy, self._experiment, self._step, devices)
+        fuses = self._step.fuses_attention if fused is None else fused
 
         def held(size: int, activations: Activations) -> Held:
             found = division.held(activations, accumulates=size < most)
@@ -104,7 +103,7 @@ class Planner:
         if memory is not None:
             # Two traces, of one example and of all rows of a device; others are interpolated.
             sizes = sorted(self._sizes(strategy, memory=True))
-            bounds = [(size, self._activations(size)) for size in sizes]
+            bounds = [(size, self._activations(size, fuses)) for size in sizes]
             budget = int(SHARE * memory)
 
             def total(size: int) -> int:
@@ -118,13 +117,16 @@ class Planner:
                 largest = bisect_right(range(1, most), budget, key=total)
                 # Large logits are computed in chunks, whose memory stops to grow, so interpolation
                 # may be too low: what it finds is traced, and becomes a bound if it is too much.
-                while largest > 1 and held(largest, self._activations(largest)).total > budget:
-                    bounds = sorted([*bounds, (largest, self._activations(largest))], key=_size)
+                while largest > 1:
+                    exact = self._activations(largest, fuses)
+                    if held(largest, exact).total <= budget:
+                        break
+                    bounds = sorted([*bounds, (largest, exact)], key=_size)
                     largest = bisect_right(range(1, largest), budget, key=total)
         wanted = self._phase.micro_batch_size
         size = min(most, wanted) if isinstance(wanted, int) else largest or 1
         count = -(-most // size)
-        found = held(size, self._activations(size))
+        found = held(size, self._activations(size, fuses))
         return Plan(strategy, size, count, found, division.exchanged(count), largest)
 
     def traces(self, strategies: Iterable[str], memory: bool) -> int:
@@ -147,14 +149,13 @@ class Planner:
     def _most(self, strategy: str) -> int:
         return -(-self._phase.global_batch_size // self._devices_of(strategy))
 
-    def _activations(self, size: int) -> Activations:
-        if size not in self._traced:
-            self._traced[size] = self._step.activations(
-                self._objective, self._example, size, self._fused
-            )
+    def _activations(self, size: int, fused: bool) -> Activations:
+        if (size, fused) not in self._traced:
+            found = self._step.activations(self._objective, self._example, size, fused)
+            self._traced[size, fused] = found
             if self._progress is not None:
                 self._progress.advance()
-        return self._traced[size]
+        return self._traced[size, fused]
 
 
 def _size(bound: tuple[int, Activations]) -> int:

@@ -124,17 +124,14 @@ class Predictor:
     ) -> Iterator[tuple[Phase, list[Prediction]]]:
         """Each phase, with a prediction for each device and implementation."""
         for phase in phases:
-            unfused, fused = (
-                Planner(self._experiment, phase, self._devices, self._step, fused=each)
-                for each in (False, True)
-            )
+            planner = Planner(self._experiment, phase, self._devices, self._step)
             found = []
             for name in names:
                 memory = None if name == HOST else int(DEVICES[name].gibibytes * 2**30)
                 for label, how in (self._only or implementations(name)).items():
                     # A program that is compiled as a whole cannot call a kernel of ours.
-                    planner = fused if how.fuses_attention and not how.whole else unfused
-                    plan = planner.plan(self._strategy, memory)
+                    fused = how.fuses_attention and not how.whole
+                    plan = planner.plan(self._strategy, memory, fused)
                     found.append(self._predict(phase, plan, name, label, how))
             yield phase, found
 

@@ -14,7 +14,7 @@ from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.inspect.plan.fusion import COMPILED, EAGER, FUSED, Kernel
 from trainer.inspect.plan.host import HostRates
-from trainer.inspect.plan.roofline import ENQUEUE, GAP, SheetRates, estimate
+from trainer.inspect.plan.roofline import ENQUEUE, GAP, INTEGER, SheetRates, estimate
 from trainer.inspect.plan.throughput import Prediction, Predictor, implementations
 from trainer.inspect.plan.trace import Step
 from trainer.training.experiment import Experiment
@@ -41,7 +41,8 @@ def test_a_kernel_takes_the_larger_of_arithmetic_and_traffic() -> None:
     assert _H100.seconds(product, "fp32", EAGER) == pytest.approx(989 / 67 + GAP)
     moved = Kernel("elementwise", False, flops=0, nbytes=3.0e12, launches=2)
     assert _H100.seconds(moved, "bf16", COMPILED) == pytest.approx(1 + 2 * GAP)
-    attention = Kernel("attention", True, flops=270e12, nbytes=1, attends=True, hashes=16.7e12)
+    hashes = 16.7e12 * INTEGER
+    attention = Kernel("attention", True, flops=184e12, nbytes=1, attends=True, hashes=hashes)
     assert _H100.seconds(attention, "bf16", FUSED) == pytest.approx(1 + 1 + GAP)
 
 
