@@ -38,10 +38,14 @@ class BatchLayout:
     10 examples on 2 devices with a micro-batch size of 4 are 5 examples per device, in 2
     micro-batches of 3 rows; one of these 6 rows is padding.
 
+    With units, they are 3 micro-batches of 4 rows on any number of devices: 2 on the first device,
+    and on the second one with 2 padding rows, and one of padding rows only.
+
     Attributes:
         global_batch_size: examples per optimizer step, over all replicas.
-        micro_batch_size: maximum number of rows per device and forward pass.
+        micro_batch_size: maximum number of rows per device and forward pass; of units, the number.
         replica: the data-parallel rank of this process.
+        units: whether the examples of a micro-batch depend on the two sizes only.
 
     Raises:
         ConfigError: the batch has fewer examples than devices, or a micro-batch has no rows.
@@ -50,20 +54,26 @@ class BatchLayout:
     global_batch_size: int
     micro_batch_size: int
     replica: Replica
+    units: bool = False
 
     def __post_init__(self) -> None:
-        check_batch(self.global_batch_size, self.replica.count * self.replica.devices)
+        if not self.units:
+            check_batch(self.global_batch_size, self.replica.count * self.replica.devices)
         if self.micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size is {self.micro_batch_size}. Use 1 or more.")
 
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches per step."""
+        if self.units:
+            return -(-self.global_batch_size // (self.micro_batch_size * self.replica.count))
         return -(-self._device_examples // self.micro_batch_size)
 
     @property
     def rows(self) -> int:
         """Rows per micro-batch, over all devices of the replica."""
+        if self.units:
+            return self.micro_batch_size
         return -(-self._device_examples // self.micro_batches) * self.replica.devices
 
     @property
@@ -98,6 +108,7 @@ class BatchMaker:
         self._counts, self._row_maker, self._width = counts, rows, row_positions
         self._prefetcher = prefetcher
         self._batch_size, self._replica = layout.global_batch_size, layout.replica
+        self._units = layout.units
         self._micro_batches, self._rows = layout.micro_batches, layout.rows
         # Numpy has overhead for small arrays, and large ones need memory. So rows are made in
         # blocks: micro-batches of 16 x 128 positions in blocks of 128.
@@ -172,8 +183,14 @@ class BatchMaker:
         and [True, True, True, False].
         """
         batch = self._batch(start, excluded)
-        mine = batch[share(len(batch), self._replica.index, self._replica.count)]
         rows = self._micro_batches * self._rows if len(batch) else 0
+        if self._units:
+            mine = batch[rows * self._replica.index :][:rows]
+            # The first row of a unit pads it, so a unit has the same rows on any replica.
+            repeated = mine[len(mine) // self._rows * self._rows :][:1]
+        else:
+            mine = batch[share(len(batch), self._replica.index, self._replica.count)]
+            repeated = mine[:1]
         # Padding rows repeat an example: softmax over a row without tokens would be NaN.
-        padding = np.repeat(mine[:1] if len(mine) else batch[:1], rows - len(mine))
+        padding = np.repeat(repeated if len(repeated) else batch[:1], rows - len(mine))
         return np.concatenate((mine, padding)), np.arange(rows) < len(mine)

@@ -140,15 +140,14 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -
 
 def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
     """Returns which copy of its shard of a tensor this rank holds, and the number of copies."""
+    # Consecutive ranks share a copy: of 4 ranks in groups of 2, ranks 2 and 3 hold copy 1.
     if isinstance(tensor, SegmentParameter):
-        # Consecutive ranks share a copy: of 4 ranks in groups of 2, ranks 2 and 3 hold copy 1.
         ranks = tensor.segment.group.size()
         return rank // ranks, world_size // ranks
     if not is_dtensor(tensor):
         return rank, world_size
     mesh = tensor.device_mesh
-    assert mesh.size() == world_size, "a tensor must be distributed over all ranks"
-    replica, replicas = 0, 1
+    replica, replicas = rank // mesh.size(), world_size // mesh.size()
     # The replicated mesh dimensions are the digits of a number, the replica.
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():

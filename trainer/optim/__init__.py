@@ -25,21 +25,23 @@ class Structure:
         layers_above: number of layers between a parameter and the heads, its own included; 0 for
             parameters that are not named.
         matrices: the matrices inside layers.
+        exact: updates have the same bits however parameters are partitioned (`training.exact`).
     """
 
     stacked: Mapping[str, int] = field(default_factory=dict)
     layers_above: Mapping[str, int] = field(default_factory=dict)
     matrices: frozenset[str] = frozenset()
+    exact: bool = False
 
     @classmethod
-    def of(cls, model: Model) -> Self:
+    def of(cls, model: Model, exact: bool = False) -> Self:
         """The structure of a model."""
         matrices = {
             name
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2 and model.role(name) == ("layer", "weight")
         }
-        return cls(model.stacked(), model.layers_above(), frozenset(matrices))
+        return cls(model.stacked(), model.layers_above(), frozenset(matrices), exact)
 
     def blocks(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[Tensor, int]:
         """Number of stacked matrices by parameter; parameters that hold only one are left out."""

@@ -18,11 +18,14 @@ from trainer.optim.groups import Group, parameter_groups
 from trainer.partition import (
     StackedParameter,
     add_up,
+    exact,
+    exact_sums,
     flat_start,
     layer_shape,
     local_parts,
     rectangles,
     squared_norms,
+    whole_norms,
     whole_shape,
 )
 
@@ -81,7 +84,7 @@ class Config:
         """Builds the optimizer of these named parameters, on the device they are on."""
         named = list(parameters)
         groups = parameter_groups(named, self.weight_decay)
-        return Adafactor(groups, structure.blocks(named), self)
+        return Adafactor(groups, structure.blocks(named), self, structure.exact)
 
 
 class Adafactor(Blockwise):
@@ -105,8 +108,10 @@ class Adafactor(Blockwise):
     # Every process holds r and c whole: they are small, and a partition by rows needs all of c. The
     # first collective adds up r, c and x^2; the second adds up u^2, which depends on r and c.
 
-    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
-        super().__init__(groups, blocks, {"lr": config.lr})
+    def __init__(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config, exact: bool
+    ) -> None:
+        super().__init__(groups, blocks, {"lr": config.lr}, exact)
         self._config = config
 
     @torch.no_grad()
@@ -118,10 +123,16 @@ class Adafactor(Blockwise):
                 self._create_state(weight)
         blocks, gradients = self._blocks(weights, local_parts(weights)), self._gradients(weights)
         counts, sizes = self._counts_of(weights), self._sizes(weights)
-        weight_squares = self._update_moments(weights, gradients, squared_norms(blocks, counts))
+        factored = [weight for weight in weights if "exp_avg_sq" not in self.state[weight]]
+        means = self._exact_means if self.exact else self._means
+        weight_squares, row_and_column_means = means(weights, gradients, factored, blocks)
+        self._update_moments(weights, gradients, factored, row_and_column_means)
         self._precondition(weights, gradients)
         updates = self._blocks(weights, gradients)
-        update_squares = add_up(squared_norms(updates, counts), weights[0])
+        if self.exact:
+            update_squares = whole_norms(updates, weights[0], counts, is_exact=True).square()
+        else:
+            update_squares = add_up(squared_norms(updates, counts), weights[0])
         update_rms = (update_squares / sizes).sqrt()
         scales = 1 / (update_rms / self._config.clip_threshold).clamp(min=1)
         if self._config.scale_by_rms:
@@ -155,62 +166,111 @@ class Adafactor(Blockwise):
                 gradient.masked_fill_(self.found_inf.bool(), 0)
         return gradients
 
+    def _means(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        factored: list[Tensor],
+        blocks: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Squared norms of whole blocks, and means of squared gradients; one collective.
+
+        Returns:
+            [blocks], fp64; and row means and column means, flat, of each factored weight.
+        """
+        sums = [squared_norms(blocks, self._counts_of(weights))]
+        # One matrix after the other: the squares of all would be another copy of the model.
+        gradient_of = dict(zip(weights, gradients, strict=True))
+        for weight in factored:
+            sums += self._local_means(weight, gradient_of[weight].square())
+        totals = add_up(torch.cat([each.flatten() for each in sums]), weights[0])
+        squares, *means = torch.split(totals, [each.numel() for each in sums])
+        return squares, means
+
+    def _exact_means(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        factored: list[Tensor],
+        blocks: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Like `_means`, with the same bits under any partition; four collectives."""
+        counts = self._counts_of(weights)
+        squares = whole_norms(blocks, weights[0], counts, is_exact=True).square()
+        if not factored:
+            return squares, []
+        gradient_of = dict(zip(weights, gradients, strict=True))
+        shapes = [self._block_shape(weight)[1:] for weight in factored]
+
+        def add(number: int, words: Tensor) -> Tensor:
+            sums = [self._local_means(factored[number], word, divide=False) for word in words]
+            return torch.stack([torch.cat([each.flatten() for each in pair]) for pair in sums])
+
+        parts = [gradient_of[weight] for weight in factored]
+        found = exact_sums(parts, weights[0], max(map(max, shapes)), add)
+        means: list[Tensor] = []
+        for words, (rows, columns), weight in zip(found, shapes, factored, strict=True):
+            lengths = [self.state[weight][f"exp_avg_sq_{each}"].numel() for each in ("row", "col")]
+            row_sums, column_sums = torch.split(exact.total(words), lengths)
+            means += [row_sums / columns, column_sums / rows]
+        return squares, means
+
     def _update_moments(
         self,
         weights: list[Tensor],
         gradients: list[Tensor],
-        squares: Tensor,
-    ) -> Tensor:
+        factored: list[Tensor],
+        row_and_column_means: list[Tensor],
+    ) -> None:
         """Updates the second moments: v = (1 - f) v + f (g^2 + eps) with f = t^-decay_rate.
 
         Args:
             weights: the parameters to update.
             gradients: their local parts.
-            squares: [blocks], numbers to add up over the processes in the same collective.
-
-        Returns:
-            The sums of `squares`.
+            factored: the weights with row means and column means.
+            row_and_column_means: of g^2 of each of them, flat.
         """
-        # Full moments are local. Row and column means are sums over the processes: `sums` holds
-        # this process's summands, and `factored` the state that each of them belongs to.
-        full: list[Tensor] = []
-        of_full: list[Tensor] = []
-        factored: list[Tensor] = []
-        sums: list[Tensor] = [squares]
-        for weight, gradient in zip(weights, gradients, strict=True):
-            state = self.state[weight]
-            if "exp_avg_sq" in state:
-                full.append(state["exp_avg_sq"])
-                of_full.append(gradient)
-            else:
-                # One matrix after the other: the squares of all would be another copy of the model.
-                factored += [state["exp_avg_sq_row"], state["exp_avg_sq_col"]]
-                sums += self._local_means(weight, gradient.square())
-        means = list(torch._foreach_mul(of_full, of_full)) if full else []
-        totals = add_up(torch.cat([each.flatten() for each in sums]), weights[0])
-        squares, *totals_of_factored = torch.split(totals, [each.numel() for each in sums])
-        for total, moment in zip(totals_of_factored, factored, strict=True):
-            means.append(total.to(moment.dtype).view(moment.shape))
+        # Full moments are local.
+        pairs = [
+            (self.state[weight]["exp_avg_sq"], gradient)
+            for weight, gradient in zip(weights, gradients, strict=True)
+            if "exp_avg_sq" in self.state[weight]
+        ]
+        of_full = [gradient for _, gradient in pairs]
+        means = list(torch._foreach_mul(of_full, of_full)) if pairs else []
+        of_factored = [
+            self.state[weight][f"exp_avg_sq_{each}"]
+            for weight in factored
+            for each in ("row", "col")
+        ]
+        for mean, moment in zip(row_and_column_means, of_factored, strict=True):
+            means.append(mean.to(moment.dtype).view(moment.shape))
         fraction = self.param_groups[0]["updates"] ** -self._config.decay_rate
-        moments = local_parts(full + factored)
+        moments = local_parts([moment for moment, _ in pairs] + of_factored)
         self._shrink(moments, fraction)
         torch._foreach_add_(means, self._config.eps)
-        weight_of_means = number(fraction, squares) * self._finite(squares)
-        torch._foreach_mul_(means, weight_of_means.to(means[0].dtype))
+        finite = self._finite(means[0])
+        torch._foreach_mul_(means, (number(fraction, finite) * finite).to(means[0].dtype))
         torch._foreach_add_(moments, means)
-        return squares
 
-    def _local_means(self, weight: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
-        """This process's summands of a matrix's row means and column means, for each block."""
+    def _local_means(
+        self, weight: Tensor, squared: Tensor, divide: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """This process's summands of a matrix's row means and column means, for each block.
+
+        Args:
+            divide: if not, the summands of row sums and column sums.
+        """
         blocks, rows, columns = self._block_shape(weight)
         if isinstance(weight, StackedParameter):
             of_blocks = [squared.where(mask, 0).sum(1) for mask in _block_masks(squared, rows)]
             return squared.sum(2) / columns, torch.stack(of_blocks, 1) / rows
         row_means = squared.new_zeros(blocks, rows)
         column_means = squared.new_zeros(blocks, columns)
+        height, width = (rows, columns) if divide else (1, 1)
         for part, row, column in self._rectangles(weight, squared):
-            row_means[row] += part.sum(2) / columns
-            column_means[column] += part.sum(1) / rows
+            row_means[row] += part.sum(2) / width
+            column_means[column] += part.sum(1) / height
         return row_means, column_means
 
     def _block_shape(self, weight: Tensor) -> tuple[int, int, int]:

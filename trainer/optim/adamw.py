@@ -69,12 +69,14 @@ class Config:
             self.layer_decay,
             structure.layers_above,
         )
-        return self._optimizer(groups, structure.blocks(named))
+        return self._optimizer(groups, structure.blocks(named), structure.exact)
 
-    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> Optimizer:
-        """Builds the optimizer of these groups; see `Blockwise` for `blocks`."""
-        if not kernels.is_eager(groups[0]["params"][0].device):
-            return TracedAdamW(groups, {}, self._settings)
+    def _optimizer(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], exact: bool
+    ) -> Optimizer:
+        """Builds the optimizer of these groups; see `Blockwise` for `blocks` and `exact`."""
+        if exact or not kernels.is_eager(groups[0]["params"][0].device):
+            return PlainAdamW(groups, {}, self._settings, exact)
         fused = AdamW if self.bias_correction else UncorrectedAdamW
         return fused(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
@@ -140,8 +142,8 @@ class UncorrectedAdamW(AdamW):
         return loss
 
 
-class TracedAdamW(BlockwiseAdam):
-    """AdamW of plain operations, for devices without torch's fused kernels."""
+class PlainAdamW(BlockwiseAdam):
+    """AdamW of plain operations: exact, and for devices without torch's fused kernels."""
 
     def _scales(
         self,

@@ -29,8 +29,10 @@ class Config(adamw.Config):
     lr: float = 2e-2
     weight_decay: float = 0.0
 
-    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> AdamWScale:
-        return AdamWScale(groups, blocks, self._settings)
+    def _optimizer(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], exact: bool
+    ) -> AdamWScale:
+        return AdamWScale(groups, blocks, self._settings, exact)
 
 
 class AdamWScale(BlockwiseAdam):
@@ -68,6 +70,6 @@ class AdamWScale(BlockwiseAdam):
         blocks: list[Tensor],
         updates: list[Tensor],
     ) -> list[Tensor]:
-        norms = whole_norms(blocks, weights[0], self._counts_of(weights))
+        norms = whole_norms(blocks, weights[0], self._counts_of(weights), self.exact)
         rms = norms / self._sizes(weights).sqrt()
         return self._factors(rms.clamp(min=MIN_RMS), weights, blocks)

@@ -45,8 +45,8 @@ class Config(adamw.Config):
                 "Use a finite number above 0, or null for no bound."
             )
 
-    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> Lamb:
-        return Lamb(groups, blocks, self)
+    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int], exact: bool) -> Lamb:
+        return Lamb(groups, blocks, self, exact)
 
 
 class Lamb(BlockwiseAdam):
@@ -63,8 +63,10 @@ class Lamb(BlockwiseAdam):
     # and lr alone its length relative to the weights: with |x| = 2, |u| = 40 and lr = 0.01, x
     # changes by 0.01 * (2 / 40) * 40 = 0.02, which is 1 % of |x|, whatever the gradient's scale.
 
-    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
-        super().__init__(groups, blocks, config._settings)
+    def __init__(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config, exact: bool
+    ) -> None:
+        super().__init__(groups, blocks, config._settings, exact)
         self._config = config
 
     def _scales(
@@ -75,7 +77,7 @@ class Lamb(BlockwiseAdam):
     ) -> list[Tensor]:
         counts = self._counts_of(weights)
         # Norms of weights and of updates together, for one collective instead of two.
-        norms = whole_norms([*blocks, *updates], weights[0], counts + counts)
+        norms = whole_norms([*blocks, *updates], weights[0], counts + counts, self.exact)
         weight_norms, update_norms = norms.chunk(2)
         # Zeros must be able to grow, and a tensor without an update stays finite.
         has_ratio = (weight_norms > 0) & (update_norms > 0)

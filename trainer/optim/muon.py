@@ -81,7 +81,7 @@ class Config(adamw.Config):
             for group in made:
                 scale = 1.0 if muon else self.adamw_lr_scale
                 groups.append({**group, "muon": muon, "lr_scale": group["lr_scale"] * scale})
-        return Muon(groups, structure.blocks(named), self)
+        return Muon(groups, structure.blocks(named), self, structure.exact)
 
 
 class Muon(AdamMoments):
@@ -95,8 +95,10 @@ class Muon(AdamMoments):
     and the result is sent back (see `Exchange`). All else is local.
     """
 
-    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
-        super().__init__(groups, blocks, config._settings)
+    def __init__(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config, exact: bool
+    ) -> None:
+        super().__init__(groups, blocks, config._settings, exact)
         self._config = config
         self._exchanges: dict[tuple[Tensor, ...], Exchange] = {}
 

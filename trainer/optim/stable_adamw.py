@@ -25,8 +25,10 @@ class Config(adamw.Config):
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 1e-5
 
-    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> StableAdamW:
-        return StableAdamW(groups, blocks, self._settings)
+    def _optimizer(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], exact: bool
+    ) -> StableAdamW:
+        return StableAdamW(groups, blocks, self._settings, exact)
 
 
 class StableAdamW(BlockwiseAdam):
@@ -59,7 +61,7 @@ class StableAdamW(BlockwiseAdam):
             torch._foreach_clamp_min_(roots, group["eps"])
             ratios += torch._foreach_div(gradients, roots)
         cut = self._blocks(weights, ratios)
-        norms = whole_norms(cut, weights[0], self._counts_of(weights))
+        norms = whole_norms(cut, weights[0], self._counts_of(weights), self.exact)
         rms = norms / self._sizes(weights).sqrt()
         finite = self._finite(rms)
         # Where gradients overflowed, RMS is not a number, and nothing is updated.

@@ -58,7 +58,13 @@ def check_replicas(replicas: int, supported: Sequence[int], devices: int) -> Non
 
 
 class Config(ABC):
-    """The section `strategy` of an experiment: base class of the `Config` of each module."""
+    """The section `strategy` of an experiment: base class of the `Config` of each module.
+
+    Attributes:
+        supports_exact: whether gradients can be summed exactly (`training.exact`).
+    """
+
+    supports_exact: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Strategy:
@@ -132,6 +138,8 @@ class Strategy(ABC):
         partitions: the number of partitions of the state. Rank r holds partition r % partitions,
             and ranks with the same partition are replicas of each other.
         loss_scale: the dynamic loss scale under fp16, else None.
+        exact: whether all sums that weights depend on are exact (`training.exact: bitwise`). Set it
+            before `prepare`.
     """
 
     kind: ClassVar[str]
@@ -139,6 +147,7 @@ class Strategy(ABC):
     compiles: ClassVar[bool] = False
     parameters: dict[str, nn.Parameter]
     partitions: int = 1
+    exact: bool = False
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
         supported = self.device_types is None or accelerator.device.type in self.device_types
@@ -211,6 +220,9 @@ class Strategy(ABC):
 
         Over replicas they are summed, not averaged.
         """
+        if self.exact:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
         # Collectives average over replicas. The product undoes that: each replica's loss is
         # normalized by the whole batch already, so that replicas may have unequal parts.
         loss = loss * self.replica.count
@@ -226,7 +238,8 @@ class Strategy(ABC):
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        norm: Tensor = torch.linalg.vector_norm(whole_norms(gradients, trained[0])).float()
+        norms = whole_norms(gradients, trained[0], is_exact=self.exact)
+        norm: Tensor = torch.linalg.vector_norm(norms).float()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.factor
         if max_norm is not None:

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
 from trainer.strategies import Strategy
+from trainer.strategies.exact import GradientSums, UnitReduction
 from trainer.strategies.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 # torch.distributed.fsdp and device_mesh are imported by the functions that need them: they take as
 # long as half of torch, and every command that reads an experiment imports this module.
@@ -41,6 +44,8 @@ class Config(strategies.ShardedConfig):
             device holds a whole layer's gradients between micro-batches (fp32: 45 GB for
             T5-11B); false does it once a step, with less traffic.
     """
+
+    supports_exact = True
 
     reshard_after_forward: bool = True
     reduce_each_micro_batch: bool = False
@@ -66,40 +71,59 @@ class FullyShardedDataParallel(Strategy):
         # With 8 ranks and 2 replicas, the mesh is [[0, 1, 2, 3], [4, 5, 6, 7]]: parameters are
         # gathered inside a row, and gradients are all-reduced along each column.
         device = accelerator.device.type
+        self._replicas: dist.ProcessGroup | None = None
         if config.replicas == 1:
             self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
         else:
             shape = (config.replicas, self.partitions)
             self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            self._replicas = self._mesh.get_group("replicate")
+        # Of exact sums: FSDP2 reduces nothing where a rank has the whole unit.
+        self._whole = GradientSums(self._replicas)
+        self._reductions: list[UnitReduction] = []
 
     def _shard(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         # Under 16-bit precision, layers' matrices are gathered in 16 bits: half the traffic, and
         # autocast makes no copies of weights, which autograd would keep whole until the backward
         # pass. Gradients are summed in fp32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if self.precision != "fp32":
+        if self.precision != "fp32" and not self.exact:
             policy = MixedPrecisionPolicy(
                 DTYPES[self.precision], torch.float32, cast_forward_inputs=False
             )
         # Norms compute with fp32 weights under every strategy, so vectors stay out of the units:
         # they are gathered in fp32 with the parameters outside of units.
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        # HSDP's own all-reduce adds floats, so exact sums of replicas are left to `UnitReduction`.
+        mesh = self._mesh["shard"] if self.exact else self._mesh
         for unit in cast(Model, model).sharding_units():
             fully_shard(
                 unit,
-                mesh=self._mesh,
+                mesh=mesh,
                 reshard_after_forward=self._config.reshard_after_forward,
                 mp_policy=policy,
                 ignored_params=set(vectors),
             )
         # FSDP2 looks for parameters in modules that belong to no unit.
         model.add_module("outside_units", nn.ParameterList(vectors))
-        fully_shard(model, mesh=self._mesh)
+        fully_shard(model, mesh=mesh)
         del model.outside_units
+        if self.exact:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    each = self._config.reduce_each_micro_batch
+                    self._reductions.append(UnitReduction(self._replicas, each))
+                    module.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
+        if self.exact:
+            for reduction in self._reductions:
+                reduction.last = last
+            if self.partitions == 1:
+                return self._whole.unit(self.parameters.values(), last)
+            return nullcontext()
         module = cast("FSDPModule", self._module)
         module.set_requires_gradient_sync(last or self._config.reduce_each_micro_batch)
         module.set_requires_all_reduce(last)  # between the copies of HSDP

@@ -194,7 +194,7 @@ def changes_since(meta: Meta, description: Meta) -> str:
         description: the keys config, base and teacher as they are now.
 
     Raises:
-        ConfigError: the model has changed.
+        ConfigError: the model has changed; or what the bits of an exact run depend on.
         CheckpointError: the teacher or the frozen weights have changed.
     """
     # By identity, not by path: the same weights may have been moved.
@@ -230,4 +230,25 @@ def changes_since(meta: Meta, description: Meta) -> str:
             f"the checkpoint is of another model ({', '.join(of_model)}). Use its settings, or "
             "another output"
         )
+    if description["config"]["training"]["exact"] == "bitwise":
+        _check_bitwise(meta, description, texts)
     return ", ".join(texts.values())
+
+
+def _check_bitwise(meta: Meta, description: Meta, changes: Mapping[str, str]) -> None:
+    """Rejects changes that would change the bits of a run that sums exactly."""
+    units = [text for key, text in changes.items() if key.endswith("micro_batch_size")]
+    if "training.exact" in changes:
+        return  # the run becomes exact at this step
+    if units:
+        raise ConfigError(
+            f"training.exact is bitwise, and the size of its units has changed ({units[0]}). Use "
+            "the former size, or start a new run."
+        )
+    before, now = meta.get("arithmetic", {}), description["arithmetic"]
+    others = [f"{before[key]} -> {now[key]}" for key in before if before[key] != now[key]]
+    if others:
+        raise ConfigError(
+            f"training.exact is bitwise, and other hardware or software would give other bits "
+            f"({', '.join(others)}). Continue where the run began, or set training.exact=tolerance."
+        )

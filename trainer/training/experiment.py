@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from trainer.models import Model, ModelConfig
 from trainer.monitoring import profiler, tensorboard, wandb
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
+from trainer.partition import exact
 from trainer.strategies import fsdp, single
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
@@ -111,13 +113,35 @@ class Experiment:
                 f"{setting} keeps parameters as they are, and there is no init_from to take them "
                 "from"
             )
-        self.resolved_phases()  # rejects phases that contradict the run
+        phases = self.resolved_phases()  # rejects phases that contradict the run
+        if self.training.is_bitwise:
+            self._check_bitwise(phases)
         for index, phase in enumerate(self.phases):
             # One teacher for a run: its weights are part of the run's identity.
             if phase.objective is not None and phase.objective.teacher_path is not None:
                 raise ConfigError(
                     f"phases.{index}.objective learns from a teacher, which only the run's own "
                     "objective may; set it as objective, and name the objectives of other phases"
+                )
+
+    def _check_bitwise(self, phases: Sequence[Phase]) -> None:
+        if not self.strategy.supports_exact:
+            raise ConfigError(
+                "training.exact is bitwise, and this strategy adds up gradients by itself. Use "
+                "strategy=single, ddp or fsdp (with replicas for HSDP), or exact=tolerance."
+            )
+        for phase in phases:
+            size = phase.micro_batch_size
+            if size == "auto":
+                raise ConfigError(
+                    "training.exact is bitwise, and micro_batch_size is auto. Set the number of "
+                    "examples of a unit, which all devices can compute, as micro_batch_size=8."
+                )
+            if phase.global_batch_size > size * exact.MOST_UNITS:
+                raise ConfigError(
+                    f"training.exact is bitwise, and global_batch_size {phase.global_batch_size} "
+                    f"has more than {exact.MOST_UNITS} units of {size}. Use a larger "
+                    "micro_batch_size."
                 )
 
     @property

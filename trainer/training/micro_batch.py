@@ -131,6 +131,8 @@ def with_micro_batch(
     # 100 examples on 3 devices are at most 34 per device.
     devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
     most = -(-phase.global_batch_size // devices)
+    if wanted != "auto" and experiment.training.is_bitwise:
+        return phase  # units have the same size on all devices
     if wanted != "auto":
         most = min(wanted, most)
 

@@ -14,6 +14,7 @@ from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch, Predictions, Task
 from trainer.objectives.predictions import Gatherer
+from trainer.partition import exact
 from trainer.progress import Progress
 from trainer.strategies import Strategy
 
@@ -97,7 +98,7 @@ def score(
         progress: counts the batches; None shows nothing.
     """
     model.eval()
-    meter = Meter(strategy.accelerator.to_device)
+    meter = Meter(strategy.accelerator.to_device, is_exact=strategy.exact)
     gatherer = Gatherer(loader.examples)
     chosen = itertools.islice(loader, batches)
     for micro_batches in chosen if progress is None else progress.track(chosen):
@@ -175,7 +176,7 @@ def means(metrics: Sequence[Metrics], strategy: Strategy) -> dict[str, float]:
     Args:
         metrics: from `accumulate_gradients`.
     """
-    meter = Meter(strategy.accelerator.to_device)
+    meter = Meter(strategy.accelerator.to_device, is_exact=strategy.exact)
     for each in metrics:
         meter.add(each)
     return meter.compute(strategy.all_reduce)
@@ -187,6 +188,13 @@ def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, floa
     One small collective. The norm is global already. It is averaged so that all replicas make the
     same decision even if one device computed it wrongly.
     """
+    if strategy.exact:
+        meter = Meter(strategy.accelerator.to_device, is_exact=True)
+        for each in gradients.metrics:
+            meter.add({"loss": each["loss"]})
+        total, weight = meter.totals(strategy.all_reduce)["loss"]
+        largest = float(strategy.all_reduce(gradients.norm.detach().clone(), "max"))
+        return total / weight if weight else total, largest
     loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
     norm = gradients.norm.detach().double().reshape(1)
     mine = torch.cat((loss.detach(), norm))
@@ -201,16 +209,18 @@ def _global_weights(
 
     One small collective; the host does not wait for the device.
     """
-    sums: dict[str, float] = {}
-    for batch in micro_batches:
-        for name, weight in objective.weights(batch).items():
-            sums[name] = sums.get(name, 0.0) + weight
+    weights = [objective.weights(batch) for batch in micro_batches]
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
-    totals = strategy.all_reduce(torch.tensor(list(sums.values()), dtype=torch.float64))
+    by_term = zip(*(found.values() for found in weights), strict=True)
+    if strategy.exact:
+        each = torch.tensor(list(by_term), dtype=torch.float64)  # [terms, micro-batches]
+        totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
+    else:
+        totals = strategy.all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
     # At least 1: where nothing is predicted, as in a tiny batch of words too long to mask, the
     # loss is 0 instead of 0 / 0.
     totals = totals.clamp_(min=1).float().to(strategy.accelerator.device, non_blocking=True)
-    return dict(zip(sums, totals, strict=True))
+    return dict(zip(weights[0], totals, strict=True))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Recorder:
         self._trackers: Sequence[Tracker] = ()
         self.ledger = Ledger()
         self._throughput: Throughput | None = None
-        self.meter = Meter(strategy.accelerator.to_device)
+        self.meter = Meter(strategy.accelerator.to_device, is_exact=strategy.exact)
         self._clock = Clock(strategy.accelerator)
         self._resources = Resources(strategy.accelerator)
         # Of this replica since the last row: the hash sum of its rows and their non-padding tokens.
@@ -167,7 +167,9 @@ class Recorder:
         self._logged_tokens, self._digest, self._filled = tokens, 0, 0
         if "ledger" in state:  # older versions have none
             self.ledger.load_state_dict(state["ledger"], state["step"])
-        self.meter = Meter(self._strategy.accelerator.to_device, state["window"])
+        self.meter = Meter(
+            self._strategy.accelerator.to_device, state["window"], self._strategy.exact
+        )
         if self._strategy.replica.index == 0:  # it is the sum over all replicas already
             self._digest = int(state["digest"], 16)
 

@@ -19,7 +19,7 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
-from trainer.accelerators import DTYPES
+from trainer.accelerators import DTYPES, Accelerator
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
 from trainer.checkpoint.lock import only_writer
@@ -29,7 +29,7 @@ from trainer.errors import EXIT_DONE, ConfigError
 from trainer.metrics import check_installed
 from trainer.models import Model
 from trainer.monitoring import Tracker
-from trainer.objectives import Objective
+from trainer.objectives import Objective, OverBatch
 from trainer.optim import Structure, groups
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
@@ -294,7 +294,15 @@ def prepare(
     initial, origin = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
     if weights is None and to_restore:
         initial = _zeros
-    own = partial(experiment.optimizer.build, structure=Structure.of(model))
+    own = partial(
+        experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)
+    )
+    strategy.exact = experiment.training.is_bitwise
+    if strategy.exact and any(isinstance(objective, OverBatch) for objective in objectives):
+        raise ConfigError(
+            "training.exact is bitwise, and this objective compares the examples of all devices, "
+            "whose number changes the shapes. Set exact=tolerance."
+        )
     with strategy.accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
         if build_optimizer is None:
@@ -307,6 +315,8 @@ def prepare(
             experiment, dataset, origin, checkpoint_folder(experiment) if to_restore else None
         ),
     }
+    if experiment.training.is_bitwise:
+        description["arithmetic"] = arithmetic(strategy.accelerator)
     if origin is not None and experiment.freezes:
         logger.info("frozen       weights stay in %s: keep it as long as this run", origin["path"])
         description["base"] = origin
@@ -314,6 +324,15 @@ def prepare(
         world = strategy.world
         description["teacher"] = shared_identity(teacher, world.rank, world.size)
     return Prepared(objectives, wrapped, optimizer, description)
+
+
+def arithmetic(accelerator: Accelerator) -> dict[str, str]:
+    """What the bits of a result depend on besides the experiment."""
+    return {
+        "device": accelerator.description,
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _initial_values(
@@ -460,7 +479,7 @@ def open_loader(
         # data.exclude has example numbers of the first data order.
         experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
         order,
-        BatchLayout(phase.global_batch_size, size, replica),
+        BatchLayout(phase.global_batch_size, size, replica, experiment.training.is_bitwise),
         pack_spec=spec,
         collate=objective.collate,
         largest=largest,

@@ -26,6 +26,10 @@ class Config:
         micro_batch_size: the most examples of one forward and backward pass on one device. A
             device's share of a step is split into equal micro-batches of at most this size. It
             changes memory and speed only. auto measures how many fit.
+        exact: `tolerance` adds up gradients as the devices do, so losses of different world sizes
+            and strategies agree within rounding. `bitwise` makes their weights the same bits, in
+            fp32 and bf16, at some cost (see docs/exact.md): gradients are summed exactly over units of
+            `micro_batch_size` examples, which becomes part of the run.
         precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs
             without bf16, scales the loss.
         residual: of the hidden states between layers under precision bf16: the output of embeddings
@@ -59,6 +63,7 @@ class Config:
     steps: int
     global_batch_size: int = 256
     micro_batch_size: MicroBatchSize = "auto"
+    exact: Literal["tolerance", "bitwise"] = "tolerance"
     precision: Precision = "fp32"
     residual: Residual = "fp32"
     fp8: bool = False
@@ -90,6 +95,8 @@ class Config:
                 f"residual is bf16 and precision is {self.precision}. Set precision to bf16, or "
                 "residual to fp32."
             )
+        if self.is_bitwise:
+            self._check_bitwise()
         if self.fp8 and self.precision != "bf16":
             raise ConfigError(
                 f"fp8 is true and precision is {self.precision}. Set precision to bf16, or fp8 to "
@@ -107,3 +114,21 @@ class Config:
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < math.inf:
                 raise ConfigError(f"{name} must be above 0 seconds, not {seconds}")
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether weights are the same bits at any world size."""
+        return self.exact == "bitwise"
+
+    def _check_bitwise(self) -> None:
+        problems = {
+            "precision=fp16": self.precision == "fp16",
+            "fp8=true": self.fp8,
+            "compile=true": self.compile,
+        }
+        for setting, is_set in problems.items():
+            if is_set:
+                raise ConfigError(
+                    f"training.exact is bitwise, which training.{setting} does not allow. Use "
+                    "fp32 or bf16 without compile, or exact=tolerance."
+                )

@@ -47,7 +47,8 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) ->
         },
     )
     sizes = (changes.pop("global_batch_size", 24), changes.pop("micro_batch_size", 4))
-    layout = BatchLayout(*sizes, changes.pop("replica", Replica(index, count)))
+    replica = changes.pop("replica", Replica(index, count))
+    layout = BatchLayout(*sizes, replica, changes.pop("units", False))
     objective = {
         name: changes.pop(name, default)
         for name, default in (("pack_spec", SPEC), ("collate", lay_out))

@@ -242,6 +242,25 @@ def test_no_more_rows_are_computed_than_the_largest_share_needs(
     assert (len(step), len(step[0]["example"])) == shape
 
 
+@pytest.mark.parametrize("size", [24, 22])
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+def test_units_have_the_same_rows_on_any_number_of_replicas(write_dataset, count, size) -> None:
+    """Padding rows included; there may be more replicas than units."""
+    folder, sizes = write_dataset(), {"micro_batch_size": 4, "global_batch_size": size}
+    expected = next(make_loader(folder, units=True, **sizes))
+    assert len(expected) == 6
+    found = []
+    for index in range(count):
+        step = next(make_loader(folder, index, count, units=True, **sizes))
+        assert len(step) == -(-6 // count)
+        found += step
+    for unit, same in zip(found, expected, strict=False):
+        assert all(torch.equal(unit[name], same[name]) for name in unit if name != "dropout_key")
+        valid = same["example"] >= 0
+        assert torch.equal(unit["dropout_key"][valid], same["dropout_key"][valid])
+    assert not any(unit["weight"].any() for unit in found[6:])
+
+
 def test_a_replica_of_several_devices_makes_rows_for_each(write_dataset) -> None:
     """24 examples on 2 replicas of 5 devices.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.accelerators import kernels
+from trainer.partition import exact
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _LONG = 2**16  # elements; shorter flat parts are summed in fp64 directly
+_MOST_ELEMENTS = 2**33  # of a whole tensor, whose squares are summed exactly
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -317,7 +319,7 @@ def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
     return None
 
 
-def add_up(values: Tensor, like: Tensor) -> Tensor:
+def add_up(values: Tensor, like: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Sums values over the ranks that a tensor is partitioned over, in place.
 
     One all-reduce per sharded dimension of the mesh.
@@ -325,20 +327,24 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
     Args:
         values: numbers of this rank, computed from local parts.
         like: a tensor with the same partition. If it is not partitioned, nothing is summed.
+        op: of the all-reduce, if it is not a sum.
     """
     # HSDP shards over one dimension of the mesh and replicates over the other, where the values are
     # equal already: summing them there would count each once per replica.
     if isinstance(like, SegmentParameter):
-        dist.all_reduce(values, group=like.segment.group)
+        dist.all_reduce(values, op, like.segment.group)
     elif is_dtensor(like):
         for dimension, placement in enumerate(like.placements):
             if placement.is_shard():
-                dist.all_reduce(values, group=like.device_mesh.get_group(dimension))
+                dist.all_reduce(values, op, like.device_mesh.get_group(dimension))
     return values
 
 
 def whole_norms(
-    tensors: Iterable[Tensor], like: Tensor, counts: Sequence[int] | None = None
+    tensors: Iterable[Tensor],
+    like: Tensor,
+    counts: Sequence[int] | None = None,
+    is_exact: bool = False,
 ) -> Tensor:
     """Returns the L2 norms of whole tensors, fp64; one all-reduce per sharded mesh dimension.
 
@@ -348,5 +354,43 @@ def whole_norms(
         tensors: DTensors or local parts, all with the same partition.
         like: a tensor with that partition.
         counts: see `squared_norms`.
+        is_exact: sums squares exactly, so the norms have the same bits under any partition; with
+            another all-reduce, of the largest elements.
     """
-    return add_up(squared_norms(local_parts(tensors), counts), like).sqrt()
+    parts = local_parts(tensors)
+    if not is_exact:
+        return add_up(squared_norms(parts, counts), like).sqrt()
+    assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
+    words = exact_sums(parts, like, _MOST_ELEMENTS, lambda _, square: square.flatten(1).sum(1))
+    return torch.stack([exact.total(each) for each in words]).sqrt()
+
+
+@torch.no_grad()
+def exact_sums(
+    parts: Sequence[Tensor], like: Tensor, terms: int, add: Callable[[int, Tensor], Tensor]
+) -> list[Tensor]:
+    """Sums of squares over the elements of whole tensors, as words; see `trainer.partition.exact`.
+
+    Two all-reduces: of the largest elements, and of the sums.
+
+    Args:
+        parts: the local parts.
+        like: a tensor with their partition.
+        terms: the largest number of squares in a sum, over all ranks.
+        add: adds up the words of the squares of part i, [2, *part.shape] -> [2, ...].
+
+    Returns:
+        The sums of `add` over the ranks, [2, ...], part by part.
+    """
+    # The norm of a part without elements is 0 in any order.
+    largest = torch.stack(
+        [part.abs().amax() if part.numel() else part.new_zeros(()) for part in parts]
+    )
+    bounds = exact.bound_of(add_up(largest, like, dist.ReduceOp.MAX)) ** 2
+    sums = [
+        add(index, exact.split(part.double().square_(), bound, terms))
+        for index, (part, bound) in enumerate(zip(parts, bounds, strict=True))
+    ]
+    flat = add_up(torch.cat([each.flatten() for each in sums]), like)
+    pieces = torch.split(flat, [each.numel() for each in sums])
+    return [piece.view_as(each) for piece, each in zip(pieces, sums, strict=True)]

@@ -1,0 +1,124 @@
+"""Exact sums of gradients over the units of a step, whichever rank computes which unit.
+
+A unit is a micro-batch whose examples depend on the configuration only. Its gradient is split into
+words (`trainer.partition.exact`), which are added up on this rank, then over ranks, and become a
+float once:
+
+    GradientSums     of whole parameters: single, DDP, and FSDP2 with one partition
+    UnitReduction    FSDP2's reduce-scatter of one sharding unit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.partition import exact, local_parts
+
+_BUCKET = 2**22  # elements of a collective: 64 MB
+
+
+class GradientSums:
+    """Sums of the gradients of parameters that each rank of a group holds alike.
+
+    Args:
+        group: the ranks that compute other units; None: no others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def unit(self, parameters: Iterable[nn.Parameter], last: bool) -> Iterator[None]:
+        """Surrounds the passes of a unit, and takes its gradients from the parameters.
+
+        After the last unit of a step, each parameter's gradient is the sum over all units.
+        """
+        yield
+        self._add(parameters)
+        if last:
+            self._finish()
+
+    @torch.no_grad()
+    def _add(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            (gradient,) = local_parts([parameter.grad])
+            words = exact.split_gradient(gradient)
+            if parameter in self._sums:
+                self._sums[parameter].add_(words)
+            else:
+                self._sums[parameter] = words
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        sums, self._sums = self._sums, {}
+        for parameter, words in sums.items():
+            if self._group is not None:
+                for bucket in torch.split(words.view(-1), _BUCKET):
+                    dist.all_reduce(bucket, group=self._group)
+            parameter.grad = torch.empty_like(parameter)
+            (gradient,) = local_parts([parameter.grad])
+            gradient.copy_(exact.total(words))
+
+
+class UnitReduction:
+    """Replaces FSDP2's reduce-scatter of a sharding unit, after each micro-batch.
+
+    It has the methods of FSDP2's `ReduceScatter`. FSDP2 adds up what it returns: zeros, and the
+    whole sum after the last micro-batch.
+
+    Args:
+        replicas: ranks that hold the same partition (HSDP); None: no others.
+        each: whether words are scattered after each micro-batch; else once a step, which sends
+            less and holds the words of the whole unit.
+
+    Attributes:
+        last: whether the current micro-batch is the last of its step.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup | None, each: bool) -> None:
+        self._replicas, self._each = replicas, each
+        self._sums: Tensor | None = None
+        self.last = True
+
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        # A rank's part is [2, numel], so the words of all parts are [ranks, 2, numel].
+        parts = input_tensor.view(group.size(), -1)
+        words = exact.split_gradient(parts).transpose(0, 1).contiguous()
+        if self._each:
+            words = self._scatter(words, group)
+        self._sums = words if self._sums is None else self._sums.add_(words)
+        if not self.last:
+            output_tensor.zero_()
+            return
+        sums, self._sums = self._sums, None
+        if not self._each:
+            sums = self._scatter(sums, group)
+        if self._replicas is not None:
+            dist.all_reduce(sums, group=self._replicas)
+        output_tensor.copy_(exact.total(sums))
+
+    def _scatter(self, words: Tensor, group: dist.ProcessGroup) -> Tensor:
+        mine = torch.empty_like(words[0])
+        dist.reduce_scatter_tensor(mine.view(-1), words.view(-1), group=group)
+        return mine
