@@ -28,8 +28,8 @@ class Config:
             changes memory and speed only. auto measures how many fit.
         exact: `tolerance` adds up gradients as the devices do, so losses of different world sizes
             and strategies agree within rounding. `bitwise` makes their weights the same bits, in
-            fp32 and bf16, at some cost (see docs/exact.md): gradients are summed exactly over units of
-            `micro_batch_size` examples, which becomes part of the run.
+            fp32 and bf16, at some cost (see docs/exact.md): gradients are summed exactly over units
+            of `micro_batch_size` examples, which becomes part of the run.
         precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs
             without bf16, scales the loss.
         residual: of the hidden states between layers under precision bf16: the output of embeddings
