@@ -361,15 +361,25 @@ def whole_norms(
     if not is_exact:
         return add_up(squared_norms(parts, counts), like).sqrt()
     assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
-    words = exact_sums(parts, like, _MOST_ELEMENTS, lambda _, square: square.flatten(1).sum(1))
-    return torch.stack([exact.total(each) for each in words]).sqrt()
+    bounds = _square_bounds(parts, like)
+    pairs = zip(parts, bounds, strict=True)
+    words = torch.stack(
+        [exact.add_squares(part, bound, _MOST_ELEMENTS) for part, bound in pairs], 1
+    )
+    return exact.total(add_up(words, like)).sqrt()
+
+
+def _square_bounds(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """For each whole tensor, a power of two above the squares of its elements; an all-reduce."""
+    largest = torch.stack([exact.largest(part) for part in parts])
+    return exact.bound_of(add_up(largest, like, dist.ReduceOp.MAX)) ** 2
 
 
 @torch.no_grad()
 def exact_sums(
     parts: Sequence[Tensor], like: Tensor, terms: int, add: Callable[[int, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Sums of squares over the elements of whole tensors, as words; see `trainer.partition.exact`.
+    """Sums of squares over elements of whole tensors, as words; see `trainer.partition.exact`.
 
     Two all-reduces: of the largest elements, and of the sums.
 
@@ -382,14 +392,10 @@ def exact_sums(
     Returns:
         The sums of `add` over the ranks, [2, ...], part by part.
     """
-    # The norm of a part without elements is 0 in any order.
-    largest = torch.stack(
-        [part.abs().amax() if part.numel() else part.new_zeros(()) for part in parts]
-    )
-    bounds = exact.bound_of(add_up(largest, like, dist.ReduceOp.MAX)) ** 2
+    pairs = zip(parts, _square_bounds(parts, like), strict=True)
     sums = [
         add(index, exact.split(part.double().square_(), bound, terms))
-        for index, (part, bound) in enumerate(zip(parts, bounds, strict=True))
+        for index, (part, bound) in enumerate(pairs)
     ]
     flat = add_up(torch.cat([each.flatten() for each in sums]), like)
     pieces = torch.split(flat, [each.numel() for each in sums])

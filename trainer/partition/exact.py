@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 GRADIENT_BOUND = 2.0**16
-"""The largest magnitude of a gradient's element in a unit. Larger ones become NaN."""
+"""The largest magnitude of a gradient's element in a unit. With a larger one, all are NaN."""
 MOST_UNITS = 2**13
 """The most units of a step. With it, gradients are rounded to multiples of 2^-64, 5e-20."""
 
@@ -30,6 +30,8 @@ METRIC_BOUND, MOST_METRICS = 2.0**40, 2**20
 """Like these, of losses and their weights, which are rounded to multiples of 2^-26, 1.5e-8."""
 
 _BITS = 53  # of fp64's mantissa
+_NEAR = 1.5 * 2.0**52
+_BLOCK = 2**16  # elements
 
 
 def split(x: Tensor, bound: Tensor | float, terms: int) -> Tensor:
@@ -37,24 +39,59 @@ def split(x: Tensor, bound: Tensor | float, terms: int) -> Tensor:
 
     Args:
         x: the terms, any shape.
-        bound: a power of two that no term exceeds in magnitude; one that does becomes NaN.
+        bound: a power of two that no term exceeds in magnitude. If one does, or is not finite, all
+            words are NaN.
         terms: the largest number of terms of the sum, over all processes.
 
     Returns:
         fp64 [2, *x.shape], high and low words; see `total`.
     """
     # `terms` numbers of at most 2^bits steps have a sum of at most 2^53 steps.
-    bits = _BITS - max(0, terms - 1).bit_length()
-    high_step = bound * 2.0**-bits
-    low_step = high_step * 2.0**-bits
+    bits = _BITS - max(2, (terms - 1).bit_length())
     words = torch.empty(2, *x.shape, dtype=torch.float64, device=x.device)
+    if not x.numel():
+        return words
     high, low = words
+    # Near 1.5 * 2^52 steps, the numbers of fp64 are the multiples of a step. So adding that and
+    # subtracting it again rounds to a step, and only the first addition rounds.
+    step = 2.0**-bits
+    to_high = torch.as_tensor(bound * step * _NEAR, dtype=torch.float64, device=x.device)
     low.copy_(x)
-    low.masked_fill_(~(low.abs() <= bound), torch.nan)
-    # Scaling by powers of two and the difference are exact; only `round_` rounds.
-    torch.div(low, high_step, out=high).round_().mul_(high_step)
-    low.sub_(high).div_(low_step).round_().mul_(low_step)
+    to_high = torch.where(largest(low) <= bound, to_high, torch.nan)
+    torch.add(low, to_high, out=high).sub_(to_high)
+    low.sub_(high).add_(to_high * step).sub_(to_high * step)
     return words
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor's elements; 0 if it has none."""
+    return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())
+
+
+def blocks(x: Tensor) -> Sequence[Tensor]:
+    """A tensor's elements in flat blocks, whose words fit into a CPU's cache."""
+    return torch.split(x.reshape(-1), _BLOCK) if x.device.type == "cpu" else [x.reshape(-1)]
+
+
+def add_gradient(sums: Tensor, gradient: Tensor) -> None:
+    """Adds a unit's gradient to sums of words, fp64 [2, *gradient.shape], in place."""
+    high, low = map(blocks, sums)
+    for each, to_high, to_low in zip(blocks(gradient), high, low, strict=True):
+        words = split(each, GRADIENT_BOUND, MOST_UNITS)
+        to_high.add_(words[0])
+        to_low.add_(words[1])
+
+
+def add_squares(x: Tensor, bound: Tensor, terms: int) -> Tensor:
+    """Words of the sum of squares of a tensor's elements: fp64 [2].
+
+    Args:
+        bound, terms: of the squares; see `split`.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for each in blocks(x):
+        sums += split(each.double().square_(), bound, terms).sum(1)
+    return sums
 
 
 def total(words: Tensor | Sequence[Tensor]) -> Tensor:
@@ -63,17 +100,12 @@ def total(words: Tensor | Sequence[Tensor]) -> Tensor:
     return words[0] + words[1] + 0.0
 
 
-def bound_of(largest: Tensor) -> Tensor:
+def bound_of(magnitudes: Tensor) -> Tensor:
     """The smallest power of two above each magnitude, fp64; 1 for 0, infinity and NaN."""
-    largest = largest.double()
-    _, exponent = torch.frexp(largest)
-    usable = (largest > 0) & largest.isfinite()
-    return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
-
-
-def split_gradient(gradient: Tensor) -> Tensor:
-    """The words of a unit's gradient; see `split`."""
-    return split(gradient, GRADIENT_BOUND, MOST_UNITS)
+    magnitudes = magnitudes.double()
+    _, exponent = torch.frexp(magnitudes)
+    usable = (magnitudes > 0) & magnitudes.isfinite()
+    return torch.where(usable, torch.ldexp(torch.ones_like(magnitudes), exponent), 1.0)
 
 
 def split_metric(values: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ class GradientSums:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        # Memory is kept for the next step.
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._added: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
     def unit(self, parameters: Iterable[nn.Parameter], last: bool) -> Iterator[None]:
@@ -50,17 +52,18 @@ class GradientSums:
             if parameter.grad is None:
                 continue
             (gradient,) = local_parts([parameter.grad])
-            words = exact.split_gradient(gradient)
-            if parameter in self._sums:
-                self._sums[parameter].add_(words)
-            else:
-                self._sums[parameter] = words
+            if parameter not in self._sums:
+                self._sums[parameter] = gradient.new_zeros(2, *gradient.shape, dtype=torch.float64)
+            elif parameter not in self._added:
+                self._sums[parameter].zero_()
+            self._added[parameter] = self._sums[parameter]
+            exact.add_gradient(self._added[parameter], gradient)
             parameter.grad = None
 
     @torch.no_grad()
     def _finish(self) -> None:
-        sums, self._sums = self._sums, {}
-        for parameter, words in sums.items():
+        added, self._added = self._added, {}
+        for parameter, words in added.items():
             if self._group is not None:
                 for bucket in torch.split(words.view(-1), _BUCKET):
                     dist.all_reduce(bucket, group=self._group)
@@ -103,22 +106,26 @@ class UnitReduction:
         async_op: bool = False,
     ) -> None:
         # A rank's part is [2, numel], so the words of all parts are [ranks, 2, numel].
-        parts = input_tensor.view(group.size(), -1)
-        words = exact.split_gradient(parts).transpose(0, 1).contiguous()
+        ranks, numel = group.size(), output_tensor.numel()
+        words = None if self._each else self._sums
+        if words is None:
+            words = input_tensor.new_zeros(ranks, 2, numel, dtype=torch.float64)
+        for own, part in zip(words, input_tensor.view(ranks, numel), strict=True):
+            exact.add_gradient(own, part)
         if self._each:
             words = self._scatter(words, group)
-        self._sums = words if self._sums is None else self._sums.add_(words)
+            words = words if self._sums is None else self._sums.add_(words)
+        self._sums = words
         if not self.last:
             output_tensor.zero_()
             return
-        sums, self._sums = self._sums, None
-        if not self._each:
-            sums = self._scatter(sums, group)
+        sums = words if self._each else self._scatter(words, group)
+        self._sums = None
         if self._replicas is not None:
             dist.all_reduce(sums, group=self._replicas)
         output_tensor.copy_(exact.total(sums))
 
     def _scatter(self, words: Tensor, group: dist.ProcessGroup) -> Tensor:
-        mine = torch.empty_like(words[0])
+        mine = torch.empty_like(words[0])  # [2, numel]
         dist.reduce_scatter_tensor(mine.view(-1), words.view(-1), group=group)
         return mine

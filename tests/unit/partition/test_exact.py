@@ -13,6 +13,10 @@ from trainer.optim import Structure, adamw, muon
 from trainer.partition import exact, exact_sums, whole_norms
 
 
+def split_gradient(gradient: Tensor) -> Tensor:
+    return exact.split(gradient, exact.GRADIENT_BOUND, exact.MOST_UNITS)
+
+
 def terms(count: int, shape: tuple[int, ...] = (50,)) -> Tensor:
     """Numbers of very different magnitude and both signs."""
     generator = torch.Generator().manual_seed(count)
@@ -26,7 +30,7 @@ def grouped(numbers: Tensor, groups: int, words: bool) -> Tensor:
     parts = torch.chunk(numbers[torch.randperm(len(numbers))], groups)
     if not words:
         return torch.stack([part.sum(0) for part in parts]).sum(0)
-    return exact.total(torch.stack([exact.split_gradient(part).sum(1) for part in parts]).sum(0))
+    return exact.total(torch.stack([split_gradient(part).sum(1) for part in parts]).sum(0))
 
 
 def test_order_and_grouping_do_not_matter() -> None:
@@ -57,19 +61,19 @@ def test_most_terms_at_the_bound_are_exact() -> None:
     units = torch.full((exact.MOST_UNITS,), exact.GRADIENT_BOUND)
     tiny = torch.full_like(units, exact.GRADIENT_BOUND - 2.0**-7)
     for numbers in (units, tiny, -tiny):
-        total = exact.total(exact.split_gradient(numbers).sum(1))
+        total = exact.total(split_gradient(numbers).sum(1))
         assert total == math.fsum(numbers.tolist())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0 * exact.GRADIENT_BOUND])
 def test_other_numbers_become_nan(value: float) -> None:
-    words = exact.split_gradient(torch.tensor([1.0, value]))
-    assert exact.total(words).isnan().tolist() == [False, True]
+    words = split_gradient(torch.tensor([1.0, value]))
+    assert exact.total(words).isnan().all()
     assert exact.total(words.sum(1)).isnan()
 
 
 def test_zero_has_one_sign() -> None:
-    words = exact.split_gradient(torch.tensor([-0.0, -1e-30]))
+    words = split_gradient(torch.tensor([-0.0, -1e-30]))
     assert not exact.total(words).signbit().any()
 
 
@@ -132,3 +136,11 @@ def test_updates_do_not_depend_on_the_place_of_an_element(config: adamw.Config) 
         return torch.cat([part.detach() for part in parts])
 
     assert torch.equal(updated((0, 500)), updated(cuts))
+
+
+def test_blocks_of_a_gradient_are_added_in_place() -> None:
+    gradient = torch.randn(3, 50_000)
+    sums = torch.zeros(2, *gradient.shape, dtype=torch.float64)
+    exact.add_gradient(sums, gradient)
+    exact.add_gradient(sums, gradient)
+    assert torch.equal(sums, 2 * split_gradient(gradient))
