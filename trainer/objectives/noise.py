@@ -1,8 +1,8 @@
 """Corruptions of texts, each a pure function of the tokens and keys of its texts.
 
 A choice about a text is a hash of (its purpose, the text's key, the position), so it does not
-depend on the batch that holds the text. Texts are `Ragged`: all tokens end to end, and the length of
-each text. None has more than 65,536 tokens.
+depend on the batch that holds the text. Texts are `Ragged`: all tokens end to end, and the length
+of each text. None has more than 65,536 tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _HASH_BITS = np.uint64(0xFFFFFFFF00000000)
 def noise_count(length: Int64, density: npt.ArrayLike) -> Int64:
     """Number of tokens to corrupt in texts of the given lengths; one token is always kept."""
     # For a text of one token the bounds contradict each other, and np.clip gives the upper one, 0.
-    noise = np.clip(np.rint(length * np.asarray(density)), 1, length - 1)
-    return noise.astype(np.int64)
+    noise: Int64 = np.clip(np.rint(length * np.asarray(density)), 1, length - 1).astype(np.int64)
+    return noise
 
 
 def span_count(length: Int64, noise: Int64, mean: npt.ArrayLike) -> Int64:
     """Number of spans for corrupted tokens, such that each span has a token before and in it."""
-    spans = np.clip(np.rint(noise / np.asarray(mean)), np.minimum(noise, 1), length - noise)
-    return spans.astype(np.int64)
+    wanted = np.rint(noise / np.asarray(mean))
+    spans: Int64 = np.clip(wanted, np.minimum(noise, 1), length - noise).astype(np.int64)
+    return spans
 
 
 def choose(length: Int64, noise: Int64, key: U64) -> Bools:
@@ -212,7 +213,7 @@ def runs(chosen: Bools, length: Int64) -> tuple[Int64, Int64, Int64]:
     is_first[start] = chosen[start]
     (begin,) = np.nonzero(is_first)
     # The number of chosen tokens before each run, and at the end of all.
-    before = (np.cumsum(chosen) - chosen)[begin]
+    before: Int64 = (np.cumsum(chosen) - chosen)[begin]
     text = np.repeat(np.arange(length.size), length)[begin]
     count = np.bincount(text, minlength=length.size)
     return count, begin, np.diff(before, append=np.count_nonzero(chosen))
@@ -286,7 +287,8 @@ def _lowest(items: Int64, count: Int64, key: U64, *, first_is_lowest: bool = Fal
     # The first count[g] ranks of each row g, which begin at start[g].
     first = np.cumsum(count) - count
     lowest = np.repeat(start - first, count) + np.arange(count.sum())
-    return (rank[lowest] & _POSITION_BITS).astype(np.int64) + np.repeat(start, count)
+    found: Int64 = (rank[lowest] & _POSITION_BITS).astype(np.int64) + np.repeat(start, count)
+    return found
 
 
 def _take(sequences: Ragged, index: Int64) -> Int32:

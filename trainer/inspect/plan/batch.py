@@ -18,7 +18,15 @@ def stand_in(size: int) -> Vocabulary:
     # Ids do not matter here, only that special tokens and sentinels exist and differ.
     special = (0, 1, 2, 3, 4)
     sentinels = tuple(range(max(len(special) + 1, size - _SENTINELS), size))
-    return Vocabulary(size, *special[:4], special, continuing=(), eos=4, sentinels=sentinels)
+    return Vocabulary(
+        size,
+        *special[:4],
+        special,
+        continuing=(),
+        eos=4,
+        sentinels=sentinels,
+        full_stops=(len(special),),
+    )
 
 
 def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch:
