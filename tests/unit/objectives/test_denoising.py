@@ -6,16 +6,18 @@ Nothing is lost, and a text's pair depends on nothing but the text and its key.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, permutations
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from tests.unit.objectives.test_span_corruption import restored
-from tests.unit.objectives.texts import EOS, SENTINELS, VOCABULARY, only, pack, pairs_of
+from tests.unit.objectives.texts import EOS, PAD, SENTINELS, VOCABULARY, only, pack, pairs_of
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.hashing import mix
@@ -447,3 +449,44 @@ def test_too_few_sentinels_are_refused_before_training(scheme: Any) -> None:
 def test_targets_longer_than_the_decoder_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"target_length is 100.*targets of 341"):
         Config("ul2", target_length=100).build(VOCABULARY).pack_spec(512)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
+TEXT = "Thank you for inviting me to your party last week . We had fun ."
+
+
+def worked_examples() -> list[tuple[str, str, str]]:
+    """Scheme, source and target of each row of the table in the documentation."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*</s>`) \| (.*</s>`) \|$", PAGE.read_text(), re.MULTILINE)
+    return [(scheme, *(side.replace("`", "") for side in sides)) for scheme, *sides in rows]
+
+
+def test_the_documentation_has_a_worked_example_of_each_scheme() -> None:
+    """Each is what the scheme makes of the text under one of 2,000 keys."""
+    words = [*dict.fromkeys(TEXT.split()), "apple", "green", "walk"]
+    names = ["<pad>", "</s>", *words, *(f"<extra_id_{n}>" for n in range(99, -1, -1))]
+    ids = {name: i for i, name in enumerate(names)}
+    sentinels = tuple(range(len(names) - 1, len(names) - 101, -1))
+    vocabulary = replace(
+        VOCABULARY,
+        size=len(names),
+        special=(PAD, EOS, *sentinels),
+        sentinels=sentinels,
+        full_stops=(ids["."],),
+    )
+    text = np.array([ids[word] for word in TEXT.split()], dtype=np.int32)
+    texts = Ragged(np.tile(text, 2000), np.full(2000, text.size))
+    examples = worked_examples()
+    assert {scheme for scheme, *_ in examples} == set(SCHEMES)
+    assert f"text     {TEXT}" in PAGE.read_text()
+    made_of: dict[str, set[tuple[str, str]]] = {}
+    for scheme, source, target in examples:
+        if scheme not in made_of:
+            _, *sides = Config(scheme).build(vocabulary).pairs(texts, mix(np.arange(2000)))
+            shown = [
+                [" ".join(names[i] for i in row) for row in np.split(side.tokens, cuts)]
+                for side in sides
+                for cuts in [np.cumsum(side.length)[:-1]]
+            ]
+            made_of[scheme] = set(zip(*shown, strict=True))
+        assert (source, target) in made_of[scheme], scheme
