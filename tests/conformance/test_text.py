@@ -1,5 +1,5 @@
-"""T5's span corruption, UL2's and BART's denoising and GPT-2's language modelling are the same run at
-any world size, too, with Adafactor.
+"""T5's span corruption, other denoising and GPT-2's language modelling are the same run at any
+world size, too, with Adafactor.
 """
 
 from __future__ import annotations
