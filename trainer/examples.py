@@ -220,6 +220,7 @@ class Vocabulary:
         sentinels: ids of <extra_id_0>, <extra_id_1>, ..., which stand for spans of text; may be
             empty.
         between: number of `sep` between the two texts of a pair: 2 in RoBERTa.
+        full_stops: ids of the tokens that are a full stop, after a space and without; may be empty.
     """
 
     size: int
@@ -232,6 +233,7 @@ class Vocabulary:
     eos: int | None = None
     sentinels: tuple[int, ...] = ()
     between: int = 1
+    full_stops: tuple[int, ...] = ()
 
     @property
     def end(self) -> int | None:

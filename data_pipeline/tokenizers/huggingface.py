@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
+from data_pipeline.tokenizers.sentences import full_stops
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 from trainer.config import Tree
 from trainer.examples import Vocabulary
@@ -111,6 +112,7 @@ class HuggingFace:
             continuing=_continuing(backend, vocab),
             sentinels=tuple(vocab[t] for t in itertools.takewhile(vocab.__contains__, numbered)),
             between=_between(backend),
+            full_stops=full_stops(vocab),
         )
         self._dtype = token_dtype(self.vocabulary.size)
 

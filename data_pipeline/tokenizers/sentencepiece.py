@@ -22,6 +22,7 @@ from sentencepiece import sentencepiece_model_pb2, sentencepiece_pb2
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
+from data_pipeline.tokenizers.sentences import full_stops
 from trainer.config import Tree
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
@@ -176,6 +177,7 @@ class SentencePiece:
             continuing=tuple(i for i, piece in enumerate(pieces) if not piece.startswith(_SPACE)),
             sentinels=tuple(range(size - 1, len(pieces) - 1, -1)),
             between=1,
+            full_stops=full_stops({piece: i for i, piece in enumerate(pieces)}),
         )
         named = ids.keys() & {"pad", "unk", "eos"}
         self.names = {f"{role}_token": pieces[ids[role]] for role in named}

@@ -1,5 +1,5 @@
-"""T5's span corruption and GPT-2's language modelling are the same run at any world size, too, with
-Adafactor.
+"""T5's span corruption, other denoising and GPT-2's language modelling are the same run at any
+world size, too, with Adafactor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ CASES = [
     Case(3, "ddp", 4, 0, "concat", "span_corruption"),
     Case(3, "fsdp", 4, 1, "concat", "causal_lm"),
     Case(5, "fsdp", 8, 0, "concat", "span_corruption"),
+    Case(2, "ddp", 1, 0, "best_fit", "ul2"),
+    Case(3, "fsdp", 4, 1, "concat", "bart"),
 ]
 
 

@@ -71,6 +71,8 @@ TASKS = {
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
+    "ul2": ["objective={kind: denoising, scheme: ul2, z_loss: 1e-4}"],
+    "bart": ["objective={kind: denoising, scheme: bart}"],
     "causal_lm": [
         "objective=causal_lm",
         "model={kind: gpt2, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, "
@@ -78,7 +80,10 @@ TASKS = {
         " attention_dropout: 0.0}",
     ],
 }
-"""Changes to the experiment file: a T5's for `span_corruption` and `causal_lm`, else a BERT's."""
+"""Changes to the experiment file: a T5's for `TEXT`, else a BERT's."""
+
+TEXT = ("span_corruption", "causal_lm", "ul2", "bart")
+"""Tasks whose dataset has a SentencePiece tokenizer."""
 
 FAMILIES = {
     "mlm_nsp": "pairs",
@@ -91,6 +96,8 @@ FAMILIES = {
     "deberta_v3": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
+    "ul2": "best_fit",
+    "bart": "concat",
 }
 """Tasks that are tested with one packing each."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -99,7 +99,8 @@ class Promise:
         batches: (steps, examples of a step, cells of an example) of each phase.
         rate: the learning rate of a step.
         masked: share of the tokens that are predicted.
-        sides: cells of sources and of targets in an example that has both; none of them is padding.
+        sides: cells of sources and of targets in an example that has both; none of them is padding
+            unless `padded`.
         decay: of the weights.
         clip: the norm that gradients are clipped to.
         optimizer: its kind and settings.
@@ -113,6 +114,7 @@ class Promise:
     clip: float | None = 1.0
     optimizer: Mapping[str, object] = field(default_factory=lambda: BERT_ADAM)
     sides: tuple[int, int] | None = None
+    padded: bool = False
 
 
 SEQUENCES = ((900_000, 256, 128), (100_000, 256, 512))
@@ -308,6 +310,10 @@ PROMISES = {
     "t5_v1_1_large": t5(783_150_080),
     "t5_v1_1_xl": t5(2_849_757_184),
     "t5_v1_1_xxl": t5(11_135_332_352),
+    # The mean density of UL2's seven denoisers: three of 15 %, three of 50 %, one of 25 %.
+    "ul2_base": replace(
+        t5(247_577_856, 500_000, 128), sides=(512, 341), masked=(0.45 + 1.5 + 0.25) / 7, padded=True
+    ),
     "nanot5": Promise(
         247_577_856,
         ((65_536, 128, 512),),
@@ -423,16 +429,18 @@ def test_share_of_tokens_that_is_predicted(name: str) -> None:
     for phase in experiment.resolved_phases():
         spec = objective.pack_spec(phase.sequence_length)
         assert (spec.sides and spec.sides.size) == promise.sides
-        batch = objective.collate(_examples(spec), spec.sequence_length)
+        rows = 2000 if promise.padded else 8  # its rows differ in what they predict
+        batch = objective.collate(_examples(spec, rows), spec.sequence_length)
         predicted, room = (
             batch["labels"][batch["weights"] > 0],
             spec.sequence_length - 3 * spec.prefix,
         )
         if promise.sides is not None:
-            assert predicted.size == 8 * promise.sides[1]
-            assert (batch["segments"] == 1).all()
+            if not promise.padded:
+                assert predicted.size == rows * promise.sides[1]
+                assert (batch["segments"] == 1).all()
             predicted = predicted[~np.isin(predicted, vocabulary.special)]
-        assert predicted.size / (8 * room) == pytest.approx(promise.masked, abs=0.02)
+        assert predicted.size / (rows * room) == pytest.approx(promise.masked, abs=0.02)
 
 
 def vocabulary_of(size: int) -> Vocabulary:
@@ -448,19 +456,19 @@ def vocabulary_of(size: int) -> Vocabulary:
     )
 
 
-def _examples(spec: PackSpec) -> Examples:
-    """Eight rows of two pieces, A and B, with no cell to spare."""
+def _examples(spec: PackSpec, rows: int) -> Examples:
+    """Rows of two pieces, A and B, with no cell to spare."""
     room = spec.sequence_length - 3 * spec.prefix
-    pieces = np.tile([room // 2, room - room // 2], 8)
+    pieces = np.tile([room // 2, room - room // 2], rows)
     return Examples(
-        tokens=np.random.default_rng(0).integers(4, 28_000, size=8 * room, dtype=np.int32),
-        row=np.repeat(np.arange(8), 2),
-        column=np.tile([spec.prefix, 2 * spec.prefix + room // 2], 8),
+        tokens=np.random.default_rng(0).integers(4, 28_000, size=rows * room, dtype=np.int32),
+        row=np.repeat(np.arange(rows), 2),
+        column=np.tile([spec.prefix, 2 * spec.prefix + room // 2], rows),
         length=pieces,
-        key=np.arange(8, dtype=np.uint64),
-        weight=np.ones(8, dtype=np.float32),
+        key=np.arange(rows, dtype=np.uint64),
+        weight=np.ones(rows, dtype=np.float32),
         isolated=False,
-        random=np.arange(8) % 2 == 0,
+        random=np.arange(rows) % 2 == 0,
     )
 
 

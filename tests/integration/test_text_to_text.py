@@ -124,6 +124,19 @@ def test_sources_are_shown_with_their_targets(samestep: Samestep, t5_experiment:
             )
 
 
+def test_modes_of_ul2_are_shown_and_a_decoder_alone_learns_from_them(
+    samestep: Samestep, t5_experiment: str, tmp_path: Path
+) -> None:
+    ul2 = ["objective={kind: denoising, scheme: ul2, layout: prefix_lm}"]
+    dataset = Path(t5_experiment).parent / "dataset"
+    shown = samestep("data", "show", dataset, "--objective", t5_experiment, *ul2, "--count", 20)
+    modes = re.findall(r"^  <extra_id_(9[789])>", shown.out, re.MULTILINE)
+    assert set(modes) == {"97", "98", "99"}
+    changes = [*ul2, "model.architecture=prefix_lm", "training.steps=2", f"output={tmp_path}"]
+    assert train(load(Experiment, t5_experiment, changes)) == 0
+    assert samestep("ledger", "verify", tmp_path).code == 0
+
+
 def test_text_is_shown_as_it_is_where_every_token_is_predicted(
     samestep: Samestep, t5_experiment: str
 ) -> None:

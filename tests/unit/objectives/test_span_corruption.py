@@ -15,7 +15,8 @@ from tests.unit.objectives.texts import EOS, SENTINELS, VOCABULARY, only, pack, 
 from trainer.errors import ConfigError
 from trainer.hashing import mix
 from trainer.models import Inputs, Outputs
-from trainer.objectives.span_corruption import Config, SpanCorruption, random_parts
+from trainer.objectives.noise import random_parts
+from trainer.objectives.span_corruption import Config, SpanCorruption
 
 LAYOUTS = ("encoder_decoder", "prefix_lm", "language_model")
 

@@ -14,6 +14,7 @@ from trainer.models import bert, gpt2, roberta, t5
 from trainer.objectives import (
     causal_lm,
     classification,
+    denoising,
     distillation,
     mlm,
     mlm_nsp,
@@ -27,7 +28,7 @@ from trainer.training.compatibility import check_needs
 from trainer.training.experiment import Experiment
 from trainer.training.settings import Config as TrainingConfig
 
-VOCABULARY = Vocabulary(100, 0, 2, 1, 3, (0, 1, 2, 3), eos=1, sentinels=(98, 99))
+VOCABULARY = Vocabulary(100, 0, 2, 1, 3, (0, 1, 2, 3), eos=1, sentinels=(98, 99), full_stops=(4,))
 SHAPE: dict[str, Any] = {"vocab_size": 100, "layers": 1, "width": 8, "heads": 1, "ffn_width": 8}
 CLASSES: dict[str, Any] = {**SHAPE, "head": "classification", "labels": ("a", "b")}
 TAGS: dict[str, Any] = {**SHAPE, "head": "tagging", "labels": ("O", "B")}
@@ -50,6 +51,7 @@ def check(model: Any, objective: Any) -> None:
         (bert.Config(**SHAPE, also_causal=True), causal_lm.Config()),
         (bert.Config(**SHAPE, also_causal=True), mlm.Config()),
         (bert.Config(**SHAPE, causal=True), span_corruption.Config(layout="language_model")),
+        (bert.Config(**SHAPE, causal=True), denoising.Config("bart", layout="language_model")),
         (bert.Config(**SHAPE, nsp=True), mlm_nsp.Config()),
         (t5.Config(**SHAPE, architecture="shared_encoder_decoder"), seq2seq.Config()),
         (t5.Config(**CLASSES), classification.Config(reads="last")),

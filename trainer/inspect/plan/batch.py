@@ -18,13 +18,21 @@ def stand_in(size: int) -> Vocabulary:
     # Ids do not matter here, only that special tokens and sentinels exist and differ.
     special = (0, 1, 2, 3, 4)
     sentinels = tuple(range(max(len(special) + 1, size - _SENTINELS), size))
-    return Vocabulary(size, *special[:4], special, continuing=(), eos=4, sentinels=sentinels)
+    return Vocabulary(
+        size,
+        *special[:4],
+        special,
+        continuing=(),
+        eos=4,
+        sentinels=sentinels,
+        full_stops=(len(special),),
+    )
 
 
 def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch:
     """Returns the columns of one example, with as many tokens as its packing allows.
 
-    Under `concat` there are no segments, and so no attention mask: each row is one sequence.
+    Under `concat` there are no segments, and so no attention mask, if a sequence fills each row.
     """
     spec = objective.pack_spec(phase.sequence_length)
     positions, lengths = _chunks(spec)
@@ -46,9 +54,10 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
     batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": dropout_key}
     # As in training: without segments, kernels that take no mask can be used.
-    if experiment.data.packing == "concat":
-        for name in ("segments", "target_segments"):
-            batch.pop(name, None)
+    names = batch.keys() & {"segments", "target_segments"}
+    if experiment.data.packing == "concat" and all((batch[name] == 1).all() for name in names):
+        for name in names:
+            del batch[name]
     return batch
 
 

@@ -84,6 +84,12 @@ def test_special_tokens_have_the_ids_of_bert_and_roberta():
     assert v.size <= 400
 
 
+def test_full_stops_are_the_tokens_that_are_nothing_else(tokenizer):
+    stops = tokenizer.vocabulary.full_stops
+    assert {tokenizer.token(i) for i in stops} <= {".", "##.", "Ġ."}
+    assert tokenizer.encode_batch(["One."])[0][-1] in stops
+
+
 def test_byte_level_bpe_keeps_every_text():
     tokenizer = train("bpe")
     for text, ids in zip(HARD, tokenizer.encode_batch(HARD), strict=True):

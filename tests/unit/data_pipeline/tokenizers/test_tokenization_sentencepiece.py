@@ -95,6 +95,12 @@ def test_special_tokens_and_sentinels_have_the_ids_of_t5(t5) -> None:
     assert set(v.continuing) == {i for i in range(1200) if not t5.token(i).startswith("▁")}
 
 
+def test_full_stops_are_the_pieces_that_are_nothing_else(t5) -> None:
+    stops = t5.vocabulary.full_stops
+    assert {t5.token(i) for i in stops} == {".", "▁."} & {t5.token(i) for i in range(1200)}
+    assert t5.encode_batch(["One."])[0][-1] in stops
+
+
 def test_ids_are_those_of_the_library(tokenizer) -> None:
     texts = [*TEXTS, HARD, "", " "]
     assert ids_of(tokenizer, texts) == processor(tokenizer).encode(texts)

@@ -97,6 +97,15 @@ def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
     ).saved == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(("recipe", "masks"), [("t5_base", False), ("ul2_base", True)])
+def test_attention_needs_a_mask_where_joined_rows_have_padding(recipe: str, masks: bool) -> None:
+    experiment = load(Experiment, f"recipes/pretrain/{recipe}")
+    assert experiment.data.packing == "concat"
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    assert ("segments" in columns, "target_segments" in columns) == (masks, masks)
+
+
 def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None:
     objective = load(Experiment, experiment_file).objective.build(stand_in(400))
     peaks = []
