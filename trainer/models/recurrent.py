@@ -171,7 +171,7 @@ class RecurrentLayer(nn.Module):
                 inputs.new_zeros(1, rows, self.hidden_size),
             )
         with without_autocast(device):
-            output, last, cell = torch._VF.lstm(  # type: ignore[attr-defined]
+            output, last, cell = torch._VF.lstm(
                 inputs,
                 state,
                 weights,
