@@ -127,6 +127,15 @@ def test_plans_count_parameters_and_work(
     assert plan["work"]["flops"] == pytest.approx(work, rel=1e-6)
 
 
+def test_the_time_of_its_kernel_is_not_predicted(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    settings = (MODELS["lstm"], OBJECTIVES["lstm"], f"output={tmp_path}", "--devices", 1)
+    result = samestep("plan", experiment_file, *settings, "--throughput", "h100")
+    assert result.code == 2
+    assert "layers of this model are loops inside of a kernel" in " ".join(result.err.split())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

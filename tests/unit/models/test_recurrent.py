@@ -120,6 +120,21 @@ def test_dropped_tokens_are_dropped_wherever_they_occur_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("config", [LSTM, BILM], ids=["lstm", "bilm"])
+def test_recomputed_activations_have_the_same_gradients(config: RecurrentConfig) -> None:
+    """With dropout, packed rows and a residual connection."""
+    gradients = []
+    for recomputes in (False, True):
+        model = make(replace(config, residual=True, dropout=0.2, norm=True)).train()
+        model.activation_checkpointing = recomputes
+        assert model.activation_checkpointing == recomputes
+        names = sorted(model.trains)
+        sum(each.square().sum() for each in outputs(model, *names, **batch())).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+    assert all(gradient.any() for gradient in gradients[0].values())
+
+
+@pytest.mark.parametrize("config", [LSTM, BILM], ids=["lstm", "bilm"])
 def test_facts_about_parameters(config: RecurrentConfig) -> None:
     model = make(replace(config, norm=True, proj_size=8, tied=False))
     first = "layers.0" if config is LSTM else "forward_layers.0"
