@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.outputs import outputs
 from tests.unit.objectives.test_causal_lm import VOCABULARY, _examples
-from trainer.models import bilm
-from trainer.objectives import causal_lm
+from trainer.models import Model, bilm, lstm
+from trainer.models.recurrent_model import RecurrentConfig
+from trainer.objectives import Objective, causal_lm
 from trainer.objectives.bilm import Config
 
-MODEL = bilm.Config(
-    vocab_size=50, layers=2, hidden_size=16, proj_size=0, embedding_width=16, dropout=0.0
-)
+SIZES = {"layers": 2, "hidden_size": 16, "proj_size": 0, "embedding_width": 16}
+SHAPE: dict[str, Any] = {**SIZES, "vocab_size": 50, "dropout": 0.0}
 
 
-def model_and_batch(z_loss: float = 0.0):
-    torch.manual_seed(0)
-    model = MODEL.build().eval()
+def filled(config: RecurrentConfig) -> Model:
+    model, generator = config.build().eval(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape))
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def model_and_batch(
+    z_loss: float = 0.0,
+) -> tuple[Model, Objective, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model = filled(bilm.Config(**SHAPE))
     objective = Config(z_loss=z_loss).build(VOCABULARY)
     arrays = objective.collate(_examples(isolated=True), 12)
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -63,6 +73,43 @@ def test_the_loss_is_the_mean_of_both_directions(z_loss: float) -> None:
     assert ("z_loss" in means) == (z_loss > 0)
     if z_loss:
         torch.testing.assert_close(means["z_loss"], penalty.detach())
+
+
+@pytest.mark.parametrize("kind", ["lstm", "bilm"])
+def test_packed_rows_have_the_loss_of_separate_rows(kind: str) -> None:
+    """Chunks of 3, 2 and 1 tokens, in one row and in rows of their own."""
+    own: dict[str, Any] = {**SHAPE, "residual": True}
+    config = lstm.Config(**own) if kind == "lstm" else bilm.Config(**own)
+    settings = causal_lm.Config() if kind == "lstm" else Config()
+    model, objective = filled(config), settings.build(VOCABULARY)
+    packed = replace(
+        _examples(isolated=True),
+        row=np.zeros(3, dtype=np.int64),
+        column=np.array([1, 6, 10]),
+        key=np.zeros(1, dtype=np.uint64),
+        weight=np.ones(1, dtype=np.float32),
+    )
+    apart = replace(
+        packed,
+        row=np.arange(3),
+        column=np.ones(3, dtype=np.int64),
+        key=np.zeros(3, dtype=np.uint64),
+        weight=np.ones(3, dtype=np.float32),
+    )
+    losses, gradients = [], []
+    for examples, width in ((packed, 14), (apart, 14), (apart, 6)):
+        arrays = objective.collate(examples, width)
+        totals = {name: torch.tensor(value) for name, value in objective.weights(arrays).items()}
+        assert totals == {"lm": 9.0}
+        model.zero_grad()
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        loss = objective.loss(model, batch, totals).total
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)
 
 
 def test_no_prediction_sees_what_it_predicts() -> None:
