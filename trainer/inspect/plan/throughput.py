@@ -121,7 +121,7 @@ class Predictor:
         if not self._model.compiled_units():
             raise ConfigError(
                 "--throughput is given, and layers of this model are loops inside of a kernel, "
-                "whose time is not predicted. Leave it out: memory and FLOPs are counted without it."
+                "whose time is not predicted. Leave it out; memory and FLOPs are counted."
             )
         self._update = step.update_operators()
         self._passes: dict[tuple[int, int], list[Operator]] = {}
