@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.outputs import outputs
 from trainer.models import Inputs, bilm, lstm
-from trainer.models.recurrent_model import RecurrentConfig
+from trainer.models.recurrent import RecurrentConfig
 
 SHAPE: dict[str, Any] = {"vocab_size": 50, "layers": 3, "hidden_size": 24, "dropout": 0.0}
 MODELS: dict[str, RecurrentConfig] = {

@@ -17,8 +17,8 @@ from trainer.models import Inputs, Model, Outputs
 from trainer.models.attention import take
 from trainer.models.base import layer_numbers
 from trainer.models.heads import answer
-from trainer.models.recurrent import SITES, resets
-from trainer.models.recurrent_model import RecurrentConfig, RecurrentModel, hidden_outputs
+from trainer.models.lstm_layers import SITES, resets
+from trainer.models.recurrent import RecurrentConfig, RecurrentModel, hidden_outputs
 from trainer.models.stack import Context, Stack
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.outputs import outputs, predict
 from trainer.errors import ConfigError
 from trainer.models import Model, bilm, lstm
-from trainer.models.recurrent import RecurrentLayer, drop, resets
-from trainer.models.recurrent_model import RecurrentConfig
+from trainer.models.lstm_layers import RecurrentLayer, drop, resets
+from trainer.models.recurrent import RecurrentConfig
 from trainer.models.stack import Context, LayerPlace
 from trainer.training.compiled import compile_units
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.outputs import outputs
 from tests.unit.objectives.test_causal_lm import VOCABULARY, _examples
 from trainer.models import Model, bilm, lstm
-from trainer.models.recurrent_model import RecurrentConfig
+from trainer.models.recurrent import RecurrentConfig
 from trainer.objectives import Objective, causal_lm
 from trainer.objectives.bilm import Config
 
