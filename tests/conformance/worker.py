@@ -68,6 +68,16 @@ TASKS = {
         "max_positions: 32, position_buckets: 8, attention_dropout: 0.1, dropout: 0.1, "
         "mask_decoder: true, generator_layers: 1}",
     ],
+    "lstm": [
+        "objective={kind: causal_lm}",
+        "model={kind: lstm, vocab_size: 600, layers: 2, hidden_size: 32, embedding_width: 24, "
+        "residual: true, norm: true, dropout: 0.1, variational: true, token_dropout: 0.1}",
+    ],
+    "bilm": [
+        "objective={kind: bilm}",
+        "model={kind: bilm, vocab_size: 600, layers: 2, hidden_size: 32, proj_size: 24, "
+        "embedding_width: 24, dropout: 0.1}",
+    ],
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
@@ -94,6 +104,8 @@ FAMILIES = {
     "xlnet": "best_fit",
     "deberta": "best_fit",
     "deberta_v3": "best_fit",
+    "lstm": "best_fit",
+    "bilm": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
     "ul2": "best_fit",

@@ -334,6 +334,24 @@ PROMISES = {
         masked=1.0,
         optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
     ),
+    "lstm_lm": Promise(
+        # Both matrices of tokens, the output's bias; the gates, their bias and the projection.
+        2 * 30_522 * 512 + 30_522 + 4 * 2048 * (512 + 512 + 1) + 2048 * 512,
+        ((1_500_000, 24, 128),),
+        decay(1e-3, 2000, 1_500_000),
+        masked=1.0,
+        decay=0.0,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
+    ),
+    "elmo": Promise(
+        2 * 30_522 * 512 + 30_522 + 4 * (4 * 4096 * (512 + 512 + 1) + 4096 * 512),
+        ((1_000_000, 72, 128),),
+        decay(1e-3, 2000, 1_000_000),
+        masked=1.0,
+        decay=0.0,
+        clip=10.0,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
+    ),
     "gpt2_small": Promise(
         124_439_808,
         ((600_000, 480, 1024),),

@@ -81,6 +81,10 @@ parameter. Inputs are 2 rows of 256 tokens, with targets of 64 for T5; rows of e
 more with small models, including BERT, RoBERTa and every task head of a family (classification, regression, multiple
 choice, tagging, spans): logits, losses and gradients are within 1e-5 of `transformers`.
 
+Recurrent models have no class in `transformers`. `tests/parity/test_lstm.py` compares them with compositions of `torch.nn.LSTM`,
+`nn.Embedding` and `nn.Linear` that read one sequence at a time: logits, loss and gradients of packed rows are within 1e-5, in both
+directions.
+
 The span loss differs on padded batches: ours is a softmax over positions with a token; `transformers` includes padding,
 so its models must learn that no answer is in padding. The two are compared on rows without padding. Predictions are the
 same, since padding is in no answer.

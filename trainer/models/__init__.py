@@ -94,6 +94,8 @@ Outputs: TypeAlias = frozenset[str]
     tokens             logits [B, P, V] of the predicted tokens, from both directions
     next_tokens        logits [B, P, V] of the tokens after the predicted positions; beside a
                        task's head [B, S - 1, V], after every position except the last
+    previous_tokens    logits [B, P, V] of the predicted tokens from the ones after them; without
+                       predictions [B, S - 1, V], of every token except the last
     prefixed_tokens    like next_tokens, with bidirectional attention in a prefix
     target_tokens      logits [B, P, V], or [B, T, V], of an encoder-decoder
     next_sentence      logits [B, 2]: B follows A, or not (it is random, or both are swapped)

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.accelerators.kernels import product_multiple
-from trainer.models import Inputs, Model, Outputs, Role, Start, Stored, scores_of
+from trainer.models import Inputs, Model, Outputs, Role, Start, Stored
 from trainer.models.attention import Attention, is_fusible
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention
-from trainer.models.heads import VocabularyHead
+from trainer.models.heads import answer
 from trainer.models.initialization import initial_values
 from trainer.models.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
@@ -92,18 +91,9 @@ class TransformerModel(Model):
         matrix: Tensor,
         *columns: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Runs the head of an output.
-
-        Its logits; or, if it has a target, its scores, where all logits at once would be large, or
-        the vocabulary's size is slow.
-        """
-        target = inputs.targets.get(name)
-        if target is None or not isinstance(head, VocabularyHead):
-            return {name: head(hidden, matrix, *columns)}
-        is_fast = self.config.vocab_size % product_multiple(hidden.device) == 0
-        if target.chunks(self.config.vocab_size) == 1 and is_fast:
-            return {name: head(hidden, matrix, *columns)}
-        return {scores_of(name): head(hidden, matrix, *columns, target=target)}
+        """Runs the head of an output; see `trainer.models.heads.answer`."""
+        target, vocabulary = inputs.targets.get(name), self.config.vocab_size
+        return answer(name, head, target, vocabulary, hidden, matrix, *columns)
 
     @property
     def token_embeddings(self) -> Tensor:

@@ -37,6 +37,12 @@ class _Lookup(torch.autograd.Function):
         return matrix.add_(backward(rows, ids, len(matrix), -1, False)), None
 
 
+def look_up(matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a matrix [V, E] by int [B, S] -> [B, S, E], and the matrix, for a tied head."""
+    found: tuple[Tensor, Tensor] = _Lookup.apply(matrix, tokens)  # type: ignore[no-untyped-call]
+    return found
+
+
 class Embeddings(nn.Module):
     """The sum of a family's embeddings: tokens, positions, token types; then dropout.
 
@@ -120,6 +126,4 @@ class Embeddings(nn.Module):
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The token embeddings: int [B, S] -> [B, S, E], and all of them, [V, E]."""
-        found: tuple[Tensor, Tensor]
-        found = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
-        return found
+        return look_up(self.tokens.weight, tokens)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.accelerators.kernels import product_multiple
+from trainer.models import scores_of
 from trainer.models.attention import take
 from trainer.models.config import Activation, Pooling, TransformerConfig
 from trainer.models.dropout import dropout, split_key
@@ -82,6 +83,32 @@ class VocabularyHead(nn.Module, ABC):
     @abstractmethod
     def factors(self, hidden: Tensor, embedding: Tensor, *columns: Any) -> Factors:
         """The factors of the logits; arguments as for `forward`."""
+
+
+def answer(
+    name: str,
+    head: nn.Module,
+    target: Target | None,
+    vocabulary: int,
+    hidden: Tensor,
+    matrix: Tensor,
+    *columns: Tensor | None,
+) -> dict[str, Tensor]:
+    """Runs the head of an output.
+
+    Its logits; or, if it has a target, its scores, where all logits at once would be large, or the
+    vocabulary's size is slow.
+
+    Args:
+        target: the tokens that the output should predict, if they are given.
+        vocabulary: V.
+    """
+    if target is None or not isinstance(head, VocabularyHead):
+        return {name: head(hidden, matrix, *columns)}
+    is_fast = vocabulary % product_multiple(hidden.device) == 0
+    if target.chunks(vocabulary) == 1 and is_fast:
+        return {name: head(hidden, matrix, *columns)}
+    return {scores_of(name): head(hidden, matrix, *columns, target=target)}
 
 
 class MaskedLMHead(VocabularyHead):

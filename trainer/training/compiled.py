@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.errors import SamestepError
+from trainer.errors import ConfigError, SamestepError
 from trainer.models import Model
 
 LIMIT = 64
@@ -38,9 +38,16 @@ def compile_units(model: Model, many_widths: bool = False) -> None:
     Args:
         many_widths: whether batches have as many widths as their longest rows
             (`data.group_by_length`). Then graphs have symbolic sizes from the second width on.
+
+    Raises:
+        ConfigError: the model has no such units.
     """
     import torch._dynamo.config as dynamo
 
+    if not model.compiled_units():
+        raise ConfigError(
+            "training.compile is true, and this model has no layers to compile. Set it to false."
+        )
     dynamo.recompile_limit = LIMIT
     # A limit that is hit would leave layers in eager mode, at half the throughput, unnoticed.
     dynamo.fail_on_recompile_limit_hit = True

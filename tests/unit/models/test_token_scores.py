@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.models import (
     Inputs,
-    base,
     bert,
+    bilm,
     deberta_v2,
     electra,
     gpt2,
     heads,
+    lstm,
     roberta,
     scores_of,
     t5,
@@ -35,6 +36,7 @@ POSITIONS = ROWS * PREDICTIONS
 SHAPE = {"vocab_size": VOCABULARY, "layers": 2, "width": 32, "heads": 2, "ffn_width": 48}
 T5 = {**SHAPE, "head_width": 16}
 TABLE = {**SHAPE, "max_positions": 64}
+RECURRENT = {"vocab_size": VOCABULARY, "layers": 2, "hidden_size": 32, "embedding_width": 24}
 CHUNKS = {"one": POSITIONS, "two": 30, "uneven": 23, "single positions": 1}
 """Positions in a chunk."""
 
@@ -52,6 +54,11 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {  # configuration; outputs -> c
     "t5": (t5.Config(**T5), {"target_tokens": "weights"}),
     "t5, untied": (t5.Config(**T5, tied=False), {"target_tokens": "weights"}),
     "xlnet": (xlnet.Config(**TABLE), {"permuted_tokens": "weights"}),
+    "lstm": (lstm.Config(**RECURRENT), {"next_tokens": "weights"}),
+    "bilm": (
+        bilm.Config(**RECURRENT, proj_size=24, tied=False),
+        {"next_tokens": "weights", "previous_tokens": "others"},
+    ),
     "deberta, mask decoder": (
         deberta_v2.Config(**TABLE, position_buckets=8, mask_decoder=True),
         {"tokens": "weights"},
@@ -287,8 +294,7 @@ def test_a_vocabulary_is_padded_where_its_size_is_slow(
     config, outputs = MODELS[name]
     model = build(config).train()
     _, expected, reference = passes(model, name, outputs, bf16=False)
-    for user in (heads, base):
-        monkeypatch.setattr(user, "product_multiple", lambda device: 64)  # 500 becomes 512
+    monkeypatch.setattr(heads, "product_multiple", lambda device: 64)  # 500 becomes 512
     with chunks_of(positions):
         returned, found, own = passes(model, name, outputs, bf16=False)
     assert returned == {scores_of(output) for output in outputs}

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import recipes
+from trainer.config import load, recipes
+from trainer.models import lstm
 from trainer.studies.jobs import list_jobs
 from trainer.studies.statistics import detectable
 from trainer.studies.study import Study
+from trainer.training.experiment import Experiment
 
 FILES = sorted((recipes.FOLDER / "studies").glob("*.yaml"))
 SCALES = sorted(path.name for path in (recipes.FOLDER / "studies" / "scales").iterdir())
@@ -53,6 +55,22 @@ def test_it_has_a_page_that_says_whether_it_has_been_run(file: Path) -> None:
     _, results, _ = page.replace("<!-- /results -->", "<!-- results -->").split("<!-- results -->")
     assert ("| arm |" in results) != ("Not run yet." in results)
     assert f"({file.stem}.md)" in (PAGES / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_recurrent_model_of_a_scale_reads_the_batches_of_its_encoder() -> None:
+    """So that a study may compare them by model and objective alone."""
+    folder = recipes.FOLDER / "studies" / "scales" / "tiny"
+    settings = ["data.path=dataset", "output=run"]
+    ours, encoder = (
+        load(Experiment, folder / f"{name}.yaml", settings) for name in ("lstm", "encoder")
+    )
+    assert isinstance(ours.model, lstm.Config)
+    assert (ours.data, ours.training, ours.schedule) == (
+        encoder.data,
+        encoder.training,
+        encoder.schedule,
+    )
+    assert ours.model.vocab_size == encoder.model.vocab_size
 
 
 def test_the_table_of_pilots_says_what_a_study_detects() -> None:

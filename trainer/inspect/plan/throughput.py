@@ -100,6 +100,9 @@ class Predictor:
         devices: number of devices.
         strategy: of `plan.STRATEGIES`.
         only: implementations by name, instead of each device's own.
+
+    Raises:
+        ConfigError: the model's layers cannot be predicted.
     """
 
     def __init__(
@@ -115,6 +118,11 @@ class Predictor:
         self._strategy = "single" if devices == 1 else strategy
         with torch.device("meta"):
             self._model = experiment.build_model()
+        if not self._model.compiled_units():
+            raise ConfigError(
+                "--throughput is given, and layers of this model are loops inside of a kernel, "
+                "whose time is not predicted. Leave it out; memory and FLOPs are counted."
+            )
         self._update = step.update_operators()
         self._passes: dict[tuple[int, int], list[Operator]] = {}
         self._host: host.HostRates | None = None

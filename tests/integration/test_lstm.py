@@ -1,0 +1,167 @@
+"""Recurrent language models by the commands: training, features, generation, plans, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.commands import Samestep
+from tests.outputs import outputs
+from trainer.training.weights import load_weights
+
+MODELS = {
+    "lstm": "model={kind: lstm, vocab_size: 600, layers: 2, hidden_size: 32, embedding_width: 32, "
+    "dropout: 0.1}",
+    "bilm": "model={kind: bilm, vocab_size: 600, layers: 2, hidden_size: 48, proj_size: 32, "
+    "embedding_width: 32}",
+}
+OBJECTIVES = {"lstm": "objective={kind: causal_lm}", "bilm": "objective={kind: bilm}"}
+TEXTS = ("the class statement defines a class object", "a", "names in the body")
+
+
+@pytest.fixture(scope="module")
+def runs(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A few steps of each kind."""
+    from trainer.cli import main
+
+    found = {}
+    for kind in MODELS:
+        found[kind] = tmp_path_factory.mktemp(kind) / "run"
+        settings = [MODELS[kind], OBJECTIVES[kind], f"output={found[kind]}", "optimizer.lr=1e-2"]
+        evaluation = ["training.evaluate_every=12", "training.evaluate_batches=2"]
+        assert main(["train", experiment_file, *settings, *evaluation, "data.threads=0"]) == 0
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_learns_and_is_evaluated(kind: str, runs: dict[str, Path]) -> None:
+    rows = [json.loads(line) for line in (runs[kind] / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert losses[0] == pytest.approx(np.log(600), abs=0.3)
+    assert np.mean(losses[-4:]) < losses[0] - 0.2
+    (heldout,) = [row for row in rows if "heldout/loss" in row]
+    if kind == "bilm":
+        mean = (heldout["heldout/forward_loss"] + heldout["heldout/backward_loss"]) / 2
+        assert heldout["heldout/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_features_are_the_states_of_a_text_alone(
+    kind: str, runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    """All layers, for a scalar mix: of a biLM the states of both directions."""
+    texts, output = tmp_path / "texts.txt", tmp_path / "all.npy"
+    texts.write_text("".join(f"{text}\n" for text in TEXTS))
+    arguments = ("--layers", "all", "--pool", "none", "--output", output)
+    assert samestep("features", runs[kind], texts, *arguments).code == 0
+    found, offsets = np.load(output), np.load(tmp_path / "all.offsets.npy")
+    width = 64 if kind == "bilm" else 32
+    assert found.shape == (offsets[-1], 3, width)
+    weights = load_weights(str(runs[kind]))
+    tokenizer, model = weights.load_tokenizer(), weights.model()
+    for row, text in enumerate(TEXTS):
+        (encoded,) = tokenizer.encode_batch([text])
+        cls, sep = tokenizer.vocabulary.cls, tokenizer.vocabulary.sep
+        after = [sep] if kind == "bilm" else []
+        tokens = torch.tensor([[cls, *encoded.tolist(), *after]])
+        with torch.no_grad():
+            states = outputs(model, *(f"layer.{n}" for n in range(3)), tokens=tokens)
+        own = torch.stack([each[0] for each in states], 1).numpy()
+        np.testing.assert_allclose(
+            found[offsets[row] : offsets[row + 1]], own, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_generation_continues_texts(runs: dict[str, Path], samestep: Samestep) -> None:
+    """Greedily, as the whole text would be continued; a biLM cannot."""
+    options = ("--max-new-tokens", 6, "--min-new-tokens", 5)
+    result = samestep("generate", runs["lstm"], *options, *TEXTS)
+    assert result.code == 0
+    weights = load_weights(str(runs["lstm"]))
+    tokenizer, model = weights.load_tokenizer(), weights.model()
+    continued = []
+    for text in TEXTS:
+        (encoded,) = tokenizer.encode_batch([text])
+        tokens = [tokenizer.vocabulary.cls, *encoded.tolist()]
+        start = len(tokens)
+        for _ in range(5):
+            with torch.no_grad():
+                (logits,) = outputs(model, "next_tokens", tokens=torch.tensor([tokens]))
+            scores = logits[0, -1, : tokenizer.vocabulary.size].clone()
+            scores[tokenizer.vocabulary.end] = -torch.inf
+            tokens.append(int(scores.argmax()))
+        continued.append(tokenizer.decode(tokens[start:]))
+    lines = result.out.splitlines()
+    assert len(lines) == len(TEXTS)
+    for line, text in zip(lines, continued, strict=True):
+        assert text in line
+    sampled = samestep("generate", runs["lstm"], "--sample", *options, *TEXTS)
+    beams = samestep("generate", runs["lstm"], "--beams", 3, *options, *TEXTS)
+    assert sampled.code == beams.code == 0
+    refused = samestep("generate", runs["bilm"], *TEXTS)
+    assert refused.code == 2
+    assert "writes no text" in refused.err
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_plans_count_parameters_and_work(
+    kind: str, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """A layer has four gates; a biLM has two stacks, and its head counts in each direction."""
+    settings = (MODELS[kind], OBJECTIVES[kind], f"output={tmp_path}", "--devices", 1, "--json")
+    plan = json.loads(samestep("plan", experiment_file, *settings, "--strategy", "single").out)
+    table = 600 * 32
+    if kind == "lstm":
+        matrices, vectors, directions = 2 * 4 * 32 * (32 + 32), 2 * 4 * 32 + 600, 1
+    else:
+        layer = 4 * 48 * (32 + 32) + 48 * 32
+        matrices, vectors, directions = 4 * layer, 4 * 4 * 48 + 600, 2
+    (of_strategy,) = plan["phases"][0]["plans"]
+    assert of_strategy["bytes"]["parameters"] == 4 * (table + matrices + vectors)
+    # 31 of 32 positions predict.
+    work = 6 * (matrices + 31 / 32 * directions * table) * 12 * 10 * 32
+    assert plan["work"]["flops"] == pytest.approx(work, rel=1e-6)
+
+
+def test_the_time_of_its_kernel_is_not_predicted(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    settings = (MODELS["lstm"], OBJECTIVES["lstm"], f"output={tmp_path}", "--devices", 1)
+    result = samestep("plan", experiment_file, *settings, "--throughput", "h100")
+    assert result.code == 2
+    assert "layers of this model are loops inside of a kernel" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["training.compile=true"], "this model has no layers to compile"),
+        (["model.peft={kind: lora}"], "model.peft"),
+        (["objective={kind: mlm}"], "needs tokens"),
+        (["model.head=classification"], "model.head"),
+        (
+            [MODELS["bilm"]],
+            "bilm, has parameters for previous_tokens, which the objective, causal_lm, does not",
+        ),
+        (["objective={kind: bilm}"], "the objective, bilm, needs previous_tokens"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    settings: list[str], message: str, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    given = [MODELS["lstm"], OBJECTIVES["lstm"], *settings, f"output={tmp_path / 'run'}"]
+    result = samestep("train", experiment_file, *given)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
+
+
+def test_it_has_no_hugging_face_format(
+    runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    result = samestep("export", runs["lstm"], tmp_path / "exported")
+    assert result.code == 2
+    assert "lstm has no Hugging Face format" in " ".join(result.err.split())

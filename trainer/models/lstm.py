@@ -1,0 +1,94 @@
+"""Recurrent language models of one direction (Mikolov et al. 2010; Jozefowicz et al. 2016).
+
+An LSTM reads a text and predicts each next token. The settings cover the models of Zaremba et al.
+2014 (dropout between layers) and Jozefowicz et al. 2016 (projections), and of AWD-LSTM (Merity et
+al. 2018) all dropout but that of recurrent weights: its masks are shared by all rows of a step, and
+no random key here belongs to a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.models import Inputs, Model, Outputs
+from trainer.models.attention import take
+from trainer.models.base import layer_numbers
+from trainer.models.cache import Cache
+from trainer.models.heads import answer
+from trainer.models.lstm_layers import SITES, StateCache, resets
+from trainer.models.recurrent import RecurrentConfig, RecurrentModel, hidden_outputs
+from trainer.models.stack import Context, Stack
+
+
+@dataclass(frozen=True)
+class Config(RecurrentConfig):
+    """An LSTM language model: the medium size of Zaremba et al. 2014, with tied embeddings."""
+
+    model_type: ClassVar[str] = "lstm"
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    def build(self) -> Model:
+        return Lstm(self)
+
+
+class Lstm(RecurrentModel):
+    """A stack of LSTM layers and a head; see `trainer.models.Model`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = Stack(config.build_layers())
+        self.offers = hidden_outputs(config) | {"next_tokens"}
+        self.trains = {"next_tokens": ""}
+
+    @property
+    def stacks(self) -> tuple[Stack]:
+        return (self.layers,)
+
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        """Computes the outputs, by name (see `trainer.models.Outputs`)."""
+        hidden, matrix, (keys,) = self.embed(inputs)
+        columns = {} if inputs.segments is None else {"resets": resets(inputs.segments)}
+        context = Context(sites=SITES, keys=keys, columns=columns)
+        numbers, found = layer_numbers(outputs), {}
+        if numbers:
+            hidden, states, _ = self.layers.states(
+                hidden, None, None, context, numbers, len(self.layers)
+            )
+            found = {f"layer.{n}": states[n] for n in numbers}
+        else:
+            hidden = self.layers.run(hidden, None, None, context)
+        if "hidden" in outputs:
+            found["hidden"] = hidden
+        if "next_tokens" in outputs:
+            read, target = take(hidden, inputs.predicted), inputs.targets.get("next_tokens")
+            size = self.config.vocab_size
+            found |= answer("next_tokens", self.head, target, size, read, matrix)
+        return found
+
+    @torch.no_grad()
+    def start(self, inputs: Inputs, capacity: int) -> tuple[Tensor, Cache]:
+        """Processes prompts; see `trainer.generation.generates.Generates`.
+
+        The cache is as large for a long text as for a short one, so `capacity` is not needed.
+        """
+        assert inputs.segments is not None, "padding is marked by segments"
+        cache = StateCache(len(self.layers), inputs.segments > 0)
+        return self._decode(inputs.tokens, cache, {"resets": resets(inputs.segments)}), cache
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Processes one token per row: int [B] -> the logits [B, V] of the next ones."""
+        return self._decode(tokens[:, None], cache, {})
+
+    def _decode(self, tokens: Tensor, cache: Cache, columns: dict[str, Tensor]) -> Tensor:
+        hidden, matrix = self.embeddings(tokens)
+        hidden = self.layers.run(hidden, None, None, Context(columns=columns), None, cache)
+        logits: Tensor = self.head(hidden[:, -1:], matrix)[:, 0]
+        return logits

@@ -1,0 +1,237 @@
+"""What recurrent language models of one and of two directions share."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+from trainer.models import Inputs, Model, ModelConfig, Outputs, Role
+from trainer.models.base import matrix_flops
+from trainer.models.config import WHOLE_NORMAL
+from trainer.models.dropout import dropout, split_key
+from trainer.models.embeddings import look_up
+from trainer.models.heads import Factors, VocabularyHead
+from trainer.models.initialization import initial_values
+from trainer.models.lstm_layers import SITES, RecurrentLayer, drop
+from trainer.models.stack import LayerPlace, Stack, place_in_stacks
+
+
+@dataclass(frozen=True)
+class RecurrentConfig(ModelConfig):
+    """Shape and regularization of recurrent language models.
+
+    Attributes:
+        vocab_size: rows of the token embeddings; at least the tokenizer's size.
+        layers: number of layers, in each direction.
+        hidden_size: H, of the cell and the gates of a layer.
+        proj_size: P, to which the output of a layer is projected (Sak et al. 2014); 0: it is H
+            wide.
+        embedding_width: E, of the token embeddings.
+        residual: adds the input of each layer but the first to its output.
+        norm: layer normalization of the output of each layer.
+        norm_eps: added to the variance in norms.
+        dropout: dropout rate of the embeddings and of each layer's output.
+        variational: dropout has the same mask at all positions of a row.
+        token_dropout: rate of tokens whose embedding is 0 in a whole row (Gal & Ghahramani 2016).
+        tied: the output matrix is the token embeddings'. If a layer's output is not E wide, it is
+            projected to E first.
+    """
+
+    vocab_size: int
+    layers: int = 2
+    hidden_size: int = 650
+    proj_size: int = 0
+    embedding_width: int = 650
+    residual: bool = False
+    norm: bool = False
+    norm_eps: float = 1e-5
+    dropout: float = 0.5
+    variational: bool = False
+    token_dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "layers", "hidden_size", "embedding_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}. Use 1 or more.")
+        if not 0 <= self.proj_size < self.hidden_size:
+            raise ConfigError(
+                f"proj_size is {self.proj_size}. Use 0 for no projection, or a number below "
+                f"hidden_size, {self.hidden_size}."
+            )
+        for name in ("dropout", "token_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
+        if not self.norm_eps > 0:
+            raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
+
+    @property
+    def output_width(self) -> int:
+        """P, of the output of a layer in one direction."""
+        return self.proj_size or self.hidden_size
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.output_width
+
+    def build_layers(self) -> list[RecurrentLayer]:
+        """The layers of one direction."""
+        return [
+            RecurrentLayer(
+                self.output_width if index else self.embedding_width,
+                self.hidden_size,
+                self.proj_size,
+                self.norm_eps if self.norm else None,
+                self.residual and index > 0,
+                self.dropout,
+                self.variational,
+            )
+            for index in range(self.layers)
+        ]
+
+
+class RecurrentEmbeddings(nn.Module):
+    """Token embeddings, with dropout of tokens and of elements."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.embedding_width)
+        self.dropout, self.variational = config.dropout, config.variational
+        self.token_dropout = config.token_dropout
+
+    def forward(
+        self, tokens: Tensor, token_key: Tensor | None = None, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """int [B, S] -> [B, S, E], and the token embeddings [V, E] for a tied head.
+
+        Args:
+            token_key, key: int32 [B], of dropout of tokens and of elements; None: no dropout.
+        """
+        hidden, matrix = look_up(self.tokens.weight, tokens)
+        if token_key is not None and self.token_dropout:
+            # Element t of a mask of V elements, so that a token is dropped wherever it occurs.
+            ones = hidden.new_ones(*tokens.shape, 1)
+            hidden = hidden * dropout(ones, self.token_dropout, token_key, tokens)
+        return drop(hidden, self.dropout, key, self.variational), matrix
+
+
+class RecurrentHead(VocabularyHead):
+    """Predicts tokens: a projection to E where it is needed, the output matrix and a bias."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__()
+        inputs, width = config.output_width, config.embedding_width
+        is_projected = config.tied and inputs != width
+        self.projection = nn.Linear(inputs, width) if is_projected else None
+        self.decoder = None if config.tied else nn.Linear(inputs, config.vocab_size, bias=False)
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+
+    def factors(self, hidden: Tensor, embedding: Tensor, *_columns: Any) -> Factors:
+        if self.projection is not None:
+            hidden = self.projection(hidden)
+        matrix = embedding if self.decoder is None else self.decoder.weight
+        return hidden, matrix, self.bias
+
+
+class RecurrentModel(Model):
+    """Token embeddings, stacks of recurrent layers, and a head that predicts tokens."""
+
+    config: RecurrentConfig
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = RecurrentEmbeddings(config)
+        self.head = RecurrentHead(config)
+
+    @property
+    @abstractmethod
+    def stacks(self) -> Sequence[Stack]:
+        """The stacks of layers, one for each direction."""
+
+    def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Embeds the tokens of a batch.
+
+        Returns:
+            Embeddings [B, S, E], the token embeddings [V, E], and the dropout keys of the layers
+            of each stack, int32 [layers, 1, B], or None.
+        """
+        stacks, layers = len(self.stacks), self.config.layers
+        if not self.training or inputs.dropout_key is None:
+            return *self.embeddings(inputs.tokens), [None] * stacks
+        keys = split_key(inputs.dropout_key, 2 + stacks * layers * len(SITES))
+        hidden, matrix = self.embeddings(inputs.tokens, keys[0], keys[1])
+        of_layers = keys[2:].view(stacks, layers, len(SITES), -1)
+        return hidden, matrix, list(of_layers)
+
+    @property
+    def max_sequence_length(self) -> int:
+        return sys.maxsize
+
+    @property
+    def token_embeddings(self) -> Tensor:
+        return self.embeddings.tokens.weight
+
+    def sharding_units(self) -> list[nn.Module]:
+        """The layers. Embeddings and head share a matrix, so both stay in the root."""
+        return [layer for stack in self.stacks for layer in stack]
+
+    def layer_of(self, name: str) -> LayerPlace | None:
+        return place_in_stacks(self, name)
+
+    def role(self, name: str) -> Role:
+        owner, _, own = name.rpartition(".")
+        is_norm = isinstance(self.get_submodule(owner), nn.LayerNorm)
+        kind = "norm" if is_norm else "bias" if own == "bias" else "weight"
+        part = "embedding" if name.startswith("embeddings.") else "head"
+        return Role("layer" if self.layer_of(name) else part, kind)  # type: ignore[arg-type]
+
+    def stacked(self) -> dict[str, int]:
+        gates = ("weight_ih", "weight_hh")
+        return {
+            f"{name}.{own}": 4
+            for name, module in self.named_modules()
+            if isinstance(module, RecurrentLayer)
+            for own in (*gates, "bias")
+        }
+
+    def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
+        """Matrices have the standard deviation 1 / sqrt(inputs), forget gates the bias 1.
+
+        With this bias the cell keeps its content at first (Jozefowicz et al. 2015, section 2.2).
+        """
+        shape = self.get_parameter(name).shape
+        std = shape[-1] ** -0.5
+        values = initial_values(name, start, stop, seed=seed, std=std, bound=WHOLE_NORMAL)
+        if self.layer_of(name) is not None and self.role(name).kind == "bias":
+            # The second of four gates: elements [H, 2 H), counted from `start`.
+            first, last = (max(0, at * shape[0] // 4 - start) for at in (1, 2))
+            values[first:last] = 1
+        return values
+
+    def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
+        """FLOPs per position: 6 per weight of a layer, and of the head for predicted positions.
+
+        Each direction predicts, so a head of two directions counts twice.
+        """
+        layers = sum(matrix_flops(layer) for layer in self.sharding_units())
+        tied = 6 * self.token_embeddings.numel() if self.config.tied else 0
+        head = matrix_flops(self.head) + tied
+        return layers + len(self.stacks) * predicted_per_token * head
+
+    def compiled_units(self) -> Sequence[nn.Module]:
+        """None: a layer is one kernel, which a compiler would unroll."""
+        return ()
+
+
+def hidden_outputs(config: RecurrentConfig) -> Outputs:
+    """The outputs `hidden` and `layer.N`; the embeddings only if they are as wide as a layer."""
+    first = 0 if config.embedding_width == config.output_width else 1
+    return frozenset({"hidden", *(f"layer.{n}" for n in range(first, config.layers + 1))})
