@@ -193,9 +193,18 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
 
 
 def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Rejects a tokenizer without the token that a task's decoder starts with."""
+    """Rejects a tokenizer without the token that a decoder starts with."""
+    model, vocabulary = experiment.model, dataset.tokenizer.vocabulary
+    pad, end = vocabulary.pad, vocabulary.end
+    # BART's decoder reads the token that ends texts first, before targets as well.
+    if model.sets_start and model.start_token not in (pad, end):
+        raise ConfigError(
+            f"model.start_token is {model.start_token}, and in {dataset.name} it is neither the "
+            f"token that ends a text nor padding; set model.start_token={end}"
+        )
+    if model.sets_start:
+        return
     # T5's decoder reads the padding token first, by an id that is a fact of the family.
-    model, pad = experiment.model, dataset.tokenizer.vocabulary.pad
     if model.head != "language_model" and model.decoder and model.start_token not in (None, pad):
         raise ConfigError(
             f"the decoder of {_kind(model)} begins with the padding token, of id "

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.models import (
+    bart,
     Inputs,
     base,
     bert,
@@ -51,6 +52,7 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {  # configuration; outputs -> c
     "gpt2": (gpt2.Config(**TABLE), {"next_tokens": "weights"}),
     "t5": (t5.Config(**T5), {"target_tokens": "weights"}),
     "t5, untied": (t5.Config(**T5, tied=False), {"target_tokens": "weights"}),
+    "bart": (bart.Config(**TABLE), {"target_tokens": "weights"}),
     "xlnet": (xlnet.Config(**TABLE), {"permuted_tokens": "weights"}),
     "deberta, mask decoder": (
         deberta_v2.Config(**TABLE, position_buckets=8, mask_decoder=True),
@@ -233,7 +235,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
         "span_offset": predicted % 3,
         "rank": torch.arange(32).expand(ROWS, -1),
     }
-    if name.startswith("t5"):
+    if name.startswith(("t5", "bart")):
         batch["target_tokens"] = ids(32)
     return batch
 
@@ -280,7 +282,7 @@ def test_models_return_the_same_scores_in_chunks(
 
 
 @pytest.mark.parametrize("positions", [POSITIONS, 23], ids=["one chunk", "chunks"])
-@pytest.mark.parametrize("name", ["bert", "t5", "xlnet"])
+@pytest.mark.parametrize("name", ["bert", "t5", "bart", "xlnet"])
 def test_a_vocabulary_is_padded_where_its_size_is_slow(
     name: str, positions: int, build: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ):
