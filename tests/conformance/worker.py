@@ -77,8 +77,18 @@ TASKS = {
         "max_positions: 64,"
         " attention_dropout: 0.0}",
     ],
+    "bart": [
+        "objective={kind: prefix_lm}",
+        "model={kind: bart, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 64, dropout: 0.1, attention_dropout: 0.1, ffn_dropout: 0.1, "
+        "start_token: 1}",
+        "optimizer={kind: adamw, lr: 1e-3}",
+    ],
 }
-"""Changes to the experiment file: a T5's for `span_corruption` and `causal_lm`, else a BERT's."""
+"""Changes to the experiment file: a T5's for `TEXT_TASKS`, else a BERT's."""
+
+TEXT_TASKS = ("span_corruption", "causal_lm", "bart")
+"""Tasks with a SentencePiece tokenizer."""
 
 FAMILIES = {
     "mlm_nsp": "pairs",
@@ -91,6 +101,7 @@ FAMILIES = {
     "deberta_v3": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
+    "bart": "best_fit",
 }
 """Tasks that are tested with one packing each."""
 

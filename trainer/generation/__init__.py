@@ -63,8 +63,8 @@ class Generator:
         if not (has_encoder or model.config.causal):
             raise ConfigError(
                 "this model sees a text from both sides and cannot continue it. Use an "
-                "encoder-decoder (t5, bart) or a causal model (gpt2, or trained with causal: true), or "
-                "samestep fill."
+                "encoder-decoder (t5, bart) or a causal model (gpt2, or trained with causal: "
+                "true), or samestep fill."
             )
         if end is None or (has_encoder and vocabulary.pad is None):
             missing = "token that ends a text" if end is None else "<pad>, with which targets begin"

@@ -430,3 +430,22 @@ def test_sharded_by_its_units(
 def test_wrong_settings_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         t5.Config(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 7}, "width 768 is not a multiple of heads 7. Use heads=6"),
+        ({"decoder_layers": 0}, "decoder_layers is 0. Use 1 or more"),
+        ({"max_positions": 0}, "max_positions is 0. Use 1 or more"),
+        ({"ffn_dropout": 1.0}, r"ffn_dropout is 1.0. Use a number in \[0, 1\)"),
+        ({"head_dropout": -0.1}, r"head_dropout is -0.1. Use a number in \[0, 1\)"),
+        ({"initializer_range": 0.0}, "initializer_range is 0.0. Use a number above 0"),
+        ({"start_token": 50_265}, "start_token is 50265, and vocab_size 50265. Use the id"),
+        ({"head": "tagging", "labels": ("O", "B")}, "supports only classification, question_answ"),
+        ({"head": "classification"}, "labels has 0 names"),
+    ],
+)
+def test_wrong_settings_of_bart_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        bart.Config(**change)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.models import (
-    bart,
     Inputs,
+    bart,
     base,
     bert,
     deberta_v2,
