@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from tests.conformance.worker import FAMILIES, TEXT, Case, Record, run_cases
+from tests.conformance.worker import FAMILIES, TEXT_TASKS, Case, Record, run_cases
 from tests.conftest import make_dataset, write_experiment, write_t5_experiment
 from tests.processes import run_ranks
 
@@ -154,7 +154,7 @@ def measure(groups: list[Group], kept: Path) -> None:
         t5 = write_t5_experiment(t5_dataset, Path(folder, "t5.yaml"))
         for group in track(groups, "conformance", console=Console(stderr=True)):
             task, size, strategy = group
-            file = t5 if task in TEXT else bert
+            file = t5 if task in TEXT_TASKS else bert
             packings = (FAMILIES[task],) if task in FAMILIES else PACKINGS
             if (task, packings[0]) not in references:
                 singles = [Case(1, "single", 8, 1, packing, task) for packing in packings]
@@ -209,7 +209,8 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `mlm`, `mlm_lamb`, `muon` | BERT with AdamW, with LAMB, with Muon |
 | `mlm_nsp` | BERT with next-sentence prediction, AdamW |
 | `span_corruption`, `causal_lm` | T5 v1.1 of 2 + 2 layers; GPT-2; both with Adafactor and a SentencePiece tokenizer |
-| `ul2`, `bart` | that T5 with UL2's mixture of denoisers; with BART's infilling and permuted sentences |
+| `ul2` | that T5 with UL2's mixture of denoisers |
+| `bart` | BART of 2 + 2 layers with its denoising, AdamW and a SentencePiece tokenizer |
 | `spanbert` | BERT with SpanBERT's objective |
 | `albert` | ALBERT of 4 layers in 2 groups, with sentence order, n-grams and LAMB |
 | `electra`, `electra_all_tokens` | ELECTRA with its generator: replaced tokens; All-Tokens MLM |

@@ -19,6 +19,7 @@ from tests.conformance.worker import (
     FAMILIES,
     STRATEGIES,
     TASKS,
+    TEXT_TASKS,
     Losses,
     Record,
     batch_digests,
@@ -207,7 +208,7 @@ def test_fused_attention_with_dropout(
     precision: str,
     compiled: str,
 ) -> None:
-    file = t5_experiment if task in ("span_corruption", "causal_lm") else experiment_file
+    file = t5_experiment if task in TEXT_TASKS else experiment_file
     changed = [*WIDE_HEADS[task], "model.attention_dropout=0.1", "training.evaluate_every=6"]
     reference = on_cpu(file, tmp_path / "cpu", *changed)
     changed += [f"training.precision={precision}", f"training.compile={compiled}"]

@@ -1,5 +1,5 @@
-"""T5's span corruption, other denoising and GPT-2's language modelling are the same run at any
-world size, too, with Adafactor.
+"""T5's span corruption, UL2's denoising and GPT-2's language modeling are the same run at any world
+size, too, with Adafactor; and so is BART, with AdamW.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ CASES = [
     Case(2, "ddp", 8, 1, "best_fit", "causal_lm"),
     Case(3, "ddp", 4, 0, "concat", "span_corruption"),
     Case(3, "fsdp", 4, 1, "concat", "causal_lm"),
+    Case(2, "fsdp", 4, 1, "best_fit", "bart"),
+    Case(3, "ddp", 1, 0, "best_fit", "bart"),
     Case(5, "fsdp", 8, 0, "concat", "span_corruption"),
     Case(2, "ddp", 1, 0, "best_fit", "ul2"),
-    Case(3, "fsdp", 4, 1, "concat", "bart"),
 ]
 
 

@@ -82,18 +82,24 @@ TASKS = {
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
     "ul2": ["objective={kind: denoising, scheme: ul2, z_loss: 1e-4}"],
-    "bart": ["objective={kind: denoising, scheme: bart}"],
     "causal_lm": [
         "objective=causal_lm",
         "model={kind: gpt2, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, "
         "max_positions: 64,"
         " attention_dropout: 0.0}",
     ],
+    "bart": [
+        "objective={kind: denoising, scheme: bart}",
+        "model={kind: bart, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 64, dropout: 0.1, attention_dropout: 0.1, ffn_dropout: 0.1, "
+        "start_token: 1}",
+        "optimizer={kind: adamw, lr: 1e-3}",
+    ],
 }
-"""Changes to the experiment file: a T5's for `TEXT`, else a BERT's."""
+"""Changes to the experiment file: a T5's for `TEXT_TASKS`, else a BERT's."""
 
-TEXT = ("span_corruption", "causal_lm", "ul2", "bart")
-"""Tasks whose dataset has a SentencePiece tokenizer."""
+TEXT_TASKS = ("span_corruption", "causal_lm", "ul2", "bart")
+"""Tasks with a SentencePiece tokenizer."""
 
 FAMILIES = {
     "mlm_nsp": "pairs",
@@ -109,7 +115,7 @@ FAMILIES = {
     "muon": "best_fit",
     "spanbert": "best_fit",
     "ul2": "best_fit",
-    "bart": "concat",
+    "bart": "best_fit",
 }
 """Tasks that are tested with one packing each."""
 

@@ -15,9 +15,12 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration import tasks
 from tests.integration.commands import Samestep
+from trainer.models import bart
 from trainer.objectives.rows import logits as logits_of
+from trainer.publish.tokenizer import adapt
 from trainer.strategies import Replica
 from trainer.training.run import open_loader
 from trainer.training.starting import load_experiment
@@ -81,6 +84,7 @@ def our_logits(experiment_file: Path, run: Path) -> np.ndarray:
         ("bert", "wordpiece"),
         ("roberta", "bpe"),
         ("t5", "unigram"),
+        ("bart", "bpe"),
         ("gpt2", "bpe"),
         ("gpt2", "gpt2"),
     ],
@@ -107,7 +111,7 @@ def test_pairs_of_texts_get_the_same_scores(
         "head": "classification",
         "labels": ["score"],
     }
-    tree["objective"]["reads"] = "last" if family in ("t5", "gpt2") else "first"
+    tree["objective"]["reads"] = "last" if family in ("t5", "bart", "gpt2") else "first"
     tree["schedule"], tree["data"]["sequence_length"] = {}, 64  # nothing is cut
     file.write_text(yaml.safe_dump(tree))
     assert samestep("train", file).code == 0
@@ -133,3 +137,18 @@ def test_pairs_of_texts_get_the_same_scores(
     np.testing.assert_allclose(
         [score["score"] for score in scores], theirs[:5, 0], rtol=1e-4, atol=1e-5
     )
+
+
+def test_sources_of_an_exported_bart_are_written_as_in_training(tmp_path: Path) -> None:
+    """A text and </s>, without the <s> that the tokenizer puts before other models' texts."""
+    write_tokenizer("bpe", tmp_path)
+    before = AutoTokenizer.from_pretrained(tmp_path)
+    cls, sep = before.cls_token_id, before.sep_token_id
+    text = f"{tasks.NAMES[0]} {tasks.FILL[0]}"
+    (begin, *ids, end) = before(text)["input_ids"]
+    assert (begin, end) == (cls, sep)
+    vocabulary = Tokenizer.load(tmp_path).vocabulary
+    adapt(tmp_path, bart.Config(start_token=sep), vocabulary)
+    after = AutoTokenizer.from_pretrained(tmp_path)
+    assert after(text)["input_ids"] == [*ids, sep]
+    assert after(text, text)["input_ids"] == [*ids, sep, *ids, sep]

@@ -110,16 +110,31 @@ def bert(experiment_file: str, strategies: dict[str, str]) -> list[Measured]:
     return run_ranks(2, _measure, experiment_file, strategies, counted, timeout=900)
 
 
+def _of_two_strategies(file: str, strategies: dict[str, str]) -> list[Measured]:
+    chosen = {name: strategies[name] for name in ("fsdp", "zero3")}
+    return run_ranks(2, _measure, file, chosen, [], timeout=900)
+
+
 @pytest.fixture(scope="module")
 def t5(t5_experiment: str, strategies: dict[str, str]) -> list[Measured]:
-    return run_ranks(
-        2,
-        _measure,
-        t5_experiment,
-        {name: strategies[name] for name in ("fsdp", "zero3")},
-        [],
-        timeout=900,
-    )
+    return _of_two_strategies(t5_experiment, strategies)
+
+
+@pytest.fixture(scope="module")
+def bart_experiment(t5_experiment: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("bart") / "experiment.yaml"
+    file.write_text(f"""
+base: {t5_experiment}
+objective: {{kind: prefix_lm}}
+model: {{kind: bart, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, max_positions: 64,
+  start_token: 1}}
+""")  # noqa: E501
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def bart(bart_experiment: str, strategies: dict[str, str]) -> list[Measured]:
+    return _of_two_strategies(bart_experiment, strategies)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +142,7 @@ def t5(t5_experiment: str, strategies: dict[str, str]) -> list[Measured]:
     [
         ("experiment_file", "bert"),
         pytest.param("t5_experiment", "t5", marks=pytest.mark.long),
+        pytest.param("bart_experiment", "bart", marks=pytest.mark.long),
     ],
 )
 def test_what_processes_hold_is_what_was_planned(

@@ -184,6 +184,20 @@ def deberta_v3(parameters: int, peak: float) -> Promise:
     return Promise(parameters, ((500_000, 8192, 512),), rate, optimizer=optimizer)
 
 
+def bart(parameters: int, peak: float, warmup: int) -> Promise:
+    """With a bias of the logits, which transformers does not count."""
+    return Promise(
+        parameters + 50_265,
+        ((500_000, 8000, 512),),
+        decay(peak, warmup, 500_000),
+        masked=1.0,
+        padded=True,
+        clip=None,
+        optimizer=ADAM,
+        sides=(512, 512),
+    )
+
+
 PROMISES = {
     "bert_tiny": Promise(4_433_468, SEQUENCES, bert()),
     "bert_mini": Promise(11_267_900, SEQUENCES, bert()),
@@ -300,6 +314,8 @@ PROMISES = {
         clip=None,
         optimizer={**ADAM, "kind": "stable_adamw"},
     ),
+    "bart_base": bart(139_420_416, 6e-4, 24_000),
+    "bart_large": bart(406_291_456, 4e-4, 30_000),
     "t5_small": t5(60_506_624),
     "t5_base": t5(222_903_552),
     "t5_large": t5(737_668_096),
@@ -471,6 +487,7 @@ def vocabulary_of(size: int) -> Vocabulary:
         continuing=(),
         eos=2,
         sentinels=sentinels,
+        full_stops=(4,),
     )
 
 

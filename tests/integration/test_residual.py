@@ -38,6 +38,7 @@ BERT_FAMILIES = {
 T5_FAMILIES = {
     "t5": [],
     "t5 with shared layers": ["model.architecture=shared_encoder_decoder"],
+    "bart": worker.TASKS["bart"],
     "gpt2": ["objective=causal_lm", f"model={{kind: gpt2, {GPT}}}"],
     "openai_gpt": ["objective=causal_lm", f"model={{kind: openai_gpt, {GPT}}}"],
 }

@@ -149,6 +149,42 @@ def test_a_decoder_alone_is_fine_tuned_as_well(
     assert samestep("train", experiment, *changes, "data.packing=padded").code == 0
 
 
+def test_bart_is_trained_exported_and_writes_what_transformers_writes(
+    samestep: Samestep, build, experiment: str, tmp_path: Path
+) -> None:
+    """And what is refused: another start token, and targets longer than its positions."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    from trainer.training.weights import load_weights
+
+    assert build().code == 0
+    model = (
+        "model={kind: bart, vocab_size: 134, layers: 1, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 48, initializer_range: 0.3, start_token: %d}"
+    )
+    changes = [model % 1, "optimizer={kind: adamw, lr: 1e-3}"]
+    assert samestep("train", experiment, *changes).code == 0
+    assert samestep("export", tmp_path / "run", tmp_path / "exported").code == 0
+    prompt = f"{PREFIX}old small dog"
+    result = samestep("generate", tmp_path / "run", "--max-new-tokens", 12, prompt)
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported")
+    assert theirs.generation_config.decoder_start_token_id == 1
+    ours = load_weights(tmp_path / "run").load_tokenizer()
+    (source,) = ours.encode_batch([prompt])
+    tokens = torch.tensor([[*source.tolist(), 1]])
+    (row,) = theirs.generate(input_ids=tokens, max_new_tokens=12, do_sample=False).tolist()
+    text = ours.decode(row[1 : row.index(1, 1)] if 1 in row[1:] else row[1:])
+    assert result.out.splitlines() == [" ".join(text.splitlines())]
+
+    refused = samestep("train", experiment, model % 2, f"output={tmp_path / 'other'}")
+    assert refused.code == 2
+    assert "set model.start_token=1" in refused.message
+    long = samestep("train", experiment, *changes, "objective.target_length=49", "output=other")
+    assert long.code == 2
+    assert "targets of 49 tokens are over the model's position table of 48" in long.message
+
+
 def test_long_texts_are_cut_for_training_and_compared_whole(
     samestep: Samestep, build, experiment: str, tmp_path: Path
 ) -> None:

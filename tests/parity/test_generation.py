@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
@@ -15,6 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.outputs import fill
 from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
 from trainer.training.weights import load_weights
@@ -23,6 +26,21 @@ from trainer.training.weights import load_weights
 VOCABULARY = Vocabulary(size=24, pad=0, cls=None, sep=None, mask=None, special=(0, 1), eos=1)
 T5 = T5Config(
     vocab_size=24, d_model=32, d_kv=12, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0
+)
+BART = BartConfig(
+    vocab_size=24,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    eos_token_id=1,
+    decoder_start_token_id=1,
+    forced_eos_token_id=None,
 )
 GPT2 = GPT2Config(
     vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1
@@ -47,24 +65,30 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["t5", "gpt2"], scope="module")
+@pytest.fixture(params=["t5", "bart", "gpt2"], scope="module")
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Any]:
     """A random model of theirs, and ours with its weights."""
-    reference: Any = (
-        T5ForConditionalGeneration(T5) if request.param == "t5" else GPT2LMHeadModel(GPT2)
-    )
+    kinds: dict[str, Any] = {
+        "t5": (T5ForConditionalGeneration, T5),
+        "bart": (BartForConditionalGeneration, BART),
+        "gpt2": (GPT2LMHeadModel, GPT2),
+    }
+    model_class, config = kinds[request.param]
+    reference: Any = model_class(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.ndim > 1:
                 parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        if request.param == "bart":  # whose texts would not end otherwise
+            reference.final_logits_bias[0, 1] = 3.0
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference.eval().save_pretrained(folder)
     weights = load_weights(folder)
     model = weights.config.build()
-    model.load_state_dict(dict(weights.tensors))
+    fill(model, dict(weights.tensors))
     return reference, model
 
 

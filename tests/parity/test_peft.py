@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import bert, gpt2, openai_gpt, roberta, t5
+from trainer.models import bart, bert, gpt2, openai_gpt, roberta, t5
 from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.peft.huggingface import export_adapter
 from trainer.training.weights import load_weights
@@ -44,13 +44,17 @@ CONFIGS: dict[str, Any] = {
     "t5-classes": t5.Config(**SHAPE, head_width=16, **CLASSES),
     "t5-tagging": t5.Config(**SHAPE, head_width=16, **TAGS),
     "t5-question_answering": t5.Config(**SHAPE, head_width=16, head="question_answering"),
+    "bart": bart.Config(**SHAPE, **PLACES),
+    "bart-classes": bart.Config(**SHAPE, **PLACES, **CLASSES),
 }
+TEXT_TO_TEXT = ("t5", "bart")
 TARGETS = {
     "bert": ("query", "value", "out", "down"),
     "roberta": ("key", "up"),
     "gpt2": ("query", "value", "out", "up"),
     "t5": ("query", "cross_value", "cross_query", "up"),
     "t5-gated": ("value", "gate", "cross_out"),
+    "bart": ("query", "cross_key", "cross_query", "down"),
 }
 NAMES = {
     "classification": "SequenceClassification",
@@ -62,9 +66,9 @@ NAMES = {
 
 def auto(config: Any, folder: Path) -> Any:
     """What transformers makes of a folder for the head of a configuration."""
-    of_words = (
-        "Seq2SeqLM" if config.model_type == "t5" else "CausalLM" if config.causal else "MaskedLM"
-    )
+    of_words = "CausalLM" if config.causal else "MaskedLM"
+    if config.model_type in TEXT_TO_TEXT:
+        of_words = "Seq2SeqLM"
     labels = {"num_labels": len(config.labels)} if config.labels else {}
     padding = {"pad_token_id": 0} if config.causal else {}
     kind = getattr(transformers, f"AutoModelFor{NAMES.get(config.head, of_words)}")
@@ -85,24 +89,25 @@ def make(family: str, added: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def batch(config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Rows of 9 and of 5 cells, as ours and as transformers' models take them."""
-    is_t5, pooled = config.model_type == "t5", config.head in ("classification", "multiple_choice")
+    has_encoder = config.model_type in TEXT_TO_TEXT
+    pooled = config.head in ("classification", "multiple_choice")
     tokens = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(1))
     real = (torch.arange(9) < torch.tensor([9, 5])[:, None]).int()
     last = real.sum(1, keepdim=True) - 1
-    if is_t5 and pooled:
-        tokens.scatter_(1, last, 1)  # the token that ends a text
+    if config.sets_start:
+        tokens[:, 0] = config.start_token
+    if has_encoder and pooled:  # the token that ends a text
+        tokens.scatter_(1, last, config.start_token if config.sets_start else 1)
     tokens = tokens.masked_fill(
         real == 0, config.position_offset - 1 if config.position_offset else 0
     )
     ours = {"tokens": tokens, "segments": real, "positions": torch.arange(9).expand(2, -1)}
     theirs = {"input_ids": tokens, "attention_mask": real}
-    if is_t5 and config.head == "language_model":
+    if has_encoder and config.head == "language_model":
         ours |= {"target_tokens": tokens, "target_segments": torch.ones_like(tokens)}
         theirs |= {"decoder_input_ids": tokens}
     if pooled:
-        ours |= {
-            "predicted": last if is_t5 or config.causal else torch.zeros(2, 1, dtype=torch.long)
-        }
+        ours |= {"predicted": last if config.decoder else torch.zeros(2, 1, dtype=torch.long)}
     if config.head == "multiple_choice":  # the rows are the choices of one example
         theirs = {name: value[None] for name, value in theirs.items()}
     return ours, theirs
@@ -240,6 +245,8 @@ NOT_IN_PEFT = {
         "t5-classes",
         "t5-tagging",
         "t5-question_answering",
+        "bart",
+        "bart-classes",
     },
     "prompt": {
         "bert-words",
@@ -248,6 +255,7 @@ NOT_IN_PEFT = {
         "openai-gpt-classes",
         "t5-classes",
         "t5-question_answering",
+        "bart-classes",
     },
 }
 

@@ -53,7 +53,7 @@ class Generator:
         device: torch.device | None = None,
     ) -> None:
         if not isinstance(model, Generates):
-            raise ConfigError("a model of this kind writes no text. Use t5 or gpt2.")
+            raise ConfigError("a model of this kind writes no text. Use t5, bart or gpt2.")
         head, has_encoder, end = model.config.head, model.config.encoder_decoder, vocabulary.end
         if head != "language_model":
             raise ConfigError(
@@ -63,8 +63,8 @@ class Generator:
         if not (has_encoder or model.config.causal):
             raise ConfigError(
                 "this model sees a text from both sides and cannot continue it. Use an "
-                "encoder-decoder (t5) or a causal model (gpt2, or trained with causal: true), or "
-                "samestep fill."
+                "encoder-decoder (t5, bart) or a causal model (gpt2, or trained with causal: "
+                "true), or samestep fill."
             )
         if end is None or (has_encoder and vocabulary.pad is None):
             missing = "token that ends a text" if end is None else "<pad>, with which targets begin"
@@ -92,23 +92,34 @@ class Generator:
 
         Args:
             sources: the tokens that the model reads, special tokens included; none is empty. Of a
-                prompt that is too long for the model, only the last tokens are read.
+                prompt that is too long for the model, only the last tokens are read; of a source,
+                the first and the end token.
             first: number of the first source, which keys sampling.
 
         Returns:
             The generated tokens of each source, without the end token.
         """
         config, batch_size = self._config, self._config.batch_size
-        # A decoder needs positions for the prompt and all new tokens but the last.
-        room = self._model.max_sequence_length - config.max_new_tokens + 1
-        cut = sum(len(source) > room for source in sources)
-        if cut and not self._model.config.encoder_decoder:
-            logger.warning(
-                "%d of %d texts are longer than %d tokens, which leave room for max_new_tokens=%d; "
-                "they lose their beginning",
-                *(cut, len(sources), room, config.max_new_tokens),
-            )
-            sources = [source[-room:] for source in sources]
+        room = self._model.max_sequence_length
+        if self._model.config.encoder_decoder:
+            if cut := sum(len(source) > room for source in sources):
+                logger.warning(
+                    "%d of %d texts are longer than the %d tokens that the model takes; they lose "
+                    "their end",
+                    *(cut, len(sources), room),
+                )
+                # The last token is the one that ends a source.
+                sources = [[*source[:-1][: room - 1], source[-1]] for source in sources]
+        else:
+            # A decoder needs positions for the prompt and all new tokens but the last.
+            room -= config.max_new_tokens - 1
+            if cut := sum(len(source) > room for source in sources):
+                logger.warning(
+                    "%d of %d texts are longer than %d tokens, which leave room for "
+                    "max_new_tokens=%d; they lose their beginning",
+                    *(cut, len(sources), room, config.max_new_tokens),
+                )
+                sources = [source[-room:] for source in sources]
         # The longest first, so that running out of memory shows at once. Sorting is stable: equal
         # lengths stay in order.
         order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))

@@ -330,14 +330,12 @@ class ModelConfig(ABC):
     Attributes:
         model_type: the family's name in Hugging Face's `config.json`.
         position_offset: unused rows at the start of the position table (RoBERTa).
-        start_token: id of a decoder's first input token; None: there is none.
         vocab_size: rows of the token table.
         width: D, of the hidden states.
     """
 
     model_type: ClassVar[str] = ""
     position_offset: ClassVar[int] = 0
-    start_token: ClassVar[int | None] = None
 
     vocab_size: int
     width: int
@@ -391,6 +389,16 @@ class ModelConfig(ABC):
     def decoder(self) -> bool:
         """Whether the head reads a decoder: only its last position sees a whole sequence."""
         return self.causal
+
+    @property
+    def start_token(self) -> int | None:
+        """Id of the first input token of a decoder beside an encoder; None: there is none."""
+        return None
+
+    @property
+    def sets_start(self) -> bool:
+        """Whether each target begins with `start_token`, whatever token the batch has there."""
+        return False
 
     @property
     def decoder_layers(self) -> int | None:

@@ -28,7 +28,7 @@ _PRETRAINING = {
     "fit_head": "model.teacher_width",
 }
 """Heads of pre-training and distillation -> the setting that adds one."""
-_EMBEDDINGS = ("embeddings", "prompt")
+_EMBEDDINGS = ("embeddings", "encoder_positions", "decoder_positions", "prompt")
 
 
 class TransformerModel(Model):
@@ -102,16 +102,20 @@ class TransformerModel(Model):
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
         columns = super().columns(inputs)
         if self.config.reads_positions:
-            length = inputs.tokens.shape[1]
-            positions = inputs.positions
-            if positions is None:
-                positions = torch.arange(length, device=inputs.tokens.device)
-            positions = positions.expand(len(inputs.tokens), -1) + self.inserted
-            # A prompt of n embeddings has the positions 0 to n - 1.
-            before = torch.arange(self.inserted, device=positions.device)
-            before = before.to(positions.dtype).expand(len(positions), -1)
-            columns["positions"] = torch.cat([before, positions], 1)
+            columns["positions"] = self.positions(inputs)
         return columns
+
+    def positions(self, inputs: Inputs) -> Tensor:
+        """The positions of prompt and text: int [B, n + S]."""
+        length = inputs.tokens.shape[1]
+        positions = inputs.positions
+        if positions is None:
+            positions = torch.arange(length, device=inputs.tokens.device)
+        positions = positions.expand(len(inputs.tokens), -1) + self.inserted
+        # A prompt of n embeddings has the positions 0 to n - 1.
+        before = torch.arange(self.inserted, device=positions.device)
+        before = before.to(positions.dtype).expand(len(positions), -1)
+        return torch.cat([before, positions], 1)
 
     def stacks(self) -> dict[str, Stack]:
         """The stacks of layers, by name."""

@@ -142,6 +142,11 @@ class TransformerConfig(ModelConfig):
         return self.type_vocab > 0
 
     @property
+    def ffn_dropout(self) -> float:
+        """Dropout rate inside the feed-forward network, at the site `ffn_hidden`."""
+        return self.dropout
+
+    @property
     def head_dropout(self) -> float:
         """Dropout rate in a task's head."""
         return self.dropout
@@ -325,7 +330,7 @@ class TransformerConfig(ModelConfig):
         elif head != "language_model":
             raise ConfigError(
                 f"a model of kind {self.model_type} has no {head} head. Use bert, roberta, t5, "
-                "gpt2 or openai_gpt."
+                "bart, gpt2 or openai_gpt."
             )
         for setting, output in (("nsp", "next_sentence"), ("span_boundary", "span_boundary")):
             if setting in settings:

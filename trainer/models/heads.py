@@ -129,17 +129,23 @@ class MaskedLMHead(VocabularyHead):
 
 
 class LanguageModelHead(VocabularyHead):
-    """Predicts tokens by the output matrix alone; if it is shared, of scaled hidden states."""
+    """Predicts tokens by the output matrix alone; if it is shared, of scaled hidden states.
 
-    def __init__(self, config: TransformerConfig, scale: float = 1.0) -> None:
+    Args:
+        scale: factor of the hidden states, if the matrix is shared.
+        bias: whether logits have a bias (BART).
+    """
+
+    def __init__(self, config: TransformerConfig, scale: float = 1.0, bias: bool = False) -> None:
         super().__init__()
         self.scale = scale
         self.decoder = _decoder(config)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if bias else None
 
     def factors(self, hidden: Tensor, embedding: Tensor, *_columns: Any) -> Factors:
         if self.decoder is not None:
-            return hidden, self.decoder.weight, None
-        return hidden if self.scale == 1 else hidden * self.scale, embedding, None
+            return hidden, self.decoder.weight, self.bias
+        return hidden if self.scale == 1 else hidden * self.scale, embedding, self.bias
 
 
 class SpanBoundaryHead(VocabularyHead):

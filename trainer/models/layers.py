@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.dropout = config.dropout
+        self.dropout = config.ffn_dropout
         parts = ("up", "gate") if config.gated else ("up",)
         bias = config.projection_bias
         self.up = Projection(config.width, len(parts) * config.ffn_width, parts, bias=bias)
@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of an encoder, or with `cross_attention` of a decoder (which needs norm `pre`).
+    """One layer of an encoder, or with `cross_attention` of a decoder.
 
     `post` normalizes after each residual sum (Vaswani et al. 2017), `pre` the input of each branch
     (Xiong et al. 2020).
@@ -88,15 +88,17 @@ class Layer(nn.Module):
         branch = self.attention(self.attention_norm(hidden) if pre else hidden, bias, context, read)
         key = context.key("attention_output")
         hidden = take(hidden, read) + dropout(branch, self.dropout, key, read)
+        hidden = hidden if pre else self.attention_norm(hidden)
         if memory is not None:
-            branch = self.cross_attention(self.cross_attention_norm(hidden), memory, context)
+            normed = self.cross_attention_norm(hidden) if pre else hidden
+            branch = self.cross_attention(normed, memory, context)
             key = context.key("cross_attention_output")
             hidden = take(hidden + dropout(branch, self.dropout, key), context.positions)
+            hidden = hidden if pre else self.cross_attention_norm(hidden)
         key = context.key("ffn_output")
         if pre:
             branch = self.ffn(self.ffn_norm(hidden), context)
             return hidden + dropout(branch, self.dropout, key, context.positions)
-        hidden = self.attention_norm(hidden)
         branch = self.ffn(hidden, context)
         out: Tensor = self.ffn_norm(hidden + dropout(branch, self.dropout, key, context.positions))
         return out

@@ -13,12 +13,15 @@ from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.config import Activation, Head, NormKind, TaskHead
-from trainer.models.encoder_decoder import START, EncoderDecoder
+from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
 from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
+
+START = 0
+"""Id of the decoder's first input token, which is padding."""
 
 Architecture: TypeAlias = Literal[
     "encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"
@@ -99,7 +102,6 @@ class Config(Family):
     """
 
     model_type: ClassVar[str] = "t5"
-    start_token: ClassVar[int] = START
 
     vocab_size: int = 32128
     head_width: int = 64
@@ -144,6 +146,10 @@ class Config(Family):
                 f"max_distance is {self.max_distance}, but {self.relative_buckets} buckets need "
                 f"more than {self.relative_buckets // 2}. Use 128, for example."
             )
+
+    @property
+    def start_token(self) -> int | None:
+        return START
 
     @property
     def attention_scale(self) -> float | None:

@@ -168,7 +168,8 @@ def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:
     ids = {"pad_token_id": vocabulary.pad, "eos_token_id": vocabulary.end}
     # T5's decoder starts with the padding token, as in its pre-training.
     if is_pair:
-        ids["decoder_start_token_id"] = vocabulary.pad
+        start = config.start_token if config.sets_start else vocabulary.pad
+        ids["decoder_start_token_id"] = start
     else:
         ids["bos_token_id"] = vocabulary.end if vocabulary.cls is None else vocabulary.cls
     return {name: token for name, token in ids.items() if token is not None}

@@ -29,6 +29,9 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
       in `objectives.causal_lm`, and none at its end, where it is continued. Tokenizers without a
       begin token of their own, as GPT-2's, stay as they are published.
 
+    - For an encoder-decoder that predicts tokens, a source gets the token that ends it and none
+      that begins it, as in `objectives.text_to_text`.
+
     - A SentencePiece model of T5's kind gets the tokenizer.json that `transformers` reads first.
 
     Returns:
@@ -43,14 +46,18 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
         # Without this, transformers would not pass the types on, and both texts would have 0.
         settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])
     # A task head of a decoder pools its last token; see `objectives.task_rows.RowTask`.
-    if config.causal and config.head != "language_model":
+    if config.decoder and config.head != "language_model":
         backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
-        backend.post_processor = _template(backend, vocabulary)
+        backend.post_processor = _template(backend, vocabulary.cls, vocabulary.end)
         if pad is None:
             backend.add_special_tokens([PADDING])
             pad = backend.token_to_id(PADDING)
             settings["pad_token"] = PADDING
             _add_names(folder, {"pad_token": PADDING})
+        backend.save(str(folder / _MODEL))
+    elif config.encoder_decoder:
+        backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
+        backend.post_processor = _template(backend, None, vocabulary.end)
         backend.save(str(folder / _MODEL))
     elif config.causal and not config.prefix_lm and vocabulary.cls is not None:
         backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
@@ -78,8 +85,9 @@ def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
     (folder / _NAMES).write_text(json.dumps(names | added, indent=2), encoding="utf-8")
 
 
-def _template(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> TemplateProcessing:
-    begin, end = vocabulary.cls, vocabulary.end
+def _template(
+    backend: tokenizers.Tokenizer, begin: int | None, end: int | None
+) -> TemplateProcessing:
     assert end is not None, (
         "the model was trained with a tokenizer that has a token to end texts with"
     )

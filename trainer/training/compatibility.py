@@ -51,7 +51,7 @@ def check_compatibility(
             f"{vocabulary:,}",
             f"{config.vocab_size:,}",
         )
-    _check_lengths(experiment, model)
+    _check_lengths(experiment, objectives, model)
     # As plain values: a strategy knows no class of the experiment, which contains its own.
     experiment.strategy.check(to_tree(experiment))
     for phase, objective in zip(phases, objectives, strict=True):
@@ -77,17 +77,26 @@ def check_dataset(dataset: AnyDataset, objective: Objective, sequence_length: in
         check_rows(source.manifest, source.name, spec)
 
 
-def _check_lengths(experiment: Experiment, model: Model) -> None:
+def _check_lengths(experiment: Experiment, objectives: Sequence[Objective], model: Model) -> None:
     """Rejects sequences longer than the model's position table."""
     virtual, most = experiment.model.virtual_tokens, model.max_sequence_length
-    for phase in experiment.resolved_phases():
+    without = f", without the {virtual} positions of model.peft" if virtual else ""
+    for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
         length = phase.sequence_length
+        sides = objective.pack_spec(length).sides
+        # A decoder beside an encoder has a table of its own.
+        targets = 0 if sides is None or sides.joined else sides.size[1]
+        if targets > most:
+            raise ConfigError(
+                f"targets of {targets} tokens are over the model's position table of {most}"
+                f"{without}; use shorter ones, or set model.max_positions to {targets + virtual} "
+                "or more"
+            )
         if length <= most:
             continue
         name = "data.sequence_length"
         if experiment.phases and experiment.phases[phase.index].sequence_length is not None:
             name = f"phases.{phase.index}.sequence_length"
-        without = f", without the {virtual} positions of model.peft" if virtual else ""
         raise ConfigError(
             f"{name} {length} is over the model's position table of {most}{without}; use a shorter "
             f"sequence, or set model.max_positions to {length + virtual} or more"
@@ -193,9 +202,18 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
 
 
 def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Rejects a tokenizer without the token that a task's decoder starts with."""
+    """Rejects a tokenizer without the token that a decoder starts with."""
+    model, vocabulary = experiment.model, dataset.tokenizer.vocabulary
+    pad, end = vocabulary.pad, vocabulary.end
+    # BART's decoder reads the token that ends texts first, before targets as well.
+    if model.sets_start and model.start_token not in (pad, end):
+        raise ConfigError(
+            f"model.start_token is {model.start_token}, and in {dataset.name} it is neither the "
+            f"token that ends a text nor padding; set model.start_token={end}"
+        )
+    if model.sets_start:
+        return
     # T5's decoder reads the padding token first, by an id that is a fact of the family.
-    model, pad = experiment.model, dataset.tokenizer.vocabulary.pad
     if model.head != "language_model" and model.decoder and model.start_token not in (None, pad):
         raise ConfigError(
             f"the decoder of {_kind(model)} begins with the padding token, of id "

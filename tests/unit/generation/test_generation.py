@@ -14,7 +14,7 @@ from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
 from trainer.generation.sampling import sample
 from trainer.hashing import mix, uniform
-from trainer.models import bert, gpt2, t5
+from trainer.models import bart, bert, gpt2, t5
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
@@ -130,6 +130,18 @@ def test_what_is_too_long_loses_its_beginning(caplog: pytest.LogCaptureFixture):
         "1 of 2 texts are longer than 20 tokens, "[:39]
     ]
     assert generate([]) == []
+
+
+def test_a_source_that_is_too_long_loses_its_end(caplog: pytest.LogCaptureFixture):
+    """But not the token that ends it."""
+    config = bart.Config(**SHAPE, max_positions=24, start_token=1)
+    generate = Generator(make(config), VOCABULARY, Config(5))
+    long = [2 + n % 20 for n in range(30)]
+    with caplog.at_level(logging.WARNING):
+        assert generate([[*long, 1], [5, 1]]) == generate([[*long[:23], 1], [5, 1]])
+    assert [record.getMessage()[:39] for record in caplog.records] == [
+        "1 of 2 texts are longer than the 24 tokens"[:39]
+    ]
 
 
 @pytest.mark.parametrize(

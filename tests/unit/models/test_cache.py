@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.outputs import predict
-from trainer.models import Inputs, Model, gpt2, openai_gpt, t5
+from trainer.models import Inputs, Model, bart, gpt2, openai_gpt, t5
 
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
+BART = bart.Config(**SHAPE, max_positions=16)
 DECODERS = [
     gpt2.Config(**SHAPE, max_positions=24),
     openai_gpt.Config(**SHAPE, max_positions=24),
@@ -53,10 +54,14 @@ def test_decoders(build: Callable[..., Model], config: Any):
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, 4:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["encoder_decoder", "shared_encoder_decoder"])
-def test_encoder_decoders(build: Callable[..., Model], architecture: str):
+@pytest.mark.parametrize(
+    "config",
+    [T5, dataclasses.replace(T5, architecture="shared_encoder_decoder"), BART],
+    ids=["t5", "t5_shared", "bart"],
+)
+def test_encoder_decoders(build: Callable[..., Model], config: Any):
     """Sources of 12, 7 and 1 tokens; a prompt of two tokens, and 10 after it."""
-    model = make(build, dataclasses.replace(T5, architecture=architecture))
+    model = make(build, config)
     source, target = tokens(3, 12), tokens(3, 12)
     segments = (torch.arange(12) < torch.tensor([12, 7, 1])[:, None]).int()
     of_target = {"target_tokens": target, "target_segments": torch.ones_like(target)}
@@ -68,10 +73,10 @@ def test_encoder_decoders(build: Callable[..., Model], architecture: str):
 
 def test_rows_can_be_repeated_moved_and_dropped(build: Callable[..., Model]):
     """As beams are: each goes on from the cells of the row that it was taken from."""
-    for config in (T5, DECODERS[0]):
+    for config in (T5, BART, DECODERS[0]):
         model, text = make(build, config), tokens(3, 9)
         segments = (torch.arange(4) >= torch.tensor([[0], [1], [2]])).int()
-        start = Inputs(text[:, :4], segments, target_tokens=text[:, :1] if config is T5 else None)
+        start = Inputs(text[:, :4], segments, target_tokens=None if config.causal else text[:, :1])
         _, cache = model.start(start, capacity=8)
         model.step(text[:, 4], cache)
         rows, after = torch.tensor([2, 0, 2, 2]), text[:, 5]

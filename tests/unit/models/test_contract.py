@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.outputs import outputs, predict
-from trainer.models import Inputs, Model, Start, Stored, bert, gpt2, openai_gpt, roberta, t5
+from trainer.models import Inputs, Model, Start, Stored, bart, bert, gpt2, openai_gpt, roberta, t5
 from trainer.models.config import TransformerConfig
 from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.stack import LayerPlace, Stack
@@ -22,6 +22,7 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b", "c")}
 BERT = bert.Config(**SHAPE, max_positions=24)
 GPT2 = gpt2.Config(**SHAPE, max_positions=24)
 T5 = t5.Config(**SHAPE, head_width=8)
+BART = bart.Config(**SHAPE, max_positions=24, ffn_dropout=0.1)
 MODELS: dict[str, TransformerConfig] = {
     "bert": BERT,
     "bert, pre": replace(BERT, norm="pre", activation="geglu"),
@@ -39,6 +40,9 @@ MODELS: dict[str, TransformerConfig] = {
     "t5, classes": replace(T5, **CLASSES),
     "t5, tags": replace(T5, head="tagging", labels=("O", "B")),
     "t5, prompt": replace(T5, peft=prompt.Config(3)),
+    "bart": replace(BART, decoder_layers=2),
+    "bart, classes": replace(BART, **CLASSES),
+    "bart, scaled, prompt": replace(BART, scale_embeddings=True, peft=prompt.Config(3)),
 }
 
 
@@ -137,9 +141,11 @@ PROJECTION = r"(attention\.(qkv|out)|cross_attention\.(query|kv|out)|ffn\.(up|do
 ROLES = {  # of parameters whose names these patterns match
     r"embeddings\.(tokens|positions|types)\.weight": ("embedding", WEIGHT),
     r"embeddings\.norm\.(weight|bias)": ("embedding", NORM),
+    r"(encoder|decoder)_positions\.table\.weight": ("embedding", WEIGHT),
+    r"(encoder|decoder)_positions\.norm\.(weight|bias)": ("embedding", NORM),
     r"prompt\.weight": ("embedding", ADAPTER),
     rf"(layers|encoder|decoder)\.\d\.{PROJECTION}\.weight": ("layer", WEIGHT),
-    rf"layers\.\d\.{PROJECTION}\.bias": ("layer", BIAS),
+    rf"(layers|encoder|decoder)\.\d\.{PROJECTION}\.bias": ("layer", BIAS),
     r"(layers|encoder|decoder)\.\d\.(attention|cross_attention|ffn)_norm\.(weight|bias)": (
         "layer",
         NORM,
@@ -161,6 +167,7 @@ ROLES = {  # of parameters whose names these patterns match
         replace(BERT, peft=lora.Config()),
         replace(GPT2, peft=adapters.Config(width=4)),
         replace(T5, peft=adapters.Config(width=4)),
+        replace(BART, peft=prefix.Config(3)),
         replace(T5, peft=lora.Config(targets=("query", "cross_value"))),
     ],
 )
@@ -280,7 +287,7 @@ def test_a_next_sentence_head_comes_and_goes() -> None:
     "peft", [lora.Config(), adapters.Config(), prefix.Config(), prompt.Config()]
 )
 def test_what_peft_adds_is_initialized(peft: Any) -> None:
-    for config in (BERT, GPT2, T5):
+    for config in (BERT, GPT2, T5, BART):
         now = replace(config, peft=peft)
         others, _ = start(config, now)
         assert others == {name: None for name, _ in meta(now).named_parameters() if peft.owns(name)}
@@ -342,6 +349,7 @@ def test_matrices_that_lie_in_one_parameter_are_counted(name: str) -> None:
             {"classification": "model.head=language_model"},
         ),
         (T5, {"target_tokens"}, {"target_tokens": ""}),
+        (BART, {"target_tokens"}, {"target_tokens": ""}),
         (MODELS["t5, shared"], {"target_tokens"}, {"target_tokens": ""}),
         (MODELS["t5, left to right"], {"next_tokens"}, {"next_tokens": ""}),
         (MODELS["t5, prefix"], {"prefixed_tokens"}, {"prefixed_tokens": ""}),

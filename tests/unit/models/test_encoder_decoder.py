@@ -12,24 +12,19 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.outputs import predict
 from trainer.errors import ConfigError
-from trainer.models import Model, gpt2, openai_gpt, t5
+from trainer.models import Model, bart, gpt2, openai_gpt, t5
 
 Build = Callable[..., Model]
 Batch = dict[str, Tensor]
 ARCHITECTURES = ["encoder_decoder", "shared_encoder_decoder"]
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def config(request: pytest.FixtureRequest) -> t5.Config:
-    return t5.Config(
-        vocab_size=97,
-        layers=2,
-        width=32,
-        heads=4,
-        head_width=12,
-        ffn_width=48,
-        architecture=request.param,
-    )
+@pytest.fixture(params=[*ARCHITECTURES, "bart"])
+def config(request: pytest.FixtureRequest) -> t5.Config | bart.Config:
+    shape = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
+    if request.param == "bart":
+        return bart.Config(**shape, max_positions=20)
+    return t5.Config(**shape, head_width=12, architecture=request.param)
 
 
 def segments(width: int, *rows: tuple[int, ...]) -> Tensor:
@@ -78,6 +73,9 @@ SIZES_1_1 = {
 }
 
 
+LARGE_BART = bart.Config(layers=12, width=1024, heads=16, ffn_width=4096)
+
+
 def sized(size: tuple[int, ...], **changes: Any) -> t5.Config:
     width, head_width, heads, ffn_width, layers = size
     return t5.Config(
@@ -109,6 +107,9 @@ def sized(size: tuple[int, ...], **changes: Any) -> t5.Config:
                 "xxl": 11_135_332_352,
             }.items()
         ),
+        # As transformers counts them, and the bias of the logits, which is a buffer there.
+        (bart.Config(), 139_420_416 + 50_265),
+        (LARGE_BART, 406_291_456 + 50_265),
         (gpt2.Config(), 124_439_808),
         (gpt2.Config(layers=48, width=1600, heads=25, ffn_width=6400), 1_557_611_200),
         (openai_gpt.Config(), 116_534_784),
@@ -150,7 +151,21 @@ def test_flops_are_those_of_the_products():
         assert source * each.flops_per_token(source, target / source) == pytest.approx(expected)
 
 
-def test_packed_pairs_do_not_see_each_other(config: t5.Config, build: Build, batch: Batch):
+def test_flops_of_bart_are_those_of_the_products():
+    with torch.device("meta"):
+        model = bart.Config(decoder_layers=4).build()
+    source, target, width = 512, 114, 768
+    layer = 4 * width * width + 2 * width * 3072
+    encoder = 6 * (source * layer + 2 * source * source * width)
+    cross = 4 * (2 * (source + target) * width * width + 2 * target * source * width)
+    decoder = 4 * (target * layer + 2 * target * target * width)
+    expected = 6 * (encoder + cross + decoder + target * width * 50_265)
+    assert source * model.flops_per_token(source, target / source) == pytest.approx(expected)
+
+
+def test_packed_pairs_do_not_see_each_other(
+    config: t5.Config | bart.Config, build: Build, batch: Batch
+):
     model = build(config).eval()
     before = predict(model, **batch)
     for side, own in (("tokens", "segments"), ("target_tokens", "target_segments")):
@@ -163,7 +178,9 @@ def test_packed_pairs_do_not_see_each_other(config: t5.Config, build: Build, bat
     assert torch.equal(predict(model, **{**batch, "target_tokens": later})[:, :6], before[:, :6])
 
 
-def test_rows_of_one_pair_need_no_segments(config: t5.Config, build: Build, batch: Batch):
+def test_rows_of_one_pair_need_no_segments(
+    config: t5.Config | bart.Config, build: Build, batch: Batch
+):
     model = build(config)
     ones = {name: torch.ones_like(batch[name]) for name in ("segments", "target_segments")}
     torch.testing.assert_close(
@@ -172,7 +189,7 @@ def test_rows_of_one_pair_need_no_segments(config: t5.Config, build: Build, batc
 
 
 def test_predicted_cells_alone_give_what_all_cells_give(
-    config: t5.Config, build: Build, batch: Batch
+    config: t5.Config | bart.Config, build: Build, batch: Batch
 ):
     model = build(config)
     predicted = torch.tensor([[0, 7, 3]] * 4)
@@ -184,7 +201,7 @@ def test_predicted_cells_alone_give_what_all_cells_give(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_step_is_the_same_however_the_batch_is_split(
-    config: t5.Config, build: Build, batch: Batch, checkpointing: bool
+    config: t5.Config | bart.Config, build: Build, batch: Batch, checkpointing: bool
 ):
     """Dropout in all of its places included."""
     model = build(config)
@@ -200,7 +217,7 @@ def test_the_step_is_the_same_however_the_batch_is_split(
 
 
 def test_each_dropout_probability_acts_in_training_only(
-    config: t5.Config, build: Build, batch: Batch
+    config: t5.Config | bart.Config, build: Build, batch: Batch
 ):
     no_dropout = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
     reference = predict(build(no_dropout), **batch)
@@ -213,6 +230,29 @@ def test_each_dropout_probability_acts_in_training_only(
         dataclasses.replace(no_dropout, attention_dropout=1e-12)
     )  # the slow path, without dropping a cell
     torch.testing.assert_close(predict(barely, **batch), reference, rtol=1e-4, atol=1e-4)
+
+
+def test_learned_positions_and_start_tokens_act_on_each_target(build: Build, batch: Batch):
+    """Wherever a sequence lies in a packed row, and whatever token the batch begins it with."""
+    config = bart.Config(vocab_size=97, layers=1, width=32, heads=4, ffn_width=48, max_positions=20)
+    model = build(config).eval()
+    position = {
+        "positions": torch.arange(20).expand(4, -1),
+        "target_positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0]] * 4),
+    }
+    before = predict(model, **batch, **position)
+    begins = batch["target_tokens"].clone()
+    begins[0, [0, 3]] = 7
+    begun = predict(model, **(batch | {"target_tokens": begins}), **position)
+    assert torch.equal(before, begun)
+    begins[0, 4] = (begins[0, 4] + 1) % 97
+    other = predict(model, **(batch | {"target_tokens": begins}), **position)
+    changed = (other != before).any(-1)[0]
+    assert changed.tolist() == [False] * 4 + [True] * 4 + [False] * 2
+    moved = position["positions"] + 1
+    moved[:, -1] = 0
+    shifted = predict(model, **batch, **(position | {"positions": moved}))
+    assert (shifted != before).any(-1)[0, :8].all()
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "language_model", "prefix_lm"])
@@ -253,7 +293,7 @@ def test_architectures_learn_and_reload(
     assert torch.equal(predict(model, **batch), predict(other, **batch))
 
 
-def test_padding_and_bf16_give_no_nan(config: t5.Config, build: Build, batch: Batch):
+def test_padding_and_bf16_give_no_nan(config: t5.Config | bart.Config, build: Build, batch: Batch):
     model = build(config)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = predict(model, **batch)
@@ -325,13 +365,13 @@ def test_gpt2_scales_what_goes_into_the_residual_stream(build: Build):
     )
 
 
-def test_stacked_matrices_are_named(config: t5.Config):
+def test_stacked_matrices_are_named(config: t5.Config | bart.Config):
     with torch.device("meta"):
         stacked = dataclasses.replace(config, activation="geglu_tanh").build().stacked()
     assert {
         name.partition(".1.")[2]: parts
         for name, parts in stacked.items()
-        if name.startswith("decoder.1.")
+        if name.startswith("decoder.1.") and name.endswith("weight")
     } == {
         "attention.qkv.weight": 3,
         "cross_attention.kv.weight": 2,
@@ -359,7 +399,9 @@ def one_process() -> Iterator[None]:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_sharded_by_its_units(config: t5.Config, build: Build, batch: Batch, checkpointing: bool):
+def test_sharded_by_its_units(
+    config: t5.Config | bart.Config, build: Build, batch: Batch, checkpointing: bool
+):
     reference, sharded = build(config), build(config)
     sharded.activation_checkpointing = checkpointing
     mesh = init_device_mesh("cpu", (1,))
@@ -388,3 +430,22 @@ def test_sharded_by_its_units(config: t5.Config, build: Build, batch: Batch, che
 def test_wrong_settings_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         t5.Config(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 7}, "width 768 is not a multiple of heads 7. Use heads=6"),
+        ({"decoder_layers": 0}, "decoder_layers is 0. Use 1 or more"),
+        ({"max_positions": 0}, "max_positions is 0. Use 1 or more"),
+        ({"ffn_dropout": 1.0}, r"ffn_dropout is 1.0. Use a number in \[0, 1\)"),
+        ({"head_dropout": -0.1}, r"head_dropout is -0.1. Use a number in \[0, 1\)"),
+        ({"initializer_range": 0.0}, "initializer_range is 0.0. Use a number above 0"),
+        ({"start_token": 50_265}, "start_token is 50265, and vocab_size 50265. Use the id"),
+        ({"head": "tagging", "labels": ("O", "B")}, "supports only classification, question_answ"),
+        ({"head": "classification"}, "labels has 0 names"),
+    ],
+)
+def test_wrong_settings_of_bart_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        bart.Config(**change)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.outputs import predict
-from tests.unit.models.test_contract import GPT2, MODELS, SHAPE, T5, columns, make
+from tests.unit.models.test_contract import BART, GPT2, MODELS, SHAPE, T5, columns, make
 from trainer.models import (
     Inputs,
     Outputs,
@@ -152,7 +152,7 @@ def test_scores_are_computed_where_they_are_asked_for() -> None:
 
 
 def test_generates_with_a_cache_as_before() -> None:
-    for config in (GPT2, T5):
+    for config in (GPT2, T5, BART):
         model = make(config)
         tokens = torch.tensor([[3, 4, 5], [6, 7, 8]])
         given = Inputs(tokens, torch.ones_like(tokens), target_tokens=tokens[:, :1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.outputs import outputs, predict
-from trainer.models import bert, gpt2, t5
+from trainer.models import bart, bert, gpt2, t5
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
@@ -23,6 +23,7 @@ CONFIGS = {
     "bert, classes": bert.Config(**SHAPE, head="classification", labels=("a", "b", "c")),
     "gpt2": gpt2.Config(**SHAPE),
     "t5": t5.Config(**SHAPE, head_width=8),
+    "bart": bart.Config(**SHAPE, ffn_dropout=0.2),
     "t5, tags": t5.Config(**SHAPE, head_width=8, head="tagging", labels=("O", "B")),
 }
 
@@ -47,7 +48,7 @@ def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -
         "positions": torch.arange(12).expand(3, 12),
         "dropout_key": torch.arange(3, dtype=torch.int32),
     }
-    if name == "t5":
+    if name in ("t5", "bart"):
         given |= {
             "target_tokens": tokens[:, :7],
             "target_segments": torch.ones(3, 7, dtype=torch.int32),
@@ -59,4 +60,4 @@ def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -
         torch.testing.assert_close(
             logits, alone, rtol=0, atol=3e-6 * float(alone.detach().abs().max())
         )
-        assert states.shape == (3, 7 if name == "t5" else 12, 16)
+        assert states.shape == (3, 7 if name in ("t5", "bart") else 12, 16)

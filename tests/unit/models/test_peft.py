@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.outputs import predict
 from trainer.errors import ConfigError
-from trainer.models import Inputs, bert, gpt2, t5
+from trainer.models import Inputs, bart, bert, gpt2, t5
 from trainer.models.peft import adapters, lora, prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "width": 32, "heads": 2, "ffn_width": 64}
@@ -23,6 +23,7 @@ CONFIGS: dict[str, Any] = {
     "bert": bert.Config(**SHAPE, max_positions=40, head="tagging", labels=("O", "B-X", "I-X")),
     "gpt2": gpt2.Config(**SHAPE, max_positions=40),
     "t5": t5.Config(**SHAPE, head_width=16),
+    "bart": bart.Config(**SHAPE, max_positions=40),
 }
 METHODS: dict[str, Any] = {
     "lora": lora.Config(rank=4),
@@ -52,7 +53,7 @@ def batch(family: str) -> dict[str, Tensor]:
     }
     return found | (
         {"target_tokens": tokens, "target_segments": torch.ones_like(tokens)}
-        if family == "t5"
+        if family in ("t5", "bart")
         else {}
     )
 
@@ -82,20 +83,20 @@ def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
         method
     ]
     for name, parameter in model.named_parameters():
-        is_norm = method == "adapters" and "norm." in name and not name.startswith("embeddings.")
+        is_norm = method == "adapters" and "norm." in name and model.role(name).part != "embedding"
         of_head = name.startswith("head.") and family == "bert"
         assert (parameter.grad is not None) == (added in name or is_norm or of_head), name
 
 
 @pytest.mark.parametrize("method", ["prefix", "prompt"])
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bart"])
 @torch.no_grad()
 def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
     """Token by token, with padding before the shorter text, the logits are those of the whole
     texts.
     """
     model, inputs = make(family, method), batch(family)
-    if family == "t5":
+    if family != "gpt2":
         whole = predict(model, **inputs)
         found, cache = model.start(
             Inputs(inputs["tokens"], target_tokens=inputs["target_tokens"][:, :3]), 8

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.models import (
     Inputs,
+    bart,
     bert,
     bilm,
     deberta_v2,
@@ -53,6 +54,7 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {  # configuration; outputs -> c
     "gpt2": (gpt2.Config(**TABLE), {"next_tokens": "weights"}),
     "t5": (t5.Config(**T5), {"target_tokens": "weights"}),
     "t5, untied": (t5.Config(**T5, tied=False), {"target_tokens": "weights"}),
+    "bart": (bart.Config(**TABLE), {"target_tokens": "weights"}),
     "xlnet": (xlnet.Config(**TABLE), {"permuted_tokens": "weights"}),
     "lstm": (lstm.Config(**RECURRENT), {"next_tokens": "weights"}),
     "bilm": (
@@ -240,7 +242,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
         "span_offset": predicted % 3,
         "rank": torch.arange(32).expand(ROWS, -1),
     }
-    if name.startswith("t5"):
+    if name.startswith(("t5", "bart")):
         batch["target_tokens"] = ids(32)
     return batch
 
@@ -287,7 +289,7 @@ def test_models_return_the_same_scores_in_chunks(
 
 
 @pytest.mark.parametrize("positions", [POSITIONS, 23], ids=["one chunk", "chunks"])
-@pytest.mark.parametrize("name", ["bert", "t5", "xlnet"])
+@pytest.mark.parametrize("name", ["bert", "t5", "bart", "xlnet"])
 def test_a_vocabulary_is_padded_where_its_size_is_slow(
     name: str, positions: int, build: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ):

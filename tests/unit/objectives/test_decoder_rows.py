@@ -17,7 +17,7 @@ from tests.unit.objectives import test_task_objectives as of_bert
 from tests.unit.objectives.test_task_objectives import make, predictions
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow, Vocabulary
-from trainer.models import Inputs, Outputs, bert, gpt2, roberta, t5
+from trainer.models import Inputs, Outputs, bart, bert, gpt2, roberta, t5
 from trainer.objectives import (
     classification,
     multiple_choice,
@@ -233,6 +233,13 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
             {},
             dataclasses.replace(T5, pad=3),
             "begins with the padding token, of id 0",
+        ),
+        (bart.Config(**CLASSES, start_token=END), {"reads": "last"}, ROBERTA, None),
+        (
+            bart.Config(**CLASSES, start_token=BEGIN),
+            {"reads": "last"},
+            ROBERTA,
+            f"model.start_token is {BEGIN}, and in rows .*; set model.start_token={END}",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import albert, bert, electra, t5
+from trainer.models import albert, bart, bert, electra, t5
 from trainer.optim import Structure, groups
 from trainer.optim.exchange import owners
 from trainer.optim.muon import Config, Muon
@@ -111,7 +111,7 @@ def test_weights_do_not_change_where_gradients_overflow() -> None:
         assert torch.equal(tensor, state[name]), name
 
 
-@pytest.mark.parametrize("kind", [bert, albert, electra, t5])
+@pytest.mark.parametrize("kind", [bert, albert, electra, t5, bart])
 def test_the_matrices_of_layers_are_orthogonalized(kind: object) -> None:
     with torch.device("meta"):
         model = kind.Config().build()  # type: ignore[attr-defined]

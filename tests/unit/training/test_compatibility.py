@@ -10,7 +10,7 @@ import torch
 from data_pipeline.reading.config import Config as DataConfig
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
-from trainer.models import bert, gpt2, roberta, t5
+from trainer.models import bart, bert, gpt2, roberta, t5
 from trainer.objectives import (
     causal_lm,
     classification,
@@ -55,6 +55,8 @@ def check(model: Any, objective: Any) -> None:
         (bert.Config(**SHAPE, nsp=True), mlm_nsp.Config()),
         (t5.Config(**SHAPE, architecture="shared_encoder_decoder"), seq2seq.Config()),
         (t5.Config(**CLASSES), classification.Config(reads="last")),
+        (bart.Config(**SHAPE), seq2seq.Config()),
+        (bart.Config(**CLASSES), classification.Config(reads="last")),
         (gpt2.Config(**CLASSES), classification.Config(lm_weight=0.5)),
         (
             gpt2.Config(**CLASSES),
@@ -129,6 +131,11 @@ OF_WEIGHTS = (
             classification.Config(reads="last"),
             "needs classification, and .*, offers hidden, tokens; "
             f"set model.head=classification{OF_WEIGHTS}",
+        ),
+        (
+            bart.Config(**CLASSES),
+            prefix_lm.Config(),
+            f"set model.head=language_model{OF_WEIGHTS}, or choose",
         ),
         (
             t5.Config(**LEFT_TO_RIGHT),

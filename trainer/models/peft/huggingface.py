@@ -117,15 +117,15 @@ def can_export(config: AnyConfig) -> bool:
 
     It inserts a prompt in place of token ids: T5's heads need these, and a GPT classifier would
     then pool the last position even if it is padding. It inserts a prefix into the key-value cache,
-    which GPT-1 lacks and T5 uses differently. It ignores both if it has no name for the task, as
-    for multiple choice and masked language modeling.
+    which GPT-1 lacks and T5 and BART use differently. It ignores both if it has no name for the
+    task, as for multiple choice and masked language modeling.
     """
     if isinstance(config.peft, lora.Config):
         return True
     if isinstance(config.peft, adapters.Config) or _task_type(config) is None:
         return False
     if isinstance(config.peft, prefix.Config):
-        return config.model_type not in ("t5", "openai-gpt")
+        return config.model_type not in ("t5", "bart", "openai-gpt")
     is_encoder = not (config.causal or config.encoder_decoder)
     return is_encoder or config.head in ("language_model", "tagging")
 
@@ -288,7 +288,7 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
     length, width = model.get_parameter(names[0]).shape
     rows, columns = found[_EMBEDDINGS].shape
     if (rows, columns) != (length, width * len(names)):
-        of_decoder = rows == 2 * length and config.model_type == "t5"
+        of_decoder = rows == 2 * length and config.model_type in ("t5", "bart")
         fix = (
             "Train with num_transformer_submodules=1, without a prompt of the decoder"
             if of_decoder
