@@ -43,7 +43,8 @@ class BatchLayout:
 
     Attributes:
         global_batch_size: examples per optimizer step, over all replicas.
-        micro_batch_size: maximum number of rows per device and forward pass; of units, the number.
+        micro_batch_size: maximum number of rows per device and forward pass; with units, exactly
+            this number.
         replica: the data-parallel rank of this process.
         units: whether the examples of a micro-batch depend on the two sizes only.
 
@@ -132,10 +133,9 @@ class BatchMaker:
         number, valid = (np.concatenate(parts) for parts in zip(*shares, strict=True))
         at = self.order.locate(number)
         if self._prefetcher is not None and len(number):
-            replica = self._replica
-            ahead = self.order.shards_ahead(
-                int(number.min()), self._batch_size, replica.index, replica.count
-            )
+            # Units are not the equal shares that an order knows of: all shards of the batch.
+            replica = (0, 1) if self._units else (self._replica.index, self._replica.count)
+            ahead = self.order.shards_ahead(int(number.min()), self._batch_size, *replica)
             self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
         made: list[Batch] = []
         for cut, width in self._blocks(starts, len(number), excluded):

@@ -191,6 +191,8 @@ class StreamingLoader:
         """Examples that are read together: a batch size, this reader's index, and their count."""
         if self._group is not None:  # every replica sorts whole pools of groups by length
             return GROUPS * self._group, 0, 1
+        if layout.units:
+            return layout.global_batch_size, 0, 1
         return layout.global_batch_size, layout.replica.index, layout.replica.count
 
     def _open_mixture(self, config: Config) -> Mixture:

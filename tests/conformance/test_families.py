@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.conformance.matrix import BATCHES, RELATIVE, STEPS, TIE, compare, near_ties
-from tests.conformance.worker import FAMILIES, Case, Record, run_cases, run_once
+from tests.conformance.worker import FAMILIES, TEXT_TASKS, Case, Record, run_cases, run_once
 from tests.processes import run_ranks
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[task for task in FAMILIES if task not in TEXT_TASKS])
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

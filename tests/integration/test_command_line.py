@@ -167,7 +167,7 @@ def test_kind(package: str, kind: str) -> None:
         "source_paths": ["a"],
         "target_paths": ["a"],
     }
-    required |= {"teacher": "runs/teacher", "of": "classification"}
+    required |= {"teacher": "runs/teacher", "of": "classification", "scheme": "bert"}
     if package == "data_pipeline.sources":
         required |= {"labels": ["O", "B-X"], "choices": ["a", "b"]}
     config = decode(

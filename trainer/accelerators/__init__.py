@@ -63,6 +63,11 @@ class Config(ABC):
             ConfigError: the device is not available.
         """
 
+    @property
+    def varies(self) -> str | None:
+        """What to set, so that the same work gives the same bits each time; None: nothing."""
+        return None
+
     def processes(self) -> list[dict[str, str]]:
         """The processes that use all devices of this machine: environment variables of each.
 

@@ -20,6 +20,11 @@ class Config(accelerators.Config):
 
     threads: int | None = None
 
+    @property
+    def varies(self) -> str | None:
+        # By default there are as many threads as cores for each process of a machine.
+        return "{kind: cpu, threads: 1}" if self.threads is None else None
+
     def build(self) -> CpuAccelerator:
         if self.threads is not None:
             torch.set_num_threads(self.threads)

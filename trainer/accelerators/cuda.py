@@ -55,9 +55,14 @@ class Config(accelerators.Config):
     """
 
     measures_memory = True
+
     fused_attention: bool = True
     tf32: bool = False
     deterministic: bool = False
+
+    @property
+    def varies(self) -> str | None:
+        return None if self.deterministic else "{kind: cuda, deterministic: true}"
 
     def build(self) -> CudaAccelerator:
         if not torch.cuda.is_available():

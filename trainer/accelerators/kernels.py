@@ -62,3 +62,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> torch.autocast:
     """Disables autocast, for operations that choose their precision themselves."""
     return torch.autocast(device.type, enabled=False)
+
+
+def block_size(device: torch.device) -> int | None:
+    """Elements of a tensor whose temporary results fit into a cache; None: use the whole tensor."""
+    return 2**16 if device.type == "cpu" else None

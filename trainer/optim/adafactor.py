@@ -202,12 +202,20 @@ class Adafactor(Blockwise):
         gradient_of = dict(zip(weights, gradients, strict=True))
         shapes = [self._block_shape(weight)[1:] for weight in factored]
 
-        def add(number: int, words: Tensor) -> Tensor:
-            sums = [self._local_means(factored[number], word, divide=False) for word in words]
-            return torch.stack([torch.cat([each.flatten() for each in pair]) for pair in sums])
+        def add(number: int, squares: Tensor, bound: Tensor) -> Tensor:
+            # A row has fewer terms than a column of a table of embeddings, and small rows count:
+            # so it has finer words.
+            rows, columns = shapes[number]
+            of_rows, of_columns = (exact.split(squares, bound, each) for each in (columns, rows))
+            sums = []
+            for row_word, column_word in zip(of_rows, of_columns, strict=True):
+                row_sums, _ = self._local_means(factored[number], row_word, divide=False)
+                _, column_sums = self._local_means(factored[number], column_word, divide=False)
+                sums.append(torch.cat((row_sums.flatten(), column_sums.flatten())))
+            return torch.stack(sums)
 
         parts = [gradient_of[weight] for weight in factored]
-        found = exact_sums(parts, weights[0], max(map(max, shapes)), add)
+        found = exact_sums(parts, weights[0], add)
         means: list[Tensor] = []
         for words, (rows, columns), weight in zip(found, shapes, factored, strict=True):
             lengths = [self.state[weight][f"exp_avg_sq_{each}"].numel() for each in ("row", "col")]

@@ -377,7 +377,7 @@ def _square_bounds(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exact_sums(
-    parts: Sequence[Tensor], like: Tensor, terms: int, add: Callable[[int, Tensor], Tensor]
+    parts: Sequence[Tensor], like: Tensor, add: Callable[[int, Tensor, Tensor], Tensor]
 ) -> list[Tensor]:
     """Sums of squares over elements of whole tensors, as words; see `trainer.partition.exact`.
 
@@ -386,17 +386,14 @@ def exact_sums(
     Args:
         parts: the local parts.
         like: a tensor with their partition.
-        terms: the largest number of squares in a sum, over all ranks.
-        add: adds up the words of the squares of part i, [2, *part.shape] -> [2, ...].
+        add: splits the squares of part i, fp64 [*part.shape], by their bound, and adds up the
+            words: [2, ...].
 
     Returns:
         The sums of `add` over the ranks, [2, ...], part by part.
     """
     pairs = zip(parts, _square_bounds(parts, like), strict=True)
-    sums = [
-        add(index, exact.split(part.double().square_(), bound, terms))
-        for index, (part, bound) in enumerate(pairs)
-    ]
+    sums = [add(index, part.double().square_(), bound) for index, (part, bound) in enumerate(pairs)]
     flat = add_up(torch.cat([each.flatten() for each in sums]), like)
     pieces = torch.split(flat, [each.numel() for each in sums])
     return [piece.view_as(each) for piece, each in zip(pieces, sums, strict=True)]

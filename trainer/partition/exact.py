@@ -21,8 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainer.accelerators import kernels
+
 GRADIENT_BOUND = 2.0**16
-"""The largest magnitude of a gradient's element in a unit. With a larger one, all are NaN."""
+"""The largest magnitude of a gradient's element in a unit. With a larger one, its block is NaN."""
 MOST_UNITS = 2**13
 """The most units of a step. With it, gradients are rounded to multiples of 2^-64, 5e-20."""
 
@@ -31,7 +33,6 @@ METRIC_BOUND, MOST_METRICS = 2.0**40, 2**20
 
 _BITS = 53  # of fp64's mantissa
 _NEAR = 1.5 * 2.0**52
-_BLOCK = 2**16  # elements
 
 
 def split(x: Tensor, bound: Tensor | float, terms: int) -> Tensor:
@@ -70,7 +71,7 @@ def largest(x: Tensor) -> Tensor:
 
 def blocks(x: Tensor) -> Sequence[Tensor]:
     """A tensor's elements in flat blocks, whose words fit into a CPU's cache."""
-    return torch.split(x.reshape(-1), _BLOCK) if x.device.type == "cpu" else [x.reshape(-1)]
+    return torch.split(x.reshape(-1), kernels.block_size(x.device) or max(1, x.numel()))
 
 
 def add_gradient(sums: Tensor, gradient: Tensor) -> None:

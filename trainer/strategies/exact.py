@@ -4,8 +4,8 @@ A unit is a micro-batch whose examples depend on the configuration only. Its gra
 words (`trainer.partition.exact`), which are added up on this rank, then over ranks, and become a
 float once:
 
-    GradientSums     of whole parameters: single, DDP, and FSDP2 with one partition
-    UnitReduction    FSDP2's reduce-scatter of one sharding unit
+    GradientSums             of whole parameters: single, DDP, and FSDP2 with one partition
+    ShardingUnitReduction    FSDP2's reduce-scatter of one sharding unit
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.partition import exact, local_parts
 
-_BUCKET = 2**22  # elements of a collective: 64 MB
+_MOST_ELEMENTS = 2**22  # of a collective: 32 MiB
 
 
 class GradientSums:
@@ -41,10 +41,14 @@ class GradientSums:
 
         After the last unit of a step, each parameter's gradient is the sum over all units.
         """
-        yield
-        self._add(parameters)
-        if last:
-            self._finish()
+        try:
+            yield
+            self._add(parameters)
+            if last:
+                self._finish()
+        except BaseException:
+            self._added.clear()  # the step may be taken again
+            raise
 
     @torch.no_grad()
     def _add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -65,14 +69,14 @@ class GradientSums:
         added, self._added = self._added, {}
         for parameter, words in added.items():
             if self._group is not None:
-                for bucket in torch.split(words.view(-1), _BUCKET):
+                for bucket in torch.split(words.view(-1), _MOST_ELEMENTS):
                     dist.all_reduce(bucket, group=self._group)
             parameter.grad = torch.empty_like(parameter)
             (gradient,) = local_parts([parameter.grad])
             gradient.copy_(exact.total(words))
 
 
-class UnitReduction:
+class ShardingUnitReduction:
     """Replaces FSDP2's reduce-scatter of a sharding unit, after each micro-batch.
 
     It has the methods of FSDP2's `ReduceScatter`. FSDP2 adds up what it returns: zeros, and the
@@ -92,6 +96,10 @@ class UnitReduction:
         self._sums: Tensor | None = None
         self.last = True
 
+    def forget(self) -> None:
+        """Drops the sums of a step that has failed."""
+        self._sums = None
+
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -105,6 +113,8 @@ class UnitReduction:
         op: object,
         async_op: bool = False,
     ) -> None:
+        # FSDP2 divides neither before nor after a mean, so its gradients are those of the loss.
+        assert op == dist.ReduceOp.AVG, f"FSDP2 reduces gradients by {op}"
         # A rank's part is [2, numel], so the words of all parts are [ranks, 2, numel].
         ranks, numel = group.size(), output_tensor.numel()
         words = None if self._each else self._sums

@@ -7,7 +7,8 @@ FSDP"; the idea is ZeRO-3, Rajbhandari et al. 2020).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +20,7 @@ from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
 from trainer.strategies import Strategy
-from trainer.strategies.exact import GradientSums, UnitReduction
+from trainer.strategies.exact import GradientSums, ShardingUnitReduction
 from trainer.strategies.world import World
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class FullyShardedDataParallel(Strategy):
             self._replicas = self._mesh.get_group("replicate")
         # Of exact sums: FSDP2 reduces nothing where a rank has the whole unit.
         self._whole = GradientSums(self._replicas)
-        self._reductions: list[UnitReduction] = []
+        self._reductions: list[ShardingUnitReduction] = []
 
     def _shard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -96,7 +97,7 @@ class FullyShardedDataParallel(Strategy):
         # Norms compute with fp32 weights under every strategy, so vectors stay out of the units:
         # they are gathered in fp32 with the parameters outside of units.
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-        # HSDP's own all-reduce adds floats, so exact sums of replicas are left to `UnitReduction`.
+        # HSDP's own all-reduce adds floats. `ShardingUnitReduction` adds up the words of replicas.
         mesh = self._mesh["shard"] if self.exact else self._mesh
         for unit in cast(Model, model).sharding_units():
             fully_shard(
@@ -114,17 +115,27 @@ class FullyShardedDataParallel(Strategy):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     each = self._config.reduce_each_micro_batch
-                    self._reductions.append(UnitReduction(self._replicas, each))
+                    self._reductions.append(ShardingUnitReduction(self._replicas, each))
                     module.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         if self.exact:
-            for reduction in self._reductions:
-                reduction.last = last
             if self.partitions == 1:
                 return self._whole.unit(self.parameters.values(), last)
-            return nullcontext()
+            return self._reduced(last)
         module = cast("FSDPModule", self._module)
         module.set_requires_gradient_sync(last or self._config.reduce_each_micro_batch)
         module.set_requires_all_reduce(last)  # between the copies of HSDP
         return nullcontext()
+
+    @contextmanager
+    def _reduced(self, last: bool) -> Iterator[None]:
+        """Surrounds a unit whose gradients `ShardingUnitReduction` adds up."""
+        for reduction in self._reductions:
+            reduction.last = last
+        try:
+            yield
+        except BaseException:
+            for reduction in self._reductions:
+                reduction.forget()
+            raise

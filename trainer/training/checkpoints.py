@@ -237,18 +237,21 @@ def changes_since(meta: Meta, description: Meta) -> str:
 
 def _check_bitwise(meta: Meta, description: Meta, changes: Mapping[str, str]) -> None:
     """Rejects changes that would change the bits of a run that sums exactly."""
-    units = [text for key, text in changes.items() if key.endswith("micro_batch_size")]
     if "training.exact" in changes:
         return  # the run becomes exact at this step
-    if units:
-        raise ConfigError(
-            f"training.exact is bitwise, and the size of its units has changed ({units[0]}). Use "
-            "the former size, or start a new run."
-        )
+    old, new = meta.get("micro_batch_sizes", []), description.get("micro_batch_sizes", [])
+    for index, (size, other) in enumerate(zip(old, new, strict=False)):
+        if size != other:
+            raise ConfigError(
+                "training.exact is bitwise, and the size of its units has changed "
+                f"(micro_batch_size of phase {index}: {size} -> {other}). Use the former size, or "
+                "start a new run."
+            )
     before, now = meta.get("arithmetic", {}), description["arithmetic"]
     others = [f"{before[key]} -> {now[key]}" for key in before if before[key] != now[key]]
     if others:
         raise ConfigError(
             f"training.exact is bitwise, and other hardware or software would give other bits "
-            f"({', '.join(others)}). Continue where the run began, or set training.exact=tolerance."
+            f"({', '.join(others)}). Continue where the run began, with as many threads "
+            "(accelerator.threads), or set training.exact=tolerance."
         )

@@ -127,15 +127,22 @@ class Experiment:
     def _check_bitwise(self, phases: Sequence[Phase]) -> None:
         if not self.strategy.supports_exact:
             raise ConfigError(
-                "training.exact is bitwise, and this strategy adds up gradients by itself. Use "
-                "strategy=single, ddp or fsdp (with replicas for HSDP), or exact=tolerance."
+                "training.exact is bitwise, which strategy single, ddp and fsdp (with replicas for "
+                "HSDP) can be. Use one of these, or set training.exact=tolerance."
+            )
+        fix = "{kind: cpu, threads: 1}" if self.accelerator is None else self.accelerator.varies
+        if fix is not None:
+            raise ConfigError(
+                "training.exact is bitwise, and the accelerator's results may vary with the number "
+                f"of processes, or by chance. Set accelerator, as accelerator={fix}."
             )
         for phase in phases:
             size = phase.micro_batch_size
             if size == "auto":
                 raise ConfigError(
                     "training.exact is bitwise, and micro_batch_size is auto. Set the number of "
-                    "examples of a unit, which all devices can compute, as micro_batch_size=8."
+                    "examples of a unit, which all devices can compute, as "
+                    "training.micro_batch_size=8."
                 )
             if phase.global_batch_size > size * exact.MOST_UNITS:
                 raise ConfigError(

@@ -199,10 +199,10 @@ def out_of_memory(
     if phase is not None and isinstance(size, int) and size > 1:
         smaller = phase.fits if phase.fits is not None and phase.fits < size else size // 2
         section = f"phases.{phase.index}" if experiment.phases else "training"
-        lower = (
-            f"set {section}.micro_batch_size={smaller} (it is {size}; it changes memory and speed "
-            "only), "
-        )
+        changes = "memory and speed only"
+        if experiment.training.is_bitwise:
+            changes = "the bits of the result, so it needs a new run"
+        lower = f"set {section}.micro_batch_size={smaller} (it is {size}; it changes {changes}), "
     return SamestepError(
         f"the memory of {strategy.accelerator.description} is used up: {error}; {lower}set "
         "training.activation_checkpointing=true, or use more devices"

@@ -185,8 +185,9 @@ def means(metrics: Sequence[Metrics], strategy: Strategy) -> dict[str, float]:
 def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
     """Returns a step's loss over all replicas and its gradient norm. Waits for the device.
 
-    One small collective. The norm is global already. It is averaged so that all replicas make the
-    same decision even if one device computed it wrongly.
+    One small collective, two for exact sums. The norm is global already. It is averaged, or the
+    largest taken, so that all replicas make the same decision even if one device computed it
+    wrongly.
     """
     if strategy.exact:
         meter = Meter(strategy.accelerator.to_device, is_exact=True)
@@ -211,9 +212,9 @@ def _global_weights(
     """
     weights = [objective.weights(batch) for batch in micro_batches]
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
-    by_term = zip(*(found.values() for found in weights), strict=True)
+    by_term = [[found[name] for found in weights] for name in weights[0]]
     if strategy.exact:
-        each = torch.tensor(list(by_term), dtype=torch.float64)  # [terms, micro-batches]
+        each = torch.tensor(by_term, dtype=torch.float64)  # [terms, micro-batches]
         totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
     else:
         totals = strategy.all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))

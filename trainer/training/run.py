@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
-from trainer.accelerators import DTYPES, Accelerator
+from trainer.accelerators import DTYPES
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
+from trainer.checkpoint.collective import gather
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
@@ -301,7 +303,12 @@ def prepare(
     if strategy.exact and any(isinstance(objective, OverBatch) for objective in objectives):
         raise ConfigError(
             "training.exact is bitwise, and this objective compares the examples of all devices, "
-            "whose number changes the shapes. Set exact=tolerance."
+            "whose number changes the shapes. Set training.exact=tolerance."
+        )
+    if strategy.exact and build_optimizer is not None:
+        raise ConfigError(
+            "training.exact is bitwise, which holds for samestep's optimizers. Leave "
+            "build_optimizer out, or set training.exact=tolerance."
         )
     with strategy.accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
@@ -316,7 +323,7 @@ def prepare(
         ),
     }
     if experiment.training.is_bitwise:
-        description["arithmetic"] = arithmetic(strategy.accelerator)
+        description["arithmetic"] = arithmetic(strategy, model)
     if origin is not None and experiment.freezes:
         logger.info("frozen       weights stay in %s: keep it as long as this run", origin["path"])
         description["base"] = origin
@@ -326,13 +333,38 @@ def prepare(
     return Prepared(objectives, wrapped, optimizer, description)
 
 
-def arithmetic(accelerator: Accelerator) -> dict[str, str]:
-    """What the bits of a result depend on besides the experiment."""
-    return {
-        "device": accelerator.description,
+def arithmetic(strategy: Strategy, model: Model) -> dict[str, str]:
+    """What the bits of a result depend on besides the experiment. Collective.
+
+    Raises:
+        ConfigError: the ranks differ.
+    """
+    own = {
+        "device": strategy.accelerator.description,
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "attention": "fused" if model.fuses_attention else "unfused",
     }
+    ranks = gather(own, strategy.world.size)
+    for rank, other in enumerate(ranks):
+        for name, value in other.items():
+            if value != ranks[0][name]:
+                raise ConfigError(
+                    f"training.exact is bitwise, and the {name} of rank {rank} is {value}, that of "
+                    f"rank 0 {ranks[0][name]}. Use equal machines, or set training.exact=tolerance."
+                )
+    return own
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
 
 
 def _initial_values(

@@ -25,7 +25,7 @@ class Config:
         global_batch_size: examples of one step, over all devices.
         micro_batch_size: the most examples of one forward and backward pass on one device. A
             device's share of a step is split into equal micro-batches of at most this size. It
-            changes memory and speed only. auto measures how many fit.
+            changes memory and speed only, unless `exact` is bitwise. auto measures how many fit.
         exact: `tolerance` adds up gradients as the devices do, so losses of different world sizes
             and strategies agree within rounding. `bitwise` makes their weights the same bits, in
             fp32 and bf16, at some cost (see docs/exact.md): gradients are summed exactly over units

@@ -41,20 +41,21 @@ def test_settings_that_did_not_exist_have_their_defaults(experiment_file: str) -
     assert "training.no_longer_there: 1 -> None" in changes_since(old, stored)
 
 
-BITWISE = ("training.exact=bitwise", "training.micro_batch_size=2")
+CPU = "accelerator={kind: cpu, threads: 1}"
+BITWISE = ("training.exact=bitwise", "training.micro_batch_size=2", CPU)
 
 
 def computed_by(description: Tree, device: str) -> Tree:
-    return {**description, "arithmetic": {"device": device, "torch": "2.13.0"}}
+    sizes = [description["config"]["training"]["micro_batch_size"]]
+    computed = {"device": device, "torch": "2.13.0"}
+    return {**description, "arithmetic": computed, "micro_batch_sizes": sizes}
 
 
 def test_exact_runs_keep_what_their_bits_depend_on(experiment_file: str) -> None:
     stored = computed_by(description(experiment_file, *BITWISE), "CPU, 1 thread")
     assert changes_since(stored, stored) == ""
     other = description(experiment_file, *BITWISE, "training.micro_batch_size=4")
-    with pytest.raises(
-        ConfigError, match=r"size of its units has changed .*micro_batch_size: 2 -> 4"
-    ):
+    with pytest.raises(ConfigError, match=r"size of its units has changed .*phase 0: 2 -> 4"):
         changes_since(stored, computed_by(other, "CPU, 1 thread"))
     with pytest.raises(ConfigError, match="CPU, 1 thread -> CPU, 2 threads"):
         changes_since(stored, computed_by(stored, "CPU, 2 threads"))
@@ -74,8 +75,11 @@ def test_a_run_may_become_exact_and_stop_being_exact(experiment_file: str) -> No
         ("training.compile=true", "training.compile=true does not allow"),
         ("training.micro_batch_size=auto", "micro_batch_size is auto"),
         ("training.global_batch_size=20000", "has more than 8192 units of 2"),
-        ("strategy=deepspeed", "this strategy adds up gradients by itself"),
-        ("strategy=accelerate", "this strategy adds up gradients by itself"),
+        ("strategy=deepspeed", "which strategy single, ddp and fsdp"),
+        ("strategy=accelerate", "which strategy single, ddp and fsdp"),
+        ("accelerator.threads=null", r"as accelerator=.kind: cpu, threads: 1."),
+        ("accelerator=cuda", r"as accelerator=.kind: cuda, deterministic: true."),
+        ("accelerator=null", r"as accelerator=.kind: cpu, threads: 1."),
     ],
 )
 def test_what_cannot_be_exact_is_rejected(

@@ -149,6 +149,7 @@ def _on_one_cpu(experiment: Experiment) -> Experiment:
     training = replace(
         experiment.training,
         micro_batch_size="auto",
+        exact="tolerance",
         precision="fp32",
         residual="fp32",
         fp8=False,
