@@ -86,6 +86,21 @@ def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path
         assert found["weights_of"] == (10 if exact else 5)
 
 
+def test_a_bitwise_run(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+    settings = [
+        f"output={tmp_path}",
+        "strategy=single",
+        "checkpoint.every=8",
+        "training.exact=bitwise",
+        "training.micro_batch_size=4",
+        "accelerator={kind: cpu, threads: 1}",
+    ]
+    assert samestep("train", experiment_file, *settings).code == 0
+    found = replayed(samestep, tmp_path, 11, "--exact")
+    assert found["loss"] == pytest.approx(losses(tmp_path)[11], rel=1e-5)
+    assert numbers(found) == list(range(100, 110))
+
+
 def test_after_a_skip(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """The batch that step 8 was taken with, that which was skipped, and a later one, whose numbers
     are shifted.
