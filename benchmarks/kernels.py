@@ -4,7 +4,7 @@
 
 Needs a GPU. The shapes are those of a layer of BERT-base and BERT-large at 128 and 512, of RoBERTa
 with four sequences packed in a row of 512, and of T5-base with sources of 512 and targets of 114,
-in bf16. Times are those of the GPU's kernels, averages of repeated calls, of:
+in bf16. Times are the GPU's, without the launches, averages of repeated calls, of:
 
 - kernel: `trainer.accelerators.flash.operator`, without and with attention dropout 0.1;
 - SDPA: `scaled_dot_product_attention` with a mask where the model needs one, without and with

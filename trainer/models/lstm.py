@@ -2,7 +2,7 @@
 
 An LSTM reads a text and predicts each next token. The settings cover the models of Zaremba et al.
 2014 (dropout between layers) and Jozefowicz et al. 2016 (projections), and of AWD-LSTM (Merity et
-al. 2018) all dropout but that of recurrent weights: its masks are shared by all rows of a step, and
+al. 2018) all dropout but the recurrent weights': its masks are shared by all rows of a step, and
 no random key here belongs to a step.
 """
 

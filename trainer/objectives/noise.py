@@ -119,7 +119,7 @@ def permute_sentences(texts: Ragged, key: U64, full_stops: tuple[int, ...]) -> R
 def infill(texts: Ragged, key: U64, noise: Int64, mean: float, mask: int) -> Ragged:
     """Replaces each of several spans by one mask (Lewis et al. 2020, "BART", section 2.2).
 
-    The spans' lengths are drawn from a Poisson distribution until all of `noise` tokens are in
+    The spans' lengths have a Poisson distribution, until all of `noise` tokens are in
     spans; the last one gets what is left. A span of length 0 inserts a mask. The masks are in
     random positions among the kept tokens, and each arrangement is equally likely. As in fairseq, a
     text gets at most as many spans as masked tokens.
@@ -129,19 +129,19 @@ def infill(texts: Ragged, key: U64, noise: Int64, mean: float, mask: int) -> Rag
         mean: mean of the distribution.
         mask: id of the token that replaces spans.
     """
-    # Example: 4 of the tokens a b c d e f are masked, and the lengths are drawn as 3 0 2 ...: the
+    # Example: 4 of the tokens a b c d e f are masked, and the random lengths are 3 0 2 ...: the
     # spans have 3, 0 and 1 tokens. The arrangement "M x M M x" of masks M and kept tokens x gives
     # the spans "a b c", nothing and "e", so the source is "M d M M f".
     text = np.repeat(np.arange(noise.size), noise)
     first = np.cumsum(noise) - noise
     number = np.arange(text.size) - first[text]
-    drawn = _poisson(combine(key[text], _LENGTH, number), mean)
-    masked = np.cumsum(drawn) - drawn  # by earlier spans of all texts
+    sampled = _poisson(combine(key[text], _LENGTH, number), mean)
+    masked = np.cumsum(sampled) - sampled  # by earlier spans of all texts
     left = noise[text] - (masked - masked[first[text]])
-    drawn = np.where(number == noise[text] - 1, left, np.minimum(drawn, left))
+    sampled = np.where(number == noise[text] - 1, left, np.minimum(sampled, left))
     is_used = left > 0
     spans = np.bincount(text[is_used], minlength=noise.size)
-    span_length = drawn[is_used]
+    span_length = sampled[is_used]
 
     length = texts.length - noise + spans
     is_mask = np.zeros(length.sum(), dtype=np.bool_)

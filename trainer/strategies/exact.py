@@ -113,7 +113,7 @@ class ShardingUnitReduction:
         op: object,
         async_op: bool = False,
     ) -> None:
-        # FSDP2 divides neither before nor after a mean, so its gradients are those of the loss.
+        # FSDP2 divides neither before nor after a mean, so the sum of its gradients is the loss's.
         assert op == dist.ReduceOp.AVG, f"FSDP2 reduces gradients by {op}"
         # A rank's part is [2, numel], so the words of all parts are [ranks, 2, numel].
         ranks, numel = group.size(), output_tensor.numel()

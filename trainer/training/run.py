@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from trainer import storage
 from trainer.accelerators import DTYPES
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
-from trainer.checkpoint.collective import gather
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
@@ -36,6 +34,7 @@ from trainer.optim import Structure, groups
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
+from trainer.training.arithmetic import arithmetic
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.compiled import compile_units
@@ -331,40 +330,6 @@ def prepare(
         world = strategy.world
         description["teacher"] = shared_identity(teacher, world.rank, world.size)
     return Prepared(objectives, wrapped, optimizer, description)
-
-
-def arithmetic(strategy: Strategy, model: Model) -> dict[str, str]:
-    """What the bits of a result depend on besides the experiment. Collective.
-
-    Raises:
-        ConfigError: the ranks differ.
-    """
-    own = {
-        "device": strategy.accelerator.description,
-        "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "attention": "fused" if model.fuses_attention else "unfused",
-    }
-    ranks = gather(own, strategy.world.size)
-    for rank, other in enumerate(ranks):
-        for name, value in other.items():
-            if value != ranks[0][name]:
-                raise ConfigError(
-                    f"training.exact is bitwise, and the {name} of rank {rank} is {value}, that of "
-                    f"rank 0 {ranks[0][name]}. Use equal machines, or set training.exact=tolerance."
-                )
-    return own
-
-
-def processor() -> str:
-    """The name of this machine's CPU."""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
 
 
 def _initial_values(
