@@ -174,12 +174,14 @@ class Model(nn.Module, ABC):
         trains: offered outputs with parameters of their own -> the setting that removes these, if
             there is one. An objective must need these outputs, or the parameters get no gradient.
         reads: columns of `Inputs.extra` that its layers need.
+        fuses_attention: whether training and evaluation use the fused kernel.
     """
 
     config: ModelConfig
     offers: Outputs
     trains: Mapping[str, str] = MappingProxyType({})
     reads: frozenset[str] = frozenset()
+    fuses_attention: bool = False
 
     @abstractmethod
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:

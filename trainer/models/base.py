@@ -38,7 +38,6 @@ class TransformerModel(Model):
         prompt: inserts learned embeddings before the text's (`peft.prompt`).
         embeddings: token embeddings are its parameter `tokens.weight`.
         head: called as head(hidden, token_embeddings, dropout_key); returns logits.
-        fuses_attention: whether training and evaluation use the fused kernel.
     """
 
     config: TransformerConfig
@@ -49,7 +48,6 @@ class TransformerModel(Model):
         super().__init__()
         self.config = config
         self.prompt: nn.Module | None = None
-        self.fuses_attention = False
         self.reads = config.reads
         # What an objective may ask for. A head that pools one position pools the last of a decoder,
         # which has seen all others, or the first of an encoder ([CLS]).
