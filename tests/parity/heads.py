@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.outputs import fill, parameters
+from tests.outputs import fill, parameters, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.config import Head
 
@@ -62,6 +62,36 @@ class Pair:
             if self.head == "question_answering"
             else out.logits
         )
+
+
+class DecoderPair(Pair):
+    """With heads on a decoder, which pool the last position."""
+
+    def ours(self, batch: dict[str, Tensor]) -> Tensor:
+        """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
+        last = batch["segments"].sum(1, keepdim=True) - 1
+        logits: Tensor = predict(
+            self.model, **batch, predicted=last if self.head == "classification" else None
+        )
+        return logits[:, 0] if self.head == "classification" else logits
+
+    def theirs(
+        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor
+    ) -> Any:
+        return (model or self.reference)(
+            input_ids=batch["tokens"], attention_mask=batch["segments"], **labels
+        )
+
+
+def text_pairs(lengths: list[tuple[int, int]], end: int, pad: int) -> dict[str, Tensor]:
+    """Pairs of texts of these lengths, each with the token that ends it, padded to 24 positions."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.tensor(side)[:, None] for side in zip(*lengths, strict=True))
+    place = torch.arange(CELLS).expand(len(lengths), -1)
+    tokens = torch.randint(end + 1, 300, place.shape, generator=generator)
+    tokens[(place == first) | (place == first + second + 1)] = end
+    real = place < first + second + 2
+    return {"tokens": torch.where(real, tokens, pad), "segments": real.int()}
 
 
 def names_of(labels: tuple[str, ...]) -> dict[str, Any]:

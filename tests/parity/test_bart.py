@@ -14,12 +14,13 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedMod
 from tests.outputs import fill, parameters, predict
 from tests.parity import heads
 from tests.parity.heads import (
-    CELLS,
+    DecoderPair,
     assert_logits_are_equal,
     assert_losses_and_gradients_are_equal,
     assert_transformers_loads_what_we_export,
     load,
     names_of,
+    text_pairs,
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
@@ -268,53 +269,29 @@ TASKS = ("classification", "regression", "question_answering")
 PADDED, FULL = [(9, 9), (1, 1), (15, 3), (5, 12)], [(9, 13), (20, 2), (2, 20), (3, 19)]
 
 
-class Pair(heads.Pair):
-    def ours(self, batch: dict[str, Tensor]) -> Tensor:
-        """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
-        last = batch["segments"].sum(1, keepdim=True) - 1
-        logits: Tensor = predict(
-            self.model, **batch, predicted=last if self.head == "classification" else None
-        )
-        return logits[:, 0] if self.head == "classification" else logits
-
-    def theirs(
-        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor
-    ) -> Any:
-        return (model or self.reference)(
-            input_ids=batch["tokens"], attention_mask=batch["segments"], **labels
-        )
-
-
 def rows(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
-    """Pairs of texts of these lengths, each ended by </s>, padded to 24 positions."""
-    generator = torch.Generator().manual_seed(1)
-    first, second = (torch.tensor(side)[:, None] for side in zip(*lengths, strict=True))
-    cells = torch.arange(CELLS).expand(len(lengths), -1)
-    tokens = torch.randint(3, 300, cells.shape, generator=generator)
-    tokens[(cells == first) | (cells == first + second + 1)] = START
-    real = cells < first + second + 2
-    return {"tokens": torch.where(real, tokens, 1), "segments": real.int()}
+    return text_pairs(lengths, end=START, pad=1)
 
 
 @pytest.fixture(params=TASKS)
-def task(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+def task(request: pytest.FixtureRequest, tmp_path: Path) -> DecoderPair:
     _, name, labels = heads.TASKS[request.param]
     config = BartConfig(**SHAPE, **names_of(labels), classifier_dropout=0.2)
     reference = getattr(transformers, f"BartFor{name}")(config).eval()
     randomize(reference)
     reference.save_pretrained(tmp_path / "reference")
-    return Pair(request.param, reference, *load(bart.Config, tmp_path / "reference"))
+    return DecoderPair(request.param, reference, *load(bart.Config, tmp_path / "reference"))
 
 
-def test_logits_of_heads_are_equal(task: Pair) -> None:
+def test_logits_of_heads_are_equal(task: DecoderPair) -> None:
     assert_logits_are_equal(task, rows(PADDED))
 
 
-def test_losses_and_gradients_of_heads_are_equal(task: Pair) -> None:
+def test_losses_and_gradients_of_heads_are_equal(task: DecoderPair) -> None:
     batch = rows(FULL)  # transformers lets an answer begin in padding
     assert_losses_and_gradients_are_equal(task, batch, ([0, 5, 23, 7], [0, 6, 23, 19]))
 
 
-def test_transformers_loads_heads_that_we_export(task: Pair, tmp_path: Path) -> None:
+def test_transformers_loads_heads_that_we_export(task: DecoderPair, tmp_path: Path) -> None:
     theirs = assert_transformers_loads_what_we_export(task, rows(PADDED), tmp_path / "ours")
     assert theirs.config.classifier_dropout == task.config.head_dropout == 0.2

@@ -12,18 +12,20 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel, T5Config
+from transformers import T5Config
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.outputs import predict
 from tests.parity import heads
 from tests.parity.heads import (
     CELLS,
+    DecoderPair,
     assert_logits_are_equal,
     assert_losses_and_gradients_are_equal,
     assert_transformers_loads_what_we_export,
     load,
     names_of,
+    text_pairs,
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
@@ -50,35 +52,11 @@ END = 1
 PADDED, FULL = [(9, 9), (1, 1), (15, 3), (5, 12)], [(9, 13), (20, 2), (2, 20), (3, 19)]
 
 
-class Pair(heads.Pair):
-    def ours(self, batch: dict[str, Tensor]) -> Tensor:
-        """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
-        last = batch["segments"].sum(1, keepdim=True) - 1
-        logits: Tensor = predict(
-            self.model, **batch, predicted=last if self.head == "classification" else None
-        )
-        return logits[:, 0] if self.head == "classification" else logits
-
-    def theirs(
-        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor
-    ) -> Any:
-        return (model or self.reference)(
-            input_ids=batch["tokens"], attention_mask=batch["segments"], **labels
-        )
-
-
 def rows(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
-    """Pairs of texts of these lengths, each with the token that ends it, padded to 24 cells."""
-    generator = torch.Generator().manual_seed(1)
-    first, second = (torch.tensor(side)[:, None] for side in zip(*lengths, strict=True))
-    cells = torch.arange(CELLS).expand(len(lengths), -1)
-    tokens = torch.randint(2, 300, cells.shape, generator=generator)
-    tokens[(cells == first) | (cells == first + second + 1)] = END
-    real = cells < first + second + 2
-    return {"tokens": tokens * real, "segments": real.int()}
+    return text_pairs(lengths, end=END, pad=0)
 
 
-def make(version: str, task: str, folder: Path) -> Pair:
+def make(version: str, task: str, folder: Path) -> DecoderPair:
     _, name, labels = TASKS[task]
     config = T5Config(**SHAPE, **VERSIONS[version], **names_of(labels))
     reference = getattr(transformers, f"T5For{name}")(config).eval()
@@ -90,24 +68,24 @@ def make(version: str, task: str, folder: Path) -> Pair:
                 ("norm" in key) + scale * torch.randn(parameter.shape, generator=generator)
             )
     reference.save_pretrained(folder)
-    return Pair(task, reference, *load(t5.Config, folder))
+    return DecoderPair(task, reference, *load(t5.Config, folder))
 
 
 @pytest.fixture(params=[(version, task) for version in VERSIONS for task in TASKS], ids="-".join)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> DecoderPair:
     return make(*request.param, tmp_path / "reference")
 
 
-def test_logits_of_padded_batches_are_equal(pair: Pair):
+def test_logits_of_padded_batches_are_equal(pair: DecoderPair):
     assert_logits_are_equal(pair, rows(PADDED))
 
 
-def test_losses_and_gradients_are_equal(pair: Pair):
+def test_losses_and_gradients_are_equal(pair: DecoderPair):
     batch = rows(FULL)  # transformers lets an answer begin in padding
     assert_losses_and_gradients_are_equal(pair, batch, ([0, 5, 23, 7], [0, 6, 23, 19]))
 
 
-def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
+def test_transformers_loads_what_we_export(pair: DecoderPair, tmp_path: Path):
     theirs = assert_transformers_loads_what_we_export(pair, rows(PADDED), tmp_path / "ours")
     assert theirs.config.classifier_dropout == pair.config.dropout
 
