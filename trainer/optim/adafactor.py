@@ -25,8 +25,8 @@ from trainer.partition import (
     local_parts,
     rectangles,
     squared_norms,
-    whole_norms,
     whole_shape,
+    whole_squares,
 )
 
 
@@ -129,10 +129,7 @@ class Adafactor(Blockwise):
         self._update_moments(weights, gradients, factored, row_and_column_means)
         self._precondition(weights, gradients)
         updates = self._blocks(weights, gradients)
-        if self.exact:
-            update_squares = whole_norms(updates, weights[0], counts, is_exact=True).square()
-        else:
-            update_squares = add_up(squared_norms(updates, counts), weights[0])
+        update_squares = whole_squares(updates, weights[0], counts, self.exact)
         update_rms = (update_squares / sizes).sqrt()
         scales = 1 / (update_rms / self._config.clip_threshold).clamp(min=1)
         if self._config.scale_by_rms:
@@ -196,7 +193,7 @@ class Adafactor(Blockwise):
     ) -> tuple[Tensor, list[Tensor]]:
         """Like `_means`, with the same bits under any partition; four collectives."""
         counts = self._counts_of(weights)
-        squares = whole_norms(blocks, weights[0], counts, is_exact=True).square()
+        squares = whole_squares(blocks, weights[0], counts, is_exact=True)
         if not factored:
             return squares, []
         gradient_of = dict(zip(weights, gradients, strict=True))

@@ -346,27 +346,37 @@ def whole_norms(
     counts: Sequence[int] | None = None,
     is_exact: bool = False,
 ) -> Tensor:
-    """Returns the L2 norms of whole tensors, fp64; one all-reduce per sharded mesh dimension.
+    """Returns the L2 norms of whole tensors, fp64; see `whole_squares`."""
+    return whole_squares(tensors, like, counts, is_exact).sqrt()
 
-    The result has one norm per tensor, or `sum(counts)` with counts.
+
+def whole_squares(
+    tensors: Iterable[Tensor],
+    like: Tensor,
+    counts: Sequence[int] | None = None,
+    is_exact: bool = False,
+) -> Tensor:
+    """Returns squared L2 norms of whole tensors, fp64; one all-reduce per sharded mesh dimension.
+
+    The result has one number per tensor, or `sum(counts)` with counts.
 
     Args:
         tensors: DTensors or local parts, all with the same partition.
         like: a tensor with that partition.
         counts: see `squared_norms`.
-        is_exact: sums squares exactly, so the norms have the same bits under any partition; with
+        is_exact: sums exactly, so the results have the same bits under any partition; with
             another all-reduce, of the largest elements.
     """
     parts = local_parts(tensors)
     if not is_exact:
-        return add_up(squared_norms(parts, counts), like).sqrt()
+        return add_up(squared_norms(parts, counts), like)
     assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
     bounds = _square_bounds(parts, like)
     pairs = zip(parts, bounds, strict=True)
     words = torch.stack(
         [exact.add_squares(part, bound, _MOST_ELEMENTS) for part, bound in pairs], 1
     )
-    return exact.total(add_up(words, like)).sqrt()
+    return exact.total(add_up(words, like))
 
 
 def _square_bounds(parts: Sequence[Tensor], like: Tensor) -> Tensor:
