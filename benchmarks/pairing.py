@@ -160,11 +160,10 @@ def publish(comparisons: Sequence[Comparison], path: Path | None) -> None:
 
 def hardware() -> str:
     """The processor and how many cores of it this process may use."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    from trainer.training.arithmetic import processor  # it imports torch
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores of {names[0] if names else platform.processor() or platform.machine()}"
+    return f"{cores} cores of {processor()}"
 
 
 def versions() -> str:
