@@ -24,6 +24,7 @@ from trainer.checkpoint import integrity
 from trainer.config import load
 from trainer.partition import flat_start, local_parts
 from trainer.strategies.world import World
+from trainer.training.digests import Row
 from trainer.training.experiment import Experiment
 from trainer.training.state import state_tensors
 
@@ -33,14 +34,15 @@ Pieces = list[tuple[str, int, bytes]]
 BITWISE = (
     "training.exact=bitwise",
     "training.micro_batch_size=2",
+    "training.digest_every=4",
     "accelerator={kind: cpu, threads: 1}",
 )
 DROPOUT = "model.attention_dropout=0.1"
 WITHOUT_ATTENTION = ("lstm", "bilm")
 
 
-def train(file: str, overrides: list[str], resume: bool) -> tuple[Pieces, list[float]]:
-    """The state after a run, as this rank holds it, and the losses."""
+def train(file: str, overrides: list[str], resume: bool) -> tuple[Pieces, list[float], Row]:
+    """The state after a run, as this rank holds it, the losses and the last row of digests."""
     world = World.start(60)
     accelerator = detect()
     world.connect(accelerator.collective_backend, accelerator.collective_device)
@@ -56,7 +58,7 @@ def train(file: str, overrides: list[str], resume: bool) -> tuple[Pieces, list[f
         (part,) = local_parts([tensor])
         pieces.append((name, flat_start(tensor), part.detach().contiguous().numpy().tobytes()))
     world.close()
-    return pieces, losses.values
+    return pieces, losses.values, trainer.digests.row
 
 
 def digest(ranks: Sequence[Pieces]) -> str:
@@ -73,12 +75,13 @@ def digest(ranks: Sequence[Pieces]) -> str:
 
 def run(
     file: str, output: Path, size: int, strategy: str, *overrides: str, resume: bool = False
-) -> tuple[str, list[float]]:
-    """The digest of the state at the end, and the losses."""
+) -> tuple[str, list[float], Row]:
+    """The digest of the state at the end, the losses, and the last row of digests."""
     strategy = STRATEGIES.get(strategy, strategy)
     settings = [f"output={output}", *BITWISE, f"strategy={strategy}", *overrides]
     ranks = run_ranks(size, train, file, settings, resume)
-    return digest([pieces for pieces, _ in ranks]), ranks[0][1]
+    _, losses, row = ranks[0]
+    return digest([pieces for pieces, *_ in ranks]), losses, row
 
 
 def assert_same_bits(
@@ -126,25 +129,25 @@ def test_the_same_through_resumes_at_other_world_sizes(
     experiment_file: str, tmp_path: Path, precision: str
 ) -> None:
     changed = [*task("mlm", precision), "checkpoint.every=3", "checkpoint.keep_last=9"]
-    expected, _ = run(experiment_file, tmp_path / "whole", 1, "single", *changed)
+    expected, *_ = run(experiment_file, tmp_path / "whole", 1, "single", *changed)
     output = tmp_path / "resumed"
     run(experiment_file, output, 5, "fsdp", *changed)
     # Each world loses what it did after a checkpoint, as after a kill.
     for step, size, strategy in ((3, 3, "ddp"), (6, 4, "hsdp"), (9, 1, "single")):
         for later in range(step + 3, 13, 3):
             shutil.rmtree(integrity.step_folder(output / "checkpoints", later))
-        found, _ = run(experiment_file, output, size, strategy, *changed, resume=True)
+        found, *_ = run(experiment_file, output, size, strategy, *changed, resume=True)
         assert found == expected, f"{size} {strategy}"
 
 
 def test_what_must_differ(experiment_file: str, tmp_path: Path) -> None:
     """Ordinary sums at another world size, units of another size, and an example left out."""
-    exact, _ = run(experiment_file, tmp_path / "exact", 1, "single")
+    exact, *_ = run(experiment_file, tmp_path / "exact", 1, "single")
     ordinary = "training.exact=tolerance"
-    one, _ = run(experiment_file, tmp_path / "one", 1, "single", ordinary)
-    three, _ = run(experiment_file, tmp_path / "three", 3, "ddp", ordinary)
-    larger, _ = run(
+    one, *_ = run(experiment_file, tmp_path / "one", 1, "single", ordinary)
+    three, *_ = run(experiment_file, tmp_path / "three", 3, "ddp", ordinary)
+    larger, *_ = run(
         experiment_file, tmp_path / "larger", 1, "single", "training.micro_batch_size=4"
     )
-    skipped, _ = run(experiment_file, tmp_path / "skipped", 1, "single", "data.exclude=[[17, 18]]")
+    skipped, *_ = run(experiment_file, tmp_path / "skipped", 1, "single", "data.exclude=[[17, 18]]")
     assert len({exact, one, three, larger, skipped}) == 5

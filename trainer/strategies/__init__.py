@@ -233,18 +233,20 @@ class Strategy(ABC):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scales gradients down to a global norm of at most `max_norm`; None: leaves them.
 
-        Returns the norm before. Under fp16, both norms are without the loss scale, which stays in
+        Returns the norm before, fp32; fp64 in an exact run. Under fp16, both norms are without the loss scale, which stays in
         the gradients until `step`.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         norms = whole_norms(gradients, trained[0], is_exact=self.exact)
-        norm: Tensor = torch.linalg.vector_norm(norms).float()
+        exact_norm: Tensor = torch.linalg.vector_norm(norms)
+        norm = exact_norm.float()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.factor
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-        return norm
+        # fp64 shows a changed bit of a weight in the next step.
+        return exact_norm if self.exact else norm
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
         """Updates the parameters. Under fp16, skips the update if the norm is not finite."""

@@ -9,11 +9,14 @@ Each line is a row {"step", "time", "kind", ..., "head"} of one of these kinds:
     excluded  global examples that are skipped, and why
     corrupt   a shard that is skipped from a global example on, because its bytes have changed
     lost      rows before this one were missing or damaged when the run was continued
+    state     the digest of weights and optimizer state after the step, in exact runs with
+              training.digest_every
     taken     another program took the steps up to this one; first row of such a run
 
 A head is the SHA-256 of the previous head and the row's content. Neither the time nor anything else
 that may differ between two runs of the same steps is part of it. So equal heads mean that two runs
-consumed the same data, from the first step on.
+consumed the same data, from the first step on; with rows of kind `state`, that they also had the
+same weights.
 """
 
 from __future__ import annotations
@@ -206,6 +209,10 @@ class Ledger:
             self._excluded = merged([*self._excluded, *examples])
         ranges = [list(part) for part in examples]
         self._append(step, "excluded", {"order": order, "examples": ranges, "reason": reason})
+
+    def add_state(self, step: int, digest: str) -> None:
+        """Writes the digest of the state after a step."""
+        self._append(step, "state", {"digest": digest})
 
     def take_over(self, step: int, program: str) -> None:
         """Begins the ledger of a run whose first `step` steps another program has taken."""

@@ -19,8 +19,8 @@ is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 
 The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
 every `log_every` steps, where it reads the accumulated metrics. Evaluations, probes and saves wait
-as well, and so do two optional checks: of faults (each step) and of the state's bits
-(`verify_state_every`).
+as well, and so do optional checks: of faults (each step) and of the state's bits
+(`verify_state_every`, `digest_every`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from trainer.strategies.fingerprint import StateCheck
 from trainer.strategies.heartbeat import Heartbeat
 from trainer.training.best import Best
 from trainer.training.checkpoints import Checkpoints, capture, restore
+from trainer.training.digests import FILE, Digests
 from trainer.training.faults import Faults
 from trainer.training.passes import (
     Batch,
@@ -107,6 +108,7 @@ class Trainer:
         # Reading the state in the middle of a compiled step would split its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
         self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
+        self.digests = Digests(strategy, config.digest_every, self.recorder.ledger)
         # Without arguments to `fit`: profiles on demand, and nobody requests a stop.
         self._profiler = ProfilerConfig().build(Path(output), strategy.world.rank)
         self._stop = StopRequest(config.preemption)
@@ -139,6 +141,7 @@ class Trainer:
         """
         self._profiler, self._stop = profiler or self._profiler, stop or self._stop
         self.recorder.open(self.state.step, trackers, ledger, throughput)
+        self.digests.open(ledger and ledger.with_name(FILE), self.state.step)
         self.model.train()
         with self.heartbeat:
             while not (self.finished or self._stop.agreed):
@@ -251,6 +254,7 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
         self.state.step = step
         self.state_check.after_update(step)
+        self.digests.after_update(step, micro_batches, gradients, self._tensors)
         self.recorder.end_section("optimizer")
         self._count(phase, micro_batches[0])
         if step == phase.end:
@@ -278,6 +282,8 @@ class Trainer:
                 micro_batches,
                 end_section,
             )
+            # Clipping would spread an error in one tensor over all of them.
+            self.digests.before_clipping(self.state.step + 1)
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _check(
@@ -471,4 +477,5 @@ class Trainer:
     def close(self) -> None:
         """Stops background threads of the loaders, and a running profiler."""
         self._profiler.close()
+        self.digests.close()
         self.loaders.close()

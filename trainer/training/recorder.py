@@ -14,6 +14,7 @@ from trainer.monitoring.clock import Clock
 from trainer.monitoring.meter import Meter
 from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
+from trainer.partition.digest import hexadecimal, signed
 from trainer.strategies import Strategy
 from trainer.training.compiled import LIMIT, graphs
 from trainer.training.ledger import Ledger
@@ -136,7 +137,7 @@ class Recorder:
         return found
 
     def _close_row(self, digest: int) -> None:
-        self.ledger.close_row(_hexadecimal(digest))
+        self.ledger.close_row(hexadecimal(digest))
         self._digest = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -153,7 +154,7 @@ class Recorder:
         """The open window over all replicas, and the ledger's state. Collective."""
         return {
             "window": self.meter.totals(self._strategy.all_reduce),
-            "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
+            "digest": hexadecimal(self._over_replicas(self._digest)[0]),
             "ledger": self.ledger.state_dict(),
         }
 
@@ -175,10 +176,6 @@ class Recorder:
 
     def _over_replicas(self, *mine: int) -> list[int]:
         """Sums integers over all replicas, modulo 2**64 (int64 on the device, so signed)."""
-        signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
-        sums: list[int] = self._strategy.all_reduce(torch.tensor(signed)).tolist()
+        own = torch.tensor([signed(value) for value in mine])
+        sums: list[int] = self._strategy.all_reduce(own).tolist()
         return sums
-
-
-def _hexadecimal(digest: int) -> str:
-    return f"{digest % 2**64:016x}"

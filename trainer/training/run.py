@@ -226,6 +226,11 @@ def build_trainer(
             f"{accelerator.description} compiles for each width of a batch, and "
             "data.group_by_length gives many; set it to null"
         )
+    if experiment.training.digest_every is not None and accelerator.compiles:
+        raise ConfigError(
+            f"training.digest_every is set, and {accelerator.description} compiles a step into one "
+            "graph, whose gradients nobody can read. Set it to null."
+        )
     objectives, model, optimizer, description = prepare(
         experiment, dataset, strategy, weights, to_restore
     )

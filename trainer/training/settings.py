@@ -56,6 +56,8 @@ class Config:
             store, and shorter than collective_timeout.
         verify_state_every: steps between checks of weights and moments for silent corruption; None
             never checks.
+        digest_every: steps between rows of digests.jsonl: digests of the batch, the gradients, the
+            weights and the optimizer state, which `samestep diff` compares. None writes none.
         faults: what to do about steps whose loss or gradient looks wrong.
         preemption: how the run stops on request.
     """
@@ -78,6 +80,7 @@ class Config:
     collective_timeout: float = 600.0
     hang_timeout: float | None = 480.0
     verify_state_every: int | None = 100
+    digest_every: int | None = None
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
 
@@ -86,7 +89,7 @@ class Config:
         for name in ("steps", "global_batch_size", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("evaluate_every", "evaluate_batches", "verify_state_every"):
+        for name in ("evaluate_every", "evaluate_batches", "verify_state_every", "digest_every"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ConfigError(f"{name} must be at least 1, or null for none, not {number}")

@@ -1,1 +1,1 @@
-"""`samestep replay`: recomputes a step on one CPU, to find the examples that cause a high loss."""
+"""Recomputes steps of a run in one process, to find examples of a high loss, or a difference."""

@@ -1,4 +1,4 @@
-"""The command `samestep replay`."""
+"""The commands `samestep replay` and `samestep diff`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 
 from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, ConfigError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 
 def register(commands: Commands) -> None:
@@ -49,6 +49,43 @@ def register(commands: Commands) -> None:
         metavar="key=value",
         help="settings that override the run's, e.g. data.path=DIR",
     )
+
+
+def register_diff(commands: Commands) -> None:
+    """Adds `diff` to the `samestep` command."""
+    parser = add_command(
+        commands,
+        "diff",
+        _diff,
+        "find the first step and tensor in which two runs differ",
+        "example:\n  samestep diff runs/one runs/other",
+        "Compares the digests that two runs have written (training.digest_every). Where they are "
+        "bitwise (training.exact), recomputes the steps before the first difference in one "
+        "process, to name the tensor, and the run that had a fault. Exits with 1 if the runs "
+        "differ.",
+    )
+    for name in ("one", "other"):
+        parser.add_argument(name, metavar="RUN", help="the output folder of a run")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        metavar="N",
+        help="the most steps to recompute of each run (default: 100); 0: none",
+    )
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from trainer.inspect.replay.diff import diff, report
+
+    if args.steps < 0:
+        raise ConfigError(f"--steps is {args.steps}. Use 0 or more.")
+    folders = [args.one, args.other]
+    found = diff(folders, args.steps)
+    report(found, folders, Console(highlight=False, markup=False, soft_wrap=True))
+    return EXIT_DONE if found.difference is None else EXIT_FAILED
 
 
 def _replay(args: argparse.Namespace) -> int:
