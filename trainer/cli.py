@@ -56,12 +56,13 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
-def _add_processes(parser: argparse.ArgumentParser) -> None:
+def _add_processes(parser: argparse.ArgumentParser, without_gpus: str = "one") -> None:
     parser.add_argument(
         "--processes",
         type=int,
         metavar="N",
-        help="processes on this machine (default: one a GPU, else one); ignored under torchrun",
+        help="processes on this machine (default: one a GPU, or else "
+        f"{without_gpus}); ignored under torchrun",
     )
 
 
@@ -113,6 +114,37 @@ def _add_config(commands: Commands) -> None:
         "--elsewhere",
         action="store_true",
         help="the run's folders are not on this machine: check data only if it has an address",
+    )
+
+
+def _add_certify(commands: Commands) -> None:
+    certify = add_command(
+        commands,
+        "certify",
+        _certify,
+        "prove that the devices here compute the same bits, or name the one that does not",
+        "examples:\n  samestep certify\n"
+        "  samestep certify --processes 4 --against one.json\n"
+        "  torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 "
+        "--no-python samestep certify",
+        "Checks matrix products, kernels and the passes of a model on each device, the collectives "
+        "between them, and training under DDP, FSDP2 and HSDP, in fp32 and bf16: bit for bit among "
+        "ranks and strategies, and against losses of a CPU. Takes a minute. Exits with 1 if a "
+        "check fails.",
+    )
+    _add_processes(certify, without_gpus="two")
+    certify.add_argument(
+        "--output",
+        type=Path,
+        default=Path("certificate.json"),
+        metavar="FILE",
+        help="the certificate to write (default: certificate.json)",
+    )
+    certify.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="a certificate of any number of devices, whose bits must be the same",
     )
 
 
@@ -195,6 +227,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     for add in (
         _add_train,
         _add_config,
+        _add_certify,
         _add_evaluate,
         register_export,
         register_publish,
@@ -274,6 +307,26 @@ def _train(args: argparse.Namespace) -> int:
     from trainer.training.run import train
 
     return train(experiment)
+
+
+def _certify(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from trainer.accelerators import detect
+    from trainer.elastic import agent
+    from trainer.inspect.certify.run import certify, read
+
+    if args.processes is not None and args.processes < 1:
+        raise ConfigError(f"--processes is {args.processes}. Use 1 or more.")
+    arguments = ["certify", "--output", str(args.output)]
+    if args.against is not None:
+        read(args.against)
+        arguments += ["--against", str(args.against)]
+    processes = args.processes or max(len(detect.processes(None)), 2)
+    if processes > 1 and not agent.under_launcher():
+        return agent.run_workers(main, arguments, processes)
+    has_passed = certify(args.output, args.against, Console(highlight=False, markup=False))
+    return EXIT_DONE if has_passed else EXIT_FAILED
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.integration.commands import Result, Samestep
-from trainer.inspect.replay.diff import Difference, first_difference
+from trainer.inspect.replay.difference import Difference, first_difference
 from trainer.strategies import Strategy
 
 BITWISE = (

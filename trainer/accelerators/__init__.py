@@ -68,6 +68,10 @@ class Config(ABC):
         """What to set, so that the same work gives the same bits each time; None: nothing."""
         return None
 
+    def repeatable(self) -> Config:
+        """These settings, changed so that the same work gives the same bits each time."""
+        return self
+
     def processes(self) -> list[dict[str, str]]:
         """The processes that use all devices of this machine: environment variables of each.
 

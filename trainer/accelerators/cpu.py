@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,9 @@ class Config(accelerators.Config):
     def varies(self) -> str | None:
         # By default there are as many threads as cores for each process of a machine.
         return "{kind: cpu, threads: 1}" if self.threads is None else None
+
+    def repeatable(self) -> Config:
+        return replace(self, threads=self.threads or 1)
 
     def build(self) -> CpuAccelerator:
         if self.threads is not None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,9 @@ class Config(accelerators.Config):
     @property
     def varies(self) -> str | None:
         return None if self.deterministic else "{kind: cuda, deterministic: true}"
+
+    def repeatable(self) -> Config:
+        return replace(self, deterministic=True)
 
     def build(self) -> CudaAccelerator:
         if not torch.cuda.is_available():

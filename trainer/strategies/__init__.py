@@ -233,8 +233,8 @@ class Strategy(ABC):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scales gradients down to a global norm of at most `max_norm`; None: leaves them.
 
-        Returns the norm before, fp32; fp64 in an exact run. Under fp16, both norms are without the loss scale, which stays in
-        the gradients until `step`.
+        Returns the norm before, fp32; fp64 in an exact run. Under fp16, both norms are without the
+        loss scale, which stays in the gradients until `step`.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]

@@ -1,18 +1,18 @@
 """`samestep diff`: the first step, and there the first tensor, in which two runs differ.
 
-Rows of digests.jsonl tell up to which step two runs are equal; norms of the gradient, which rows
-have for all steps, mostly tell in which step they part. (A changed last bit may be rounded away.) Where the runs are bitwise, the steps in between
-are then recomputed in one process, from the newest checkpoint of each run at which they are still
-equal. Two recomputed runs have digests of all steps, so the first tensor is found; and a run that
-differs from its own recomputation has had a fault.
+Rows of digests.jsonl tell up to which step two runs are equal. Norms of the gradient, which rows
+have for all steps, mostly tell in which step they part; a changed last bit may be rounded away.
+Where the runs are bitwise, the steps in between are then recomputed in one process, from the newest
+checkpoint of each run at which they are still equal. Two recomputed runs have digests of all steps,
+so the first tensor is found; and a run that differs from its own recomputation has had a fault.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -20,6 +20,7 @@ from trainer.config import Tree, decode
 from trainer.config.renamed import read_stored
 from trainer.config.tree import differences, of_kinds
 from trainer.errors import ConfigError, DataError, SamestepError
+from trainer.inspect.replay.difference import Difference, Row, Rows, first_difference
 from trainer.inspect.replay.past import open_past, settings_at
 from trainer.monitoring.jsonl import read_rows
 from trainer.partition.digest import digests
@@ -28,48 +29,6 @@ from trainer.training.digests import FILE
 from trainer.training.experiment import Experiment
 from trainer.training.faults import Config as FaultsConfig
 from trainer.training.state import state_tensors
-
-Row: TypeAlias = Mapping[str, Any]
-Rows: TypeAlias = Mapping[int, Row]
-"""Rows of digests.jsonl by step; step 0, or a checkpoint's, may have the state only."""
-
-Stage = Literal["batch", "loss", "gradients", "state", "norm"]
-
-_TEXTS: Mapping[Stage, str] = {
-    "batch": "the examples of the batch",
-    "loss": "the loss, of equal examples and equal weights before it",
-    "gradients": "the gradient",
-    "state": "the state after the update",
-    "norm": "the norm of the gradient",
-}
-_SHOWN = 5  # names of tensors
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where two runs part.
-
-    Attributes:
-        equal: the last step whose row is the same in both; 0: none is known.
-        step: the first step in which something differs.
-        stage: what differs there first, in the order in which a step computes it.
-        tensors: names, of gradients or of the state.
-        others: number of tensors that are equal.
-    """
-
-    equal: int
-    step: int
-    stage: Stage
-    tensors: tuple[str, ...] = ()
-    others: int = 0
-
-    def __str__(self) -> str:
-        where = _TEXTS[self.stage]
-        if self.tensors:
-            count = len(self.tensors)
-            names = ", ".join(self.tensors[:_SHOWN]) + (", ..." if count > _SHOWN else "")
-            where += f": {names} ({count} of {count + self.others} tensors)"
-        return f"step {self.step}: {where}"
 
 
 class Recomputed(NamedTuple):
@@ -102,38 +61,6 @@ class Diff(NamedTuple):
     recomputed: Mapping[str, Recomputed]
     first: Difference | None
     reason: str
-
-
-def first_difference(one: Rows, two: Rows) -> Difference | None:
-    """Finds the first step in which rows differ; only steps that both have are compared."""
-    equal = 0
-    for step in sorted(one.keys() & two.keys()):
-        if (found := _row_difference(equal, step, one[step], two[step])) is not None:
-            return found
-        equal = step
-    return None
-
-
-def _row_difference(equal: int, step: int, one: Row, two: Row) -> Difference | None:
-    # Norms of the steps up to this one; a restart may have cut the list of one run.
-    norms = list(zip(reversed(one.get("norms", ())), reversed(two.get("norms", ())), strict=False))
-    for back in range(len(norms) - 1, 0, -1):
-        # By their texts: equal infinities and NaN are no difference.
-        if repr(norms[back][0]) != repr(norms[back][1]):
-            return Difference(equal, step - back, "norm")
-    numbers: tuple[Stage, ...] = ("batch", "loss")
-    for stage in numbers:
-        if stage in one and stage in two and repr(one[stage]) != repr(two[stage]):
-            return Difference(equal, step, stage)
-    tensors: tuple[Stage, ...] = ("gradients", "state")
-    for stage in tensors:
-        old, new = one.get(stage, {}), two.get(stage, {})
-        names = [name for name in old if name in new]
-        if differ := tuple(name for name in names if old[name] != new[name]):
-            if stage == "gradients":  # in the order of the backward pass
-                differ = differ[::-1]
-            return Difference(equal, step, stage, differ, len(names) - len(differ))
-    return None
 
 
 def diff(folders: Sequence[str], most_steps: int) -> Diff:
@@ -271,7 +198,7 @@ def _conclusions(found: Diff, folders: Sequence[str]) -> Iterator[str]:
         yield (
             f"{folder} had a fault after step {found.difference.equal}, up to step "
             f"{found.difference.step}, which its recomputation does not have. Test the machines "
-            "that computed it: samestep doctor"
+            "that computed it: samestep certify"
         )
         if not found.difference.tensors:
             yield "training.digest_every=1 would have named the tensor"

@@ -1,0 +1,170 @@
+"""`samestep certify`: names a planted fault by rank, kernel and collective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.integration.commands import Samestep, Start
+from tests.processes import run_ranks
+from trainer.accelerators import cpu
+from trainer.inspect.certify import layouts
+from trainer.inspect.certify.ranks import Ranks
+from trainer.inspect.certify.run import certify
+from trainer.strategies import single
+from trainer.strategies.world import World
+
+
+class _Wrong(TorchDispatchMode):
+    """Changes an element of every result of one operator."""
+
+    def __init__(self, operator: str, change: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._operator, self._change = operator, change
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket._qualified_op_name == f"aten::{self._operator}":
+            first = result[0] if isinstance(result, tuple) else result
+            if first.numel() > 5:
+                self._change(first)
+        return result
+
+
+def larger(result: torch.Tensor) -> None:
+    """On the device that is tested; the host computes in fp64."""
+    if result.dtype != torch.float64:
+        result.view(-1)[5] += 10
+
+
+def last_bit(result: torch.Tensor) -> None:
+    """Too small for a tolerance."""
+    if result.dtype == torch.float32:
+        result.view(-1).view(torch.int32)[5] ^= 1
+
+
+@contextmanager
+def dropped_element() -> Iterator[None]:
+    reduce = dist.all_reduce
+
+    def faulty(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = tensor.clone()
+        work = reduce(tensor, *args, **kwargs)
+        if tensor.numel() > 5:
+            tensor.view(-1)[5] = own.view(-1)[5]  # the sum misses the others
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", faulty)
+        yield
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "none": nullcontext,
+    "matmul": lambda: _Wrong("mm", larger),
+    "last bit": lambda: _Wrong("native_layer_norm", last_bit),
+    "all-reduce": dropped_element,
+}
+
+
+def _certify(output: Path, fault: str, on: int) -> None:
+    import os
+
+    context = FAULTS[fault if int(os.environ["RANK"]) == on else "none"]
+    with context():
+        certify(output, None, Console(quiet=True))
+
+
+def run(tmp_path: Path, fault: str, on: int) -> dict[str, Any]:
+    output = tmp_path / "certificate.json"
+    run_ranks(3, _certify, output, fault, on)
+    content: dict[str, Any] = json.loads(output.read_text())
+    return content
+
+
+def failed(content: dict[str, Any]) -> dict[str, str]:
+    findings = content["findings"]
+    return {each["subject"]: each["found"] for each in findings if each["state"] == "failed"}
+
+
+def test_processes_of_this_machine(start: Start, tmp_path: Path, samestep: Samestep) -> None:
+    """Two processes, then one, which has the same bits."""
+    two, one = tmp_path / "two.json", tmp_path / "one.json"
+    assert start("certify", "--processes", 2, "--output", two).wait(300).code == 0
+    content = json.loads(two.read_text())
+    assert content["passed"]
+    assert not failed(content)
+    assert len(content["ranks"]) == 2
+    assert {"fp32 layouts", "bf16 layouts", "reduce-scatter"} <= {
+        each["subject"] for each in content["findings"]
+    }
+    arguments = ("certify", "--processes", 1, "--output", one, "--against")
+    assert start(*arguments, two).wait(300).code == 0
+    content["digests"]["fp32"]["state"]["model/embeddings.tokens.weight"] = "0" * 16
+    two.write_text(json.dumps(content))
+    assert start(*arguments, two).wait(300).code == 1
+    found = failed(json.loads(one.read_text()))
+    assert list(found) == ["fp32 bits"]
+    assert "1 of 102 tensors differ" in found["fp32 bits"]
+    assert "is no certificate" in samestep("certify", "--against", __file__).message
+    assert "--processes is 0" in samestep("certify", "--processes", 0).message
+
+
+@pytest.mark.long
+def test_wrong_matrix_product(tmp_path: Path) -> None:
+    content = run(tmp_path, "matmul", on=1)
+    assert not content["passed"]
+    found = failed(content)
+    assert found["fp32 product"].startswith("rank 1 (")
+    assert "1 of 512 rows are wrong, the first is row 0" in found["fp32 product"]
+    assert "matrix product has an error of" in found["bf16 kernels"]
+
+
+@pytest.mark.long
+def test_wrong_bit_of_one_rank(tmp_path: Path) -> None:
+    found = failed(run(tmp_path, "last bit", on=2))
+    assert found["fp32 passes"].startswith("rank 2 (")
+    assert "output of layer.0 differs from the others" in found["fp32 passes"]
+    assert "fp32 kernels" not in found
+
+
+@pytest.mark.long
+def test_collective_that_drops_an_element(tmp_path: Path) -> None:
+    found = failed(run(tmp_path, "all-reduce", on=0))
+    assert found["all-reduce"].startswith("rank 0 (")
+    assert "1 of 3,000 elements of float32 are wrong; element 5 is " in found["all-reduce"]
+    assert "ddp and fsdp part in step 1" in found["fp32 layouts"]
+    assert "fp32 passes" not in found
+
+
+def test_reference_losses_are_those_of_a_cpu() -> None:
+    found = run_ranks(1, _train)[0]
+    assert found == pytest.approx(layouts.reference(), rel=1e-5)
+    assert found[-1] < found[0] - 2  # it learns
+
+
+def _train() -> list[float]:
+    accelerator, world = cpu.Config(threads=1).build(), World.start(60)
+    world.connect("gloo")
+    rows = layouts.train(single.Config(), accelerator, world, "fp32")
+    return [row["loss"] for row in rows.values()]
+
+
+def test_whom_to_blame() -> None:
+    ranks = Ranks(0, ("a", "a", "b"), None)  # type: ignore[arg-type]
+    equal = {"x": "1", "y": "2"}
+    assert ranks.odd_ones_out([equal, equal, equal]) is None
+    assert ranks.odd_ones_out([equal, equal, {"x": "1", "y": "3"}]) == ("y", [2])
+    assert ranks.odd_ones_out([equal, {"x": "5", "y": "3"}]) == ("x", [0, 1])
+    assert ranks.named([1, 2]) == "rank 1 (a) and rank 2 (b)"
