@@ -76,6 +76,7 @@ test-images: install  ## build both images and run the demo in them (buildah and
 
 conformance: install  ## the full same-step matrix (35 minutes; resumes), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix $(if $(ONLY),--only '$(ONLY)')
+	$(if $(ONLY),,$(BIN)/python -m tests.conformance.exact_matrix)
 
 chaos: install  ## faults of all kinds (half an hour); what each has cost is written to docs/reliability.md
 	$(BIN)/python -m pytest -m chaos --ignore tests/chaos/test_faults.py
