@@ -1,4 +1,4 @@
-"""A bitwise run through SIGKILL and SIGTERM, on other processes each time, ends in the same state."""
+"""A bitwise run through SIGKILL and SIGTERM, on other processes each time, ends in the same bits."""
 
 from __future__ import annotations
 
