@@ -1,4 +1,4 @@
-"""A bitwise run through SIGKILL and SIGTERM, on other processes each time, ends in the same bits."""
+"""Bitwise runs that are killed and continued on other processes end in the same bits."""
 
 from __future__ import annotations
 
