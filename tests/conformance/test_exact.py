@@ -74,3 +74,34 @@ def test_what_must_differ(experiment_file: str, tmp_path: Path) -> None:
     )
     skipped, *_ = run(experiment_file, tmp_path / "skipped", 1, "single", "data.exclude=[[17, 18]]")
     assert len({exact, one, three, larger, skipped}) == 5
+
+
+PHASES = (
+    "phases=[{steps: 5, sequence_length: 16, global_batch_size: 12},"
+    " {steps: 7, sequence_length: 32, global_batch_size: 5, micro_batch_size: 1}]"
+)
+LORA = "model={kind: bert, peft: {kind: lora, rank: 4, targets: [query, value]}}"
+STUDENT = (
+    "objective={{kind: distillation, teacher: {run}, of: mlm, soft: 5.0, hard: 2.0, cosine: 1.0, "
+    "cells: all}}"
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["phases", "skipped", "lora", "student"])
+def test_other_ways_of_training(
+    experiment_file: str, finished_run: Path, tmp_path: Path, kind: str
+) -> None:
+    """Two phases, a step that is skipped, adapters on frozen weights, a teacher."""
+    settings = {
+        "phases": [PHASES],
+        "skipped": [
+            "objective={kind: tests.sick_objective, sick: [75]}",
+            "training.faults.action=skip",
+        ],
+        "lora": [LORA, f"init_from={finished_run}"],
+        "student": ["model.layers=1", STUDENT.format(run=finished_run)],
+    }[kind]
+    assert_same_bits(
+        experiment_file, tmp_path, [(2, "ddp"), (3, "fsdp")], *settings, "training.precision=bf16"
+    )
