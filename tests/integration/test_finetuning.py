@@ -19,7 +19,7 @@ from seqeval.metrics import f1_score
 
 from tests.conformance.worker import Losses, make_trainer, run_once
 from tests.integration import tasks
-from tests.integration.commands import Samestep
+from tests.integration.commands import Samestep, Start
 from tests.processes import run_ranks
 from trainer.config import load
 from trainer.metrics import squad
@@ -447,4 +447,38 @@ def test_frozen_features_with_a_mix_of_layers(
     assert all(torch.equal(tensors[name], before[name]) for name in before if "layers." in name)
     assert samestep("evaluate", run).code == 0
     result = samestep("export", run, tmp_path / "hf")
-    assert (result.code, "scalar_mix is true" in result.message) == (2, True), result.message
+    assert (result.code, "scalar_mix is set" in result.message) == (2, True), result.message
+
+
+def test_features_below_an_lstm_and_a_conditional_random_field(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
+) -> None:
+    """ELMo's way to tag, on frozen layers; the same in three processes."""
+    settings = (
+        *("frozen=[embeddings,layers]", "model.scalar_mix=true", "model.head_lstm=2"),
+        *("model.crf=true", "objective.crf=true", "optimizer.lr=2e-2"),
+    )
+    folder = tmp_path / "one"
+    folder.mkdir()
+    experiment = tasks.tune(
+        "tagging", folder, finished_run, dataset_folder / "tokenizer", *settings
+    )
+    run = folder / "run-tagging"
+    rows = tasks.rows_of(run)
+    assert [row for row in rows if "heldout/entity_f1" in row][-1]["heldout/entity_f1"] > 0.8
+    tensors = load_weights(run).tensors
+    assert tensors["tag_transitions"].shape[0] == len(load_weights(run).config.labels) + 1
+    assert samestep("evaluate", run).code == 0
+    three = tmp_path / "three"
+    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
+    assert start(*arguments, "--processes", 3).wait(300).code == 0
+    losses = [
+        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
+        for each in (run, three)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    # Objective and model must agree.
+    other = samestep("train", experiment, f"output={tmp_path}/x", *settings, "model.crf=false")
+    assert "model.crf=true" in other.message
+    other = samestep("train", experiment, f"output={tmp_path}/x", *settings, "objective.crf=false")
+    assert "model.crf=false" in other.message

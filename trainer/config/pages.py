@@ -15,6 +15,8 @@ PAGES: Mapping[str, str] = {
     "model": "models.md",
     "model.peft": "peft.md",
     "model.scalar_mix": "finetuning.md",
+    "model.head_lstm": "finetuning.md",
+    "model.crf": "finetuning.md",
     "objective": "objectives.md",
     "objective.metrics": "finetuning.md",
     "objective.of": "distillation.md",

@@ -15,13 +15,16 @@ from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention
 from trainer.models.heads import answer
 from trainer.models.initialization import initial_values
+from trainer.models.lstm_layers import stacked_gates
 from trainer.models.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 
 POOLED = ("classification", "multiple_choice")
 """Heads that pool one position of a sequence."""
 
-_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head", "fit_head", "mix")
+_OPTIONAL = ("fit_head", "mix", "head_lstm", "tag_transitions")
+"""Parts beside a head that a setting adds; stored weights may lack them."""
+_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head", *_OPTIONAL)
 _PRETRAINING = {
     "nsp_head": "model.nsp",
     "span_head": "model.span_boundary",
@@ -175,7 +178,7 @@ class TransformerModel(Model):
             for name, module in self.named_modules()
             if isinstance(module, Projection) and len(module.parts) > 1
             for own, _ in module.named_parameters(recurse=False)
-        }
+        } | stacked_gates(self)
 
     def last_layers(self, count: int) -> frozenset[str]:
         """The last layers, and the pooler of a task's head, which pre-training may have trained."""
@@ -188,6 +191,8 @@ class TransformerModel(Model):
         stds = config.initial_std(name) if added is None else (added,)
         if name.startswith("mix."):  # all layers alike
             stds = (0.0,)
+        elif name.startswith("head_lstm."):
+            stds = (shape[-1] ** -0.5,)
         # Fused parameters have several parts with different distributions (T5's queries and keys).
         size = shape.numel() // len(stds)
         parts = []
@@ -215,7 +220,7 @@ class TransformerModel(Model):
         # A later line overrides an earlier one: own names, then new heads, then what peft adds.
         sources: dict[str, str | None] = {name: name for name in shapes}
         sources |= self._new_head(stored, shapes)
-        own = {name for name in shapes if name.startswith(("fit_head.", "mix."))}
+        own = {name for name in shapes if name.partition(".")[0] in _OPTIONAL}
         sources |= dict.fromkeys(own - stored.shapes.keys())
         if (peft := self.config.peft) is not None:
             sources |= {
@@ -247,7 +252,8 @@ class TransformerModel(Model):
         # pooler of a head of the same kind still fits.
         if (config.head, config.labels) == (before.head, before.labels):
             return {}
-        begin = "head." if config.head != before.head else "head.classifier."
+        labeled = ("head.classifier.", "tag_transitions")
+        begin = ("head.", "tag_transitions") if config.head != before.head else labeled
         found: dict[str, str | None] = {}
         for name in shapes:
             if name.startswith(begin):

@@ -105,6 +105,9 @@ class Config(Family):
             (`question_answering`), or embeds texts (`embedding`).
         scalar_mix: whether a task's head reads a learned mean of all layers instead of the last
             one, for a frozen encoder (`frozen: [embeddings, layers]`).
+        head_lstm: number of bidirectional LSTM layers between hidden states and a task's head, half
+            as wide as the hidden states in each direction; for a frozen encoder, too.
+        crf: scores transitions between tags, for `objective: {kind: tagging, crf: true}`.
         labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
@@ -159,6 +162,8 @@ class Config(Family):
     teacher_width: int = 0
     head: Head = "language_model"
     scalar_mix: bool = False
+    head_lstm: int = 0
+    crf: bool = False
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -193,6 +198,16 @@ class Config(Family):
                 "classification or another task, and model.peft to null or lora."
             )
 
+        if self.head_lstm < 0:
+            raise ConfigError(f"head_lstm is {self.head_lstm}. Use a number of layers, or 0.")
+        if self.head_lstm and (self.head == "language_model" or self.virtual_tokens):
+            raise ConfigError(
+                "head_lstm is for a task's head, without a prompt or prefix. Set head to tagging "
+                "or another task, and model.peft to null or lora."
+            )
+        if self.crf and self.head != "tagging":
+            raise ConfigError(f"crf is true, but head is {self.head}. Set head to tagging.")
+
     @property
     def causal_outputs(self) -> frozenset[str]:
         offered = self.also_causal and self.predicts == "tokens"
@@ -206,6 +221,7 @@ class Config(Family):
     @property
     def settings_for(self) -> Mapping[str, str]:
         heads = {head: f"model.head={head}" for head in (*_TASKS, "embedding")}
+        heads["tag_transitions"] = "model.crf=true"
         if self.head != "language_model":
             return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
         causal = "model.also_causal=true" if self.also_causal else "model.causal=true"
@@ -278,7 +294,7 @@ class Config(Family):
 
     def to_huggingface(self) -> dict[str, Any]:
         # These are computed by samestep alone; a config.json could not express them.
-        self.check_mix()
+        self.check_export_of_head()
         if self.norm != "post" or self.gated:
             raise ConfigError(
                 f"norm {self.norm} with activation {self.activation} cannot be exported: "
@@ -308,13 +324,19 @@ class Config(Family):
             **huggingface.name_labels(self.labels),
         }
 
-    def check_mix(self) -> None:
-        """Rejects the export of a head that reads all layers."""
-        if self.scalar_mix:
-            raise ConfigError(
-                "scalar_mix is true, but transformers has no head that reads all layers. Use the "
-                "checkpoint with samestep."
-            )
+    def check_export_of_head(self) -> None:
+        """Rejects the export of a head that transformers lacks."""
+        lacking = {
+            "scalar_mix": "head that reads all layers",
+            "head_lstm": "head with an LSTM",
+            "crf": "conditional random field",
+        }
+        for name, part in lacking.items():
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is set, but transformers has no {part}. Use the checkpoint with "
+                    "samestep."
+                )
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Names of older versions, and names without the family's prefix, are recognized.

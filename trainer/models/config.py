@@ -132,6 +132,16 @@ class TransformerConfig(ModelConfig):
         return False
 
     @property
+    def head_lstm(self) -> int:
+        """Number of bidirectional LSTM layers below a task's head."""
+        return 0
+
+    @property
+    def crf(self) -> bool:
+        """Whether transitions between tags have scores."""
+        return False
+
+    @property
     def teacher_width(self) -> int:
         """Width to which hidden states are projected for a distillation; 0: they are not."""
         return 0

@@ -183,3 +183,13 @@ class RecurrentLayer(nn.Module):
                 True,  # batch first
             )
         return output, (last, cell)
+
+
+def stacked_gates(model: nn.Module) -> dict[str, int]:
+    """The parameters that stack the matrices or biases of four gates: name -> 4."""
+    return {
+        f"{name}.{own}": 4
+        for name, module in model.named_modules()
+        if isinstance(module, RecurrentLayer)
+        for own in ("weight_ih", "weight_hh", "bias")
+    }

@@ -223,7 +223,7 @@ class Config(bert.Config):
         return [kinds[self.is_global(index)] for index in range(self.layers)]
 
     def to_huggingface(self) -> dict[str, Any]:
-        self.check_mix()
+        self.check_export_of_head()
         if self.causal:
             raise ConfigError(
                 "causal is true, but transformers has no causal modernbert. Use the checkpoint "

@@ -19,7 +19,7 @@ from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import look_up
 from trainer.models.heads import Factors, VocabularyHead
 from trainer.models.initialization import initial_values
-from trainer.models.lstm_layers import SITES, RecurrentLayer, drop
+from trainer.models.lstm_layers import SITES, RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
 
@@ -194,13 +194,7 @@ class RecurrentModel(Model):
         return Role("layer" if self.layer_of(name) else part, kind)  # type: ignore[arg-type]
 
     def stacked(self) -> dict[str, int]:
-        gates = ("weight_ih", "weight_hh")
-        return {
-            f"{name}.{own}": 4
-            for name, module in self.named_modules()
-            if isinstance(module, RecurrentLayer)
-            for own in (*gates, "bias")
-        }
+        return stacked_gates(self)
 
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         """Matrices have the standard deviation 1 / sqrt(inputs), forget gates the bias 1.

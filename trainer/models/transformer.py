@@ -18,6 +18,7 @@ from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.fused import Mask
+from trainer.models.head_lstm import HeadLstm
 from trainer.models.heads import ScalarMix
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
@@ -61,6 +62,11 @@ class Transformer(TransformerModel):
         self.final_norm = config.build_norm() if config.norm == "pre" else None
         self.head = head
         self.mix = ScalarMix(config.layers + 1) if config.scalar_mix else None
+        top = config.head_lstm
+        self.head_lstm = HeadLstm(top, config.width, config.dropout) if top else None
+        # Of a conditional random field, see `trainer.objectives.crf`.
+        tags = len(config.labels) + 1
+        self.tag_transitions = nn.Parameter(torch.empty(tags, tags)) if config.crf else None
         self.nsp_head = nsp_head
         self.span_head = span_head
         # Projects hidden states to the width of a distillation's teacher.
@@ -82,6 +88,9 @@ class Transformer(TransformerModel):
             self.trains = {**self.trains, "compared.0": "model.teacher_width=0"}
         if lm_head is not None:
             self.offers |= {"next_tokens"}
+        if config.crf:
+            self.offers |= {"tag_transitions"}
+            self.trains = {**self.trains, "tag_transitions": "model.crf=false"}
         if config.causal_outputs:
             # The same head scores the tokens in both directions, so either output trains it.
             self.offers |= config.causal_outputs
@@ -108,7 +117,8 @@ class Transformer(TransformerModel):
         only = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
         if self.mix is not None and not only:
             numbers = list(range(len(self.layers) + 1))
-        if beside or numbers or attention or not outputs.isdisjoint({"hidden", "span_boundary"}):
+        wants_all = not outputs.isdisjoint({"hidden", "span_boundary"})
+        if beside or numbers or attention or wants_all or self.head_lstm is not None:
             read = None
         elif read is not None and "next_sentence" in outputs:
             read = F.pad(read, (1, 0))
@@ -141,6 +151,8 @@ class Transformer(TransformerModel):
             whole = self._finish(hidden, keys.final, read)
         else:
             whole = self.mix([shown[n] for n in numbers])
+        if self.head_lstm is not None:
+            whole = self.head_lstm(whole, segments, keys.final)
         # Outputs of all positions exclude a prompt's; selected positions are already counted.
         hidden = whole if read is not None else whole[:, self.inserted :]
         if "hidden" in outputs:
@@ -163,6 +175,10 @@ class Transformer(TransformerModel):
             elif read is not None and "next_sentence" in outputs:
                 hidden = hidden[:, 1:]
             found |= self.answer(name, self.head, inputs, hidden, matrix, keys.final)
+        if "tag_transitions" in outputs:
+            assert self.tag_transitions is not None, "the model was built without crf"
+            # A copy, as a strategy may free the gathered parameter after this pass.
+            found["tag_transitions"] = self.tag_transitions.clone()
         return found
 
     def _fitted(self, hidden: Tensor) -> Tensor:
@@ -316,5 +332,8 @@ class Transformer(TransformerModel):
         for_predicted = matrix_flops(self.layers[-1], without="qkv")
         positions = sequence_length + self.config.virtual_tokens
         attention = 12 * len(self.layers) * positions * self.config.heads * self.config.head_width
+        if self.head_lstm is not None:  # it reads all positions
+            matrices += matrix_flops(self.head_lstm)
+            for_predicted = 0
         predicted = predicted_per_token * (for_predicted + self.head_flops())
         return self.embedding_flops() + matrices - for_predicted + attention + predicted

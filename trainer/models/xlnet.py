@@ -100,6 +100,8 @@ class Config(bert.Config):
             "also_causal",
             "teacher_width",
             "scalar_mix",
+            "head_lstm",
+            "crf",
         ):
             if getattr(self, name):
                 raise ConfigError(f"{name} is set, but XLNet has no such head. Use kind: bert.")

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names, entities
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
+from trainer.models import Inputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, crf
 from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
 from trainer.tasks import TASKS
@@ -28,15 +30,18 @@ class Config(ObjectiveConfig):
         metrics: scores of the held-out split, over whole entities of tags like B-PER and I-PER:
             entity_f1, entity_precision, entity_recall; [] for tags that name no entities, as parts
             of speech.
+        crf: scores sequences of tags by a conditional random field (`trainer.objectives.crf`),
+            for a model with `crf: true`; else each tag by itself.
     """
 
     metrics: tuple[str, ...] = ("entity_f1",)
+    crf: bool = False
 
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["tagging"].metrics)
 
     def build(self, vocabulary: Vocabulary) -> Task:
-        return Tagging(self, vocabulary)
+        return SequenceTagging(self, vocabulary) if self.crf else Tagging(self, vocabulary)
 
 
 class Tagging(RowTask):
@@ -81,11 +86,7 @@ class Tagging(RowTask):
             ignore_index=-1,
         )
         nll = (nll * weights.flatten()).sum()
-        tags = scores.detach().argmax(-1)
-        weight = weights.sum()
-        correct = ((tags == labels) * weights).sum()
-        metrics = {"loss": (nll.detach(), weight), "accuracy": (correct, weight)}
-        return Loss(nll / totals["tags"], metrics, tags.float())
+        return _loss(nll, scores.detach().argmax(-1), batch, totals)
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """Metrics over all words of the split; words without a token are predicted as outside."""
@@ -124,6 +125,38 @@ class Tagging(RowTask):
             of_words = tags[_first_tokens(words, tokens)]
             found.append([names[tag] for tag in of_words.tolist()])
         return found
+
+
+class SequenceTagging(Tagging):
+    """Tagging by a conditional random field over the words of an example.
+
+    Its loss is the negative log-likelihood of sequences, over the step's number of tags.
+    """
+
+    needs = frozenset({"tagging", "tag_transitions"})
+
+    def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
+        outputs = model(Inputs.of(batch), self.needs)
+        scores, transitions = (outputs[name].float() for name in ("tagging", "tag_transitions"))
+        is_word = batch["labels"] >= 0
+        # Words first: of the labels -1 2 -1 0 the order is 1 3 0 2.
+        order = (~is_word).int().argsort(dim=1, stable=True)
+        used, labels = is_word.gather(1, order), batch["labels"].gather(1, order).clamp(min=0)
+        words = scores.gather(1, order[..., None].expand_as(scores))
+        likelihood = crf.log_likelihood(words, labels, used, transitions)
+        # All words of an example have its weight.
+        nll = -(likelihood * batch["weights"].amax(1)).sum()
+        best = crf.best_tags(words.detach(), used, transitions.detach())
+        tags = torch.empty_like(best).scatter_(1, order, best)
+        return _loss(nll, tags, batch, totals)
+
+
+def _loss(nll: Tensor, tags: Tensor, batch: Tensors, totals: Tensors) -> Loss:
+    """The loss and metrics of predicted tags, int64 [B, S]."""
+    weights = batch["weights"]
+    correct = ((tags == batch["labels"]) * weights).sum()
+    metrics = {"loss": (nll.detach(), weights.sum()), "accuracy": (correct, weights.sum())}
+    return Loss(nll / totals["tags"], metrics, tags.float())
 
 
 def _true_tags(predictions: Predictions) -> list[list[str]]:

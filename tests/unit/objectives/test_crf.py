@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from trainer.objectives import crf
+from trainer.examples import Vocabulary
+from trainer.objectives import crf, tagging
 
 CLASSES, WORDS = 3, 4
 
@@ -66,3 +67,34 @@ def test_gradients(chain: tuple[torch.Tensor, ...]) -> None:
         return crf.log_likelihood(emissions, tags, used.bool(), transitions)
 
     assert torch.autograd.gradcheck(loss, inputs)
+
+
+def test_the_objective_reads_first_tokens_of_words() -> None:
+    """Of five positions with words at 1 and 3, and a row of one word."""
+    vocabulary = Vocabulary(size=9, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
+    objective = tagging.Config(crf=True).build(vocabulary)
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(2, 5, CLASSES, generator=generator, requires_grad=True)
+    transitions = torch.randn(CLASSES + 1, CLASSES + 1, generator=generator)
+    labels = torch.tensor([[-1, 2, -1, 0, -1], [-1, -1, 1, -1, -1]])
+    weights = (labels >= 0).float() * torch.tensor([[1.0], [0.0]])  # the second row is padding
+    batch = {"tokens": torch.zeros(2, 5, dtype=torch.int32), "labels": labels, "weights": weights}
+
+    def model(_inputs: object, outputs: frozenset[str]) -> dict[str, torch.Tensor]:
+        assert outputs == objective.needs
+        return {"tagging": scores, "tag_transitions": transitions}
+
+    loss = objective.loss(model, batch, {"tags": torch.tensor(4.0)})  # type: ignore[arg-type]
+    words, used = scores[:1, [1, 3]], torch.ones(1, 2, dtype=torch.bool)
+    expected = -crf.log_likelihood(words, torch.tensor([[2, 0]]), used, transitions)[0]
+    torch.testing.assert_close(loss.total, expected / 4)
+    assert float(loss.metrics["loss"][1]) == 2
+    best = crf.best_tags(words, used, transitions)[0].float()
+    assert loss.outputs is not None
+    assert loss.outputs[0, [1, 3]].tolist() == best.tolist()
+    correct = (best == torch.tensor([2.0, 0.0])).sum()
+    assert float(loss.metrics["accuracy"][0]) == float(correct)
+    loss.total.backward()
+    assert scores.grad is not None
+    assert not scores.grad[0, [0, 2, 4]].any()
+    assert not scores.grad[1].any()

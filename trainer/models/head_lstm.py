@@ -1,0 +1,69 @@
+"""LSTM layers between a model's hidden states and a task's head, in both directions.
+
+On frozen features they are the task's own model: two layers on BERT's (Devlin et al. 2019, section
+5.3), or with a conditional random field on ELMo's (Peters et al. 2018, section 4).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.dropout import split_key
+from trainer.models.lstm_layers import SITES, RecurrentLayer, resets
+from trainer.models.stack import Context
+
+
+class HeadLstm(nn.Module):
+    """Layers of a forward and a backward LSTM, each half as wide as the hidden states.
+
+    Args:
+        layers: number of layers.
+        width: D, of the hidden states; even.
+        dropout: rate of each layer's output.
+    """
+
+    def __init__(self, layers: int, width: int, dropout: float) -> None:
+        super().__init__()
+
+        def direction() -> nn.ModuleList:
+            return nn.ModuleList(
+                RecurrentLayer(width, width // 2, dropout=dropout) for _ in range(layers)
+            )
+
+        self.forward_layers, self.backward_layers = direction(), direction()
+
+    def forward(self, hidden: Tensor, segments: Tensor | None, key: Tensor | None) -> Tensor:
+        """[B, S, D] -> [B, S, D].
+
+        Args:
+            segments: int [B, S], see `trainer.models.Inputs`: a sequence and padding, as in rows of
+                tasks.
+            key: int32 [B], of dropout; None: no dropout.
+        """
+        layers = len(self.forward_layers)
+        keys = None if key is None else split_key(key, 2 * layers)
+        for index in range(layers):
+            read = []
+            for number, stack in enumerate((self.forward_layers, self.backward_layers)):
+                is_backward = number == 1
+                own = None if keys is None else keys[2 * index + number, None]
+                read.append(_run(stack[index], hidden, segments, own, is_backward))
+            hidden = torch.cat(read, -1)
+        return hidden
+
+
+def _run(
+    layer: nn.Module,
+    hidden: Tensor,
+    segments: Tensor | None,
+    keys: Tensor | None,
+    is_backward: bool,
+) -> Tensor:
+    if is_backward:
+        hidden = hidden.flip(1)
+        segments = None if segments is None else segments.flip(1)
+    columns = {} if segments is None else {"resets": resets(segments)}
+    context = Context(sites=SITES, keys=keys, columns=columns)
+    output: Tensor = layer(hidden, None, None, context)
+    return output.flip(1) if is_backward else output
