@@ -74,7 +74,7 @@ def run(
     """The digest of the state at the end, the losses, and the last row of digests."""
     strategy = STRATEGIES.get(strategy, strategy)
     settings = [f"output={output}", *BITWISE, f"strategy={strategy}", *overrides]
-    ranks = run_ranks(size, train, file, settings, resume)
+    ranks = run_ranks(size, train, file, settings, resume, timeout=1200)
     _, losses, row = ranks[0]
     return digest([pieces for pieces, *_ in ranks]), losses, row
 

@@ -150,6 +150,13 @@ class Experiment:
                     f"has more than {exact.MOST_UNITS} units of {size}. Use a larger "
                     "micro_batch_size."
                 )
+            units = -(-phase.global_batch_size // size)
+            if self.training.log_every * units > exact.MOST_METRICS:
+                raise ConfigError(
+                    f"training.exact is bitwise, and log_every {self.training.log_every} adds up "
+                    f"the losses of more than {exact.MOST_METRICS:,} units. Use at most "
+                    f"{exact.MOST_METRICS // units}."
+                )
 
     @property
     def freezes(self) -> bool:

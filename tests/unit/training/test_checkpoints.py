@@ -75,6 +75,7 @@ def test_a_run_may_become_exact_and_stop_being_exact(experiment_file: str) -> No
         ("training.compile=true", "training.compile=true does not allow"),
         ("training.micro_batch_size=auto", "micro_batch_size is auto"),
         ("training.global_batch_size=20000", "has more than 8192 units of 2"),
+        ("training.log_every=300000", "Use at most 209715"),
         ("strategy=deepspeed", "which strategy single, ddp and fsdp"),
         ("strategy=accelerate", "which strategy single, ddp and fsdp"),
         ("accelerator.threads=null", r"as accelerator=.kind: cpu, threads: 1."),
