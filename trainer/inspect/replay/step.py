@@ -102,7 +102,14 @@ def replay(
         dataset = experiment.data.open()
         # A checkpoint holds all weights, unless some are frozen: these are in `init_from`.
         weights = experiment.init_from if before is None or experiment.freezes else None
-        trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
+        trainer = build_trainer(
+            experiment,
+            dataset,
+            strategy,
+            checkpointer,
+            weights,
+            to_restore=before is not None,
+        )
         if before is not None:
             trainer.restore(before)
         past = _Past(experiment, dataset, trainer)
