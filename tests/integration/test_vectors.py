@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from data_pipeline.reading.dataset import Dataset
-from tests.integration.commands import Samestep, Start
+from tests.integration.commands import Samestep, Start, losses
 from tests.unit.vectors.corpora import write_dataset
+from trainer.errors import CheckpointError, DataError
+from trainer.publish.step_zero import StepZero
 from trainer.training.weights import load_weights
 from trainer.vectors import glove, word2vec, work
 from trainer.vectors.folder import WordVectors, nearest
@@ -327,6 +330,29 @@ def test_a_run_continues_without_its_vectors(
     finally:
         if moved.exists():
             moved.rename(of_tokens)
+
+
+def test_the_start_of_a_run_is_computed_again(
+    of_tokens: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """For `samestep replay` and the step 0 of `samestep publish`."""
+    folder, run = Path(shutil.copytree(of_tokens, tmp_path / "vectors")), tmp_path / "run"
+    assert train(samestep, experiment_file, run, f"init_embeddings={folder}").code == 0
+    replayed = json.loads(samestep("replay", run, 1, "--json").out)
+    assert replayed["loss"] == pytest.approx(losses(run)[1], rel=1e-5)
+    checkpoint = run / "checkpoints" / "step-00000001"
+    start, vectors = StepZero.of(checkpoint), WordVectors.load(of_tokens)
+    table = start.weights().tensors["embeddings.tokens.weight"]
+    assert vectors.tokens is not None
+    assert torch.equal(table[vectors.tokens], vectors.vectors)
+    other = load_file(folder / "vectors.safetensors")
+    save_file({**other, "vectors": other["vectors"] + 1}, folder / "vectors.safetensors")
+    with pytest.raises(CheckpointError, match="has other vectors than when the run began"):
+        StepZero.of(checkpoint)
+    assert json.loads(samestep("replay", run, 1, "--json").out)["loss"] != replayed["loss"]
+    shutil.rmtree(folder)
+    with pytest.raises(DataError, match="is no folder of word vectors"):
+        StepZero.of(checkpoint)
 
 
 def test_two_processes_start_alike(
