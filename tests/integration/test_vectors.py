@@ -207,6 +207,14 @@ def test_one_that_is_killed_goes_on(
         (("--method", "ppmi", "--dimensions", 1000), "--dimensions is 1000, and the matrix of 46"),
         (("--method", "skipgram", "--min-count", 10**6), "no word of"),
         (("--method", "glove", "--negatives", 3), "--negatives is 3, and --method glove has no"),
+        (
+            ("--method", "skipgram", "--rate", 1e30),
+            "the vectors grow without bound: the loss is nan with --rate 1e+30",
+        ),
+        (
+            ("--method", "glove", "--rate", 1e30),
+            "the vectors grow without bound: the loss is nan with --rate 1e+30",
+        ),
         (("--method", "cbow", "--workers", 0), "--workers must be at least 1"),
         (("--method", "glove", "--memory", "much"), "--memory must be a size such as"),
     ],

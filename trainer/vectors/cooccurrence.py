@@ -27,7 +27,7 @@ from trainer.vectors.windows import Int64
 
 Float64s: TypeAlias = npt.NDArray[np.float64]
 
-_BLOCK = 2**18  # words
+_BLOCK, _SMALLEST_BLOCK = 2**18, 2**12  # words
 _BYTES_PER_PAIR = 64  # a pair in memory while runs are sorted: key, count, order, and copies
 
 
@@ -136,19 +136,22 @@ def count(text: Ids, weights: Weights, words: int, folder: Path, memory: int) ->
         memory: about the bytes that counting takes.
     """
     limit = max(1, memory // _BYTES_PER_PAIR)
+    reach = len(weights.units)
+    # A block has up to 2 W pairs for each word, before equal ones are added up.
+    size = min(_BLOCK, max(_SMALLEST_BLOCK, limit // (2 * reach)))
     held, runs = list[Pairs](), 0
     with Progress("counting pairs", len(text)) as progress:
-        for first in range(0, len(text), _BLOCK):
+        for first in range(0, len(text), size):
             # The window of the last word reaches into the next block.
-            block = np.asarray(text[first : first + _BLOCK + len(weights.units)])
-            held.append(near(block, weights, words, _BLOCK))
+            block = np.asarray(text[first : first + size + reach])
+            held.append(near(block, weights, words, size))
             if sum(len(pairs.keys) for pairs in held) > limit:
                 held = [Pairs.summed(held)]
                 # Most pairs of a block are in others, too: only a run that stays large is written.
                 if len(held[0].keys) > limit // 2:
                     _write(folder, f"run-{runs}", held)
                     held, runs = [], runs + 1
-            progress.advance(min(_BLOCK, len(text) - first))
+            progress.advance(min(size, len(text) - first))
     every = [_open(folder, f"run-{number}") for number in range(runs)]
     if held:
         every.append(Pairs.summed(held))

@@ -11,6 +11,7 @@ bits, so that a block is counted by sorting keys, and only distinct words are de
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, mix
 from trainer.progress import Progress
-from trainer.storage import atomic_write
+from trainer.storage import atomic_write, write_text
 from trainer.vectors.settings import Units
 
 Ids: TypeAlias = npt.NDArray[np.int32]
@@ -55,6 +56,17 @@ class Words:
     names: list[str]
     counts: Int64
     tokens: Int64 | None
+
+    def save(self, path: Path) -> None:
+        """Writes the words to a file, as JSON."""
+        tokens = None if self.tokens is None else self.tokens.tolist()
+        write_text(path, json.dumps([self.names, self.counts.tolist(), tokens]))
+
+    @classmethod
+    def load(cls, path: Path) -> Words:
+        """Reads the words from a file that `save` has written."""
+        names, counts, tokens = json.loads(path.read_text())
+        return cls(names, np.array(counts), None if tokens is None else np.array(tokens))
 
 
 class _Occurrences(NamedTuple):
@@ -139,6 +151,17 @@ class Splitter:
         keys, at, counts = np.unique(found.keys, return_index=True, return_counts=True)
         length = found.length[at]
         return _Distinct(keys, counts, length, found.tokens[ranges(found.first[at], length)])
+
+
+def words_in(text: str, tokenizer: Tokenizer) -> list[str]:
+    """The words of a short text, as they are in a dataset of the tokenizer."""
+    vocabulary = tokenizer.vocabulary
+    tokens = tokenizer.encode_batch([text])[0]
+    special = np.isin(tokens, [*vocabulary.special, *vocabulary.sentinels])
+    begins = ~np.isin(tokens, vocabulary.continuing or ()) | special
+    parts = np.split(tokens, np.flatnonzero(begins)[1:])
+    known = [part for part in parts if not np.isin(part, vocabulary.special).any()]
+    return [word for part in known for word in WORD.findall(tokenizer.decode(part))]
 
 
 @dataclass

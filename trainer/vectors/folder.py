@@ -27,7 +27,7 @@ from torch import Tensor
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, write_text
-from trainer.vectors.corpus import WORD
+from trainer.vectors.corpus import words_in
 
 DESCRIPTION = "vectors.json"
 _TENSORS = "vectors.safetensors"
@@ -141,11 +141,7 @@ class WordVectors:
             found = [self._of_tokens[token] for token in tokens if token in self._of_tokens]
             unknown = text
         else:
-            normalized = WORD.findall(self.tokenizer.normalized(text))
-            words = [
-                word if word in self._numbers else other
-                for word, other in zip(WORD.findall(text), normalized, strict=False)
-            ]
+            words = words_in(text, self.tokenizer)
             found = [self._numbers[word] for word in words if word in self._numbers]
             unknown = next((word for word in words if word not in self._numbers), text)
         if found:

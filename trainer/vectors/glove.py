@@ -21,7 +21,7 @@ from trainer.progress import Progress
 from trainer.storage import atomic_write
 from trainer.vectors.cooccurrence import Cooccurrences
 from trainer.vectors.settings import Settings
-from trainer.vectors.work import State
+from trainer.vectors.work import State, check_finite
 
 _ORDER = name_key("vectors.order")
 _INITIAL = name_key("vectors.glove")
@@ -138,12 +138,13 @@ def train(
         words: V.
         state: continues with the first block that it does not have.
         advance: called with the number of pairs of each block, and its mean cost as text.
+
+    Raises:
+        ConfigError: the vectors grow without bound.
     """
     vectors = state.load(lambda: initial_vectors(words, settings.dimensions, settings.seed))
     entries = np.memmap(path, _ENTRY, mode="r")
     blocks = -(-len(entries) // _BLOCK)
-    sizes = [min(_BLOCK, len(entries) - number * _BLOCK) for number in range(blocks)]
-    advance(sum(sizes[number % blocks] for number in range(state.done)), "")
     for number in range(state.done, settings.epochs * blocks):
         first = number % blocks * _BLOCK
         block = np.asarray(entries[first : first + _BLOCK])
@@ -153,6 +154,13 @@ def train(
         for begin in range(0, len(block), settings.batch_size):
             batch = Batch(*(column[begin : begin + settings.batch_size] for column in columns))
             total += step(vectors, batch, settings.rate, settings.x_max)
+        check_finite(total, settings)
         state.save(number + 1, vectors)
         advance(len(block), f"cost {total / len(block):.4f}")
     return vectors["words"][:, :-1] + vectors["contexts"][:, :-1]
+
+
+def pairs_in(pairs: int, done: int) -> int:
+    """Number of pairs in the first `done` blocks of the training; there are `pairs` in an epoch."""
+    epochs, blocks = divmod(done, -(-pairs // _BLOCK))
+    return epochs * pairs + blocks * _BLOCK

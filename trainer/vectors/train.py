@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -43,21 +44,10 @@ def run(
         DataError: the dataset cannot be read, or has too little text.
     """
     dataset = Dataset.open(location)
-    splitter = Splitter(dataset.tokenizer, settings.units)
     made_of = {**asdict(settings), "dataset": dataset.manifest.digest}
     with unfinished(output, made_of) as folder, _one_thread():
-        words, encoding = count_words(
-            dataset, splitter, settings.units, settings.min_count, workers
-        )
-        if settings.method == "ppmi" and settings.dimensions > len(words.names):
-            raise ConfigError(
-                f"--dimensions is {settings.dimensions}, and the matrix of {len(words.names)} "
-                "words has no more singular vectors than words. Lower it, or --min-count."
-            )
-        numbers = folder / "text"
-        if not numbers.exists():
-            write_numbers(dataset, splitter, encoding, numbers, workers)
-        content = np.memmap(numbers, "<i4", mode="r")
+        words = _numbered(dataset, settings, folder, workers)
+        content = np.memmap(folder / "text", "<i4", mode="r")
         logger.info(
             "%s of the dataset's words are %s different ones",
             *(f"{int(words.counts.sum()):,}", f"{len(words.names):,}"),
@@ -75,6 +65,7 @@ def run(
         }
         tokens = None if words.tokens is None else torch.from_numpy(words.tokens)
         made = WordVectors(words.names, vectors, tokens, description, dataset.tokenizer)
+        shutil.rmtree(folder / "result", ignore_errors=True)
         made.save(folder / "result", text)
     logger.info("wrote %s", output)
 
@@ -90,9 +81,32 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _numbered(dataset: Dataset, settings: Settings, folder: Path, workers: int) -> Words:
+    """Writes the text as word numbers, if that was not done before.
+
+    Raises:
+        ConfigError, DataError: see `run`.
+    """
+    vocabulary = folder / "vocabulary.json"
+    if vocabulary.exists():
+        return Words.load(vocabulary)
+    splitter = Splitter(dataset.tokenizer, settings.units)
+    words, encoding = count_words(dataset, splitter, settings.units, settings.min_count, workers)
+    if settings.method == "ppmi" and settings.dimensions > len(words.names):
+        raise ConfigError(
+            f"--dimensions is {settings.dimensions}, and the matrix of {len(words.names)} words "
+            "has no more singular vectors than words. Lower it, or --min-count."
+        )
+    write_numbers(dataset, splitter, encoding, folder / "text", workers)
+    # Comes last, and so shows that the text is complete.
+    words.save(vocabulary)
+    return words
+
+
 def _word2vec(content: Ids, words: Words, settings: Settings, folder: Path) -> Tensor:
-    with _training(settings.epochs * len(content)) as advance:
-        state = State(folder / "state.safetensors")
+    state = State(folder / "state.safetensors")
+    done = word2vec.words_in(content, state.done)
+    with _training(settings.epochs * len(content), done) as advance:
         return word2vec.train(content, words, settings, state, advance)
 
 
@@ -117,16 +131,15 @@ def _from_counts(
     shuffled = folder / "shuffled"
     if not shuffled.exists():
         glove.shuffle(counts, shuffled, settings.seed, memory)
-    with _training(settings.epochs * size) as advance:
-        state = State(folder / "state.safetensors")
+    state = State(folder / "state.safetensors")
+    with _training(settings.epochs * size, glove.pairs_in(size, state.done)) as advance:
         return glove.train(shuffled, len(words.names), settings, state, advance)
 
 
 @contextmanager
-def _training(total: int) -> Iterator[Callable[[int, str], None]]:
-    """Shows the progress of a training over `total` words or pairs."""
-    done = 0
-    with Progress("training vectors", total) as progress:
+def _training(total: int, done: int) -> Iterator[Callable[[int, str], None]]:
+    """Shows the progress of a training over `total` words or pairs, of which some are done."""
+    with Progress("training vectors", total, done=done) as progress:
 
         def advance(count: int, note: str) -> None:
             nonlocal done

@@ -24,7 +24,7 @@ from trainer.vectors.windows import (
     keep_probabilities,
     windows,
 )
-from trainer.vectors.work import State
+from trainer.vectors.work import State, check_finite
 
 _INPUT = name_key("vectors.input")
 _BLOCK = 2**16  # words; windows end with a block, as they do after 1,000 words in word2vec.c
@@ -147,6 +147,9 @@ def train(
         text: int32 [N], see `corpus.write_numbers`.
         state: continues with the first block that it does not have.
         advance: called with the number of words of each block, and its mean loss as text.
+
+    Raises:
+        ConfigError: the vectors grow without bound.
     """
     vectors = state.load(
         lambda: initial_vectors(len(words.names), settings.dimensions, settings.seed)
@@ -155,7 +158,6 @@ def train(
     keep, negatives = keep_probabilities(words.counts, settings.subsample), Negatives(words.counts)
     blocks = -(-len(text) // _BLOCK)
     total = settings.epochs * len(text)
-    advance(sum(_size(text, number % blocks) for number in range(state.done)), "")
     for number in range(state.done, settings.epochs * blocks):
         epoch, first = number // blocks, number % blocks * _BLOCK
         numbers = np.asarray(text[first : first + _BLOCK])
@@ -171,13 +173,16 @@ def train(
             rate = settings.rate * max(_LOWEST_RATE, 1 - done / total)
             summed += step(inputs, outputs, batch, rate)
             predictions += len(batch.targets)
+        check_finite(summed, settings)
         state.save(number + 1, vectors)
         advance(len(numbers), f"loss {summed / max(1, predictions):.3f}")
     return inputs
 
 
-def _size(text: Ids, block: int) -> int:
-    return min(_BLOCK, len(text) - block * _BLOCK)
+def words_in(text: Ids, done: int) -> int:
+    """Number of words in the first `done` blocks of the training."""
+    epochs, blocks = divmod(done, -(-len(text) // _BLOCK))
+    return epochs * len(text) + blocks * _BLOCK
 
 
 def _bounds(found: Windows, size: int, cbow: bool) -> Int64:

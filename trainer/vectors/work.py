@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.storage import atomic_write, flock, make_folder, write_text
+from trainer.vectors.settings import Settings
 
 _SAVE_EVERY = 60.0  # seconds
 
@@ -67,6 +69,19 @@ def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
             raise
         (folder / "result").rename(output)
         shutil.rmtree(folder)
+
+
+def check_finite(loss: float, settings: Settings) -> None:
+    """Checks the loss of a block.
+
+    Raises:
+        ConfigError: it is infinite or not a number.
+    """
+    if not math.isfinite(loss):
+        raise ConfigError(
+            f"the vectors grow without bound: the loss is {loss} with --rate {settings.rate} and "
+            f"--batch-size {settings.batch_size}. Lower one of them."
+        )
 
 
 class State:

@@ -13,7 +13,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.unit.vectors.corpora import Algorithm, write_dataset
 from trainer.errors import ConfigError, DataError
 from trainer.vectors import corpus
-from trainer.vectors.corpus import WORD, Splitter, Words, count_words, write_numbers
+from trainer.vectors.corpus import WORD, Splitter, Words, count_words, words_in, write_numbers
 from trainer.vectors.settings import Units
 
 TEXTS = [
@@ -53,6 +53,10 @@ def test_words_are_those_of_the_text(tmp_path: Path, algorithm: Algorithm) -> No
     assert documents == [each for each in expected if each]
     counts = Counter(word for each in expected for word in each)
     assert words.names == sorted(counts, key=lambda word: (-counts[word], word))
+    words.save(tmp_path / "vocabulary")
+    loaded = Words.load(tmp_path / "vocabulary")
+    assert (loaded.names, loaded.tokens) == (words.names, None)
+    assert np.array_equal(loaded.counts, words.counts)
     assert dict(zip(words.names, words.counts.tolist(), strict=True)) == counts
     assert "cat's" in words.names
 
@@ -62,6 +66,15 @@ def test_words_of_wordpiece_end_at_punctuation(tmp_path: Path) -> None:
     assert documents[0] == WORD.findall(
         "the cat sat on the mat the cat s mat un wanted is unaffable"
     )
+
+
+@pytest.mark.parametrize("algorithm", ["wordpiece", "bpe", "unigram"])
+def test_words_of_a_short_text(tmp_path: Path, algorithm: Algorithm) -> None:
+    vocabulary = 300 if algorithm == "bpe" else 40 if algorithm == "unigram" else 400
+    folder = write_dataset(tmp_path / "data", TEXTS, 2, algorithm, vocabulary)
+    _, documents = read(folder, "words")
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    assert [each for text in TEXTS if (each := words_in(text, tokenizer))] == documents
 
 
 def test_a_word_that_the_tokenizer_does_not_know_is_left_out(tmp_path: Path) -> None:
