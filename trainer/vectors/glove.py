@@ -68,17 +68,6 @@ def shuffle(counts: Cooccurrences, path: Path, seed: int, memory: int) -> None:
             file.write(np.concatenate(entries)[order].tobytes())
 
 
-def cost(vectors: dict[str, Tensor], batch: Batch, x_max: float) -> Tensor:
-    """The sum of the cost of the pairs (equation 8, halved); `step` has its gradients.
-
-    Args:
-        vectors: fp32 "words" and "contexts", each [V, D + 1]; the last column is the bias.
-    """
-    own, other = vectors["words"][batch.i], vectors["contexts"][batch.j]
-    difference, weight = _difference(own, other, batch, x_max)
-    return (weight * difference**2).sum() / 2
-
-
 def _difference(own: Tensor, other: Tensor, batch: Batch, x_max: float) -> tuple[Tensor, Tensor]:
     """The error of each pair's logarithm, and its weight f(x): fp32 [B]."""
     predicted = (own[:, :-1] * other[:, :-1]).sum(1) + own[:, -1] + other[:, -1]
@@ -87,14 +76,15 @@ def _difference(own: Tensor, other: Tensor, batch: Batch, x_max: float) -> tuple
 
 
 def step(vectors: dict[str, Tensor], batch: Batch, rate: float, x_max: float) -> float:
-    """Takes a step of AdaGrad on `cost`, in place; returns the cost before it.
+    """Takes a step of AdaGrad, in place; returns the sum of the pairs' costs before it.
 
     A word that is in several pairs of the batch gets the sum of their updates, and the squares of
     their gradients are added one by one: as if they came one after the other, computed with the
     same vectors.
 
     Args:
-        vectors: see `cost`; and the sums of squares, "words.squares" and "contexts.squares".
+        vectors: fp32 "words" and "contexts", each [V, D + 1], of which the last column is the bias;
+            and the sums of squares, "words.squares" and "contexts.squares".
     """
     own, other = vectors["words"][batch.i], vectors["contexts"][batch.j]
     difference, weight = _difference(own, other, batch, x_max)

@@ -77,16 +77,6 @@ def batch_of(
     return Batch(*map(torch.from_numpy, arrays))
 
 
-def loss(inputs: Tensor, outputs: Tensor, batch: Batch) -> Tensor:
-    """The sum of -log s(h o) - sum log s(-h n) over predictions, with s(x) = 1 / (1 + exp(-x)).
-
-    h is the mean of the input vectors of a prediction, o the output vector of its word, and n are
-    those of random words (Mikolov et al. 2013, equation 4). `step` has its gradients.
-    """
-    scores = (outputs[batch.targets] * _hidden(inputs, batch)[:, None]).sum(-1)
-    return (_losses(scores) * batch.weight).sum()
-
-
 def _losses(scores: Tensor) -> Tensor:
     # The first column should be high, the others low.
     return torch.cat([F.softplus(-scores[:, :1]), F.softplus(scores[:, 1:])], dim=1)
@@ -104,10 +94,13 @@ def _sizes(batch: Batch) -> Tensor:
 
 
 def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
-    """Takes a step of gradient descent on `loss`, in place; returns the loss before it.
+    """Takes a step of gradient descent, in place; returns the loss before it.
 
-    The gradient of CBOW's mean is divided among its words, which word2vec.c and gensim leave out
-    (Irsoy et al. 2021, "Corrected CBOW performs as well as skip-gram").
+    The loss is the sum over predictions of -log s(h o) - sum log s(-h n), s(x) = 1 / (1 + exp(-x)),
+    with the mean h of the input vectors, the output vector o of the right word, and those of random
+    words, n (Mikolov et al. 2013, equation 4). The gradient of CBOW's mean is divided among its
+    words, which word2vec.c and gensim leave out (Irsoy et al. 2021, "Corrected CBOW performs as
+    well as skip-gram").
 
     Args:
         inputs, outputs: fp32 [V, D].
