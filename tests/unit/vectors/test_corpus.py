@@ -61,6 +61,14 @@ def test_words_are_those_of_the_text(tmp_path: Path, algorithm: Algorithm) -> No
     assert "cat's" in words.names
 
 
+def test_words_of_the_same_tokens_in_another_order_are_others(tmp_path: Path) -> None:
+    texts = [" listen silent enlist"] * 3
+    folder = write_dataset(tmp_path / "data", texts, 1, "bpe", 261)  # a token for each byte
+    words, documents = read(folder, "words")
+    assert documents == [texts[0].split()] * 3
+    assert words.counts.tolist() == [3, 3, 3]
+
+
 def test_words_of_wordpiece_end_at_punctuation(tmp_path: Path) -> None:
     _, documents = read(write_dataset(tmp_path / "data", TEXTS), "words")
     assert documents[0] == WORD.findall(

@@ -86,6 +86,14 @@ def test_batches_are_parts_of_a_block(cbow: bool) -> None:
     assert parts[1].row[0] == 0
 
 
+def test_every_pair_has_its_own_random_words() -> None:
+    found, batch = found_and_batch(cbow=False)
+    same_center = np.flatnonzero(np.diff(found.center) == 0)
+    random = batch.targets[:, 1:]
+    equal = (random[same_center] == random[same_center + 1]).double().mean()
+    assert equal < 0.4  # 12 words of different frequency; 1 if a center's pairs shared them
+
+
 def test_initial_vectors() -> None:
     start = initial_vectors(300, 50, seed=0)
     assert start["inputs"].abs().max() <= 0.5 / 50
