@@ -115,6 +115,7 @@ def near(text: Ids, weights: Weights, words: int, end: int) -> Pairs:
         end: only pairs whose first word is before this place are counted: the ones behind are those
             of the next block.
     """
+    # Each place gets the number of its document, so that no pair reaches across a border.
     document = np.cumsum(text == END)
     parts = []
     for distance, units in enumerate(weights.units.tolist(), start=1):
@@ -145,6 +146,7 @@ def count(text: Ids, weights: Weights, words: int, folder: Path, memory: int) ->
             # The window of the last word reaches into the next block.
             block = np.asarray(text[first : first + size + reach])
             held.append(near(block, weights, words, size))
+            # Sums are delayed until memory is needed: each of them sorts everything that is held.
             if sum(len(pairs.keys) for pairs in held) > limit:
                 held = [Pairs.summed(held)]
                 # Most pairs of a block are in others, too: only a run that stays large is written.

@@ -188,6 +188,7 @@ class _Table:
         known[inside] = self.keys[at[inside]] == block.keys[inside]
         self.counts[at[known]] += block.counts[known]
         new = ~known
+        # Tokens are appended and stay where they are; only keys, counts and numbers are sorted in.
         number = len(self.keys) + np.arange(np.count_nonzero(new))
         self.keys = np.insert(self.keys, at[new], block.keys[new])
         self.counts = np.insert(self.counts, at[new], block.counts[new])
@@ -231,6 +232,7 @@ def count_words(
         for done, block in _in_blocks(dataset, splitter.distinct, workers, verify=True):
             table.add(block)
             progress.advance(done)
+    # Several keys may have one name ("play", "play," and " play" of BPE), and one key several names.
     names, parts, count = _named(table, dataset.tokenizer, units)
     every = np.zeros(len(names), dtype=np.int64)
     np.add.at(every, parts, np.repeat(table.counts, count))
@@ -291,6 +293,7 @@ def write_numbers(
         at = np.searchsorted(encoding.keys, found.keys)
         count = encoding.length[at]
         numbers = encoding.numbers[ranges(encoding.first[at], count)]
+        # Words may have become none or several, so each number needs its document again.
         document = np.repeat(found.document, count)
         # Documents without a frequent word leave nothing behind.
         last = np.flatnonzero(np.diff(document, append=-1)) + 1

@@ -110,6 +110,7 @@ class WordVectors:
             with atomic_write(folder / "vectors.txt") as file:
                 for line in self._text_lines():
                     file.write(line.encode())
+        # The description makes it a folder of word vectors, so it comes last.
         write_text(folder / DESCRIPTION, json.dumps(self.description, indent=1) + "\n")
 
     def _text_lines(self) -> Iterator[str]:
@@ -146,6 +147,7 @@ class WordVectors:
             unknown = next((word for word in words if word not in self._numbers), text)
         if found:
             return found
+        # A misspelled word, or one that is there in another form only.
         like = difflib.get_close_matches(unknown, self.words, n=3)
         hint = f"; it has {', '.join(like)}" if like else ""
         raise ConfigError(

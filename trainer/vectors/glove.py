@@ -58,6 +58,8 @@ def shuffle(counts: Cooccurrences, path: Path, seed: int, memory: int) -> None:
             hashes, entries = [], []
             for i, j, count in counts.blocks(_BLOCK):
                 hashed = combine(seed, _ORDER, i, j)
+                # With 3 parts, those with the lowest third of hashes come first: the order is that
+                # of all hashes, whatever the number of parts.
                 own = (uniform(hashed) * parts).astype(np.int64) == part
                 entry = np.empty(np.count_nonzero(own), _ENTRY)
                 entry["i"], entry["j"], entry["count"] = i[own], j[own], count[own]
@@ -97,6 +99,7 @@ def step(vectors: dict[str, Tensor], batch: Batch, rate: float, x_max: float) ->
     }
     for name, (rows, gradient) in gradients.items():
         squares = vectors[f"{name}.squares"]
+        # Stanford's program also divides by the sum before the new square is added.
         vectors[name].index_add_(0, rows, gradient / squares[rows].sqrt(), alpha=-rate)
         squares.index_add_(0, rows, gradient**2)
     return float((weight * difference**2).sum()) / 2
@@ -133,6 +136,7 @@ def train(
         ConfigError: the vectors grow without bound.
     """
     vectors = state.load(lambda: initial_vectors(words, settings.dimensions, settings.seed))
+    # Pairs are read in the order of the file, in every epoch, so memory holds one block.
     entries = np.memmap(path, _ENTRY, mode="r")
     blocks = -(-len(entries) // _BLOCK)
     for number in range(state.done, settings.epochs * blocks):
@@ -140,6 +144,7 @@ def train(
         block = np.asarray(entries[first : first + _BLOCK])
         i, j = (torch.from_numpy(block[name].astype(np.int64)) for name in ("i", "j"))
         columns = Batch(i, j, torch.from_numpy(block["count"].astype(np.float32)))
+        # A slice of tensors costs less than an array for each batch.
         total = 0.0
         for begin in range(0, len(block), settings.batch_size):
             batch = Batch(*(column[begin : begin + settings.batch_size] for column in columns))

@@ -65,6 +65,7 @@ def run(
         }
         tokens = None if words.tokens is None else torch.from_numpy(words.tokens)
         made = WordVectors(words.names, vectors, tokens, description, dataset.tokenizer)
+        # An earlier command, with other options for the output, may have been killed here.
         shutil.rmtree(folder / "result", ignore_errors=True)
         made.save(folder / "result", text)
     logger.info("wrote %s", output)

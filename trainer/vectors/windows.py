@@ -77,6 +77,7 @@ def windows(
         document[is_word],
         position[is_word],
     )
+    # Positions are those of the whole text, so that a choice does not depend on the blocks.
     kept = uniform(combine(seed, _SUBSAMPLE, epoch, position)) < keep[words]
     words, document, position = words[kept], document[kept], position[kept]
     own = 1 + (uniform(combine(seed, _REACH, epoch, position)) * reach).astype(np.int64)
@@ -85,7 +86,7 @@ def windows(
     distance = np.concatenate([np.arange(-reach, 0), np.arange(1, reach + 1)])
     place = np.arange(len(words))[:, None] + distance
     inside = (place >= 0) & (place < len(words)) & (np.abs(distance) <= own[:, None])
-    place = np.where(inside, place, 0)
+    place = np.where(inside, place, 0)  # any place that exists, as it is not used
     if len(words):
         inside &= document[place] == document[:, None]
     center = np.nonzero(inside)[0]
@@ -102,6 +103,7 @@ class Negatives:
     def __init__(self, counts: Int64) -> None:
         bounds = np.cumsum(counts.astype(np.float64) ** 0.75)
         size = min(_MOST_ENTRIES, max(_FEWEST_ENTRIES, _ENTRIES_PER_WORD * len(counts)))
+        # The middle of each entry's share: entry 0 of 4 stands for probabilities from 0 to 0.25.
         quantiles = (np.arange(size) + 0.5) / size
         self._table = np.searchsorted(bounds / bounds[-1], quantiles).astype(np.int32)
 

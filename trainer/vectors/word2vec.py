@@ -68,6 +68,7 @@ def batch_of(
         # Every pair has its own random words, so its key has both places.
         inputs, right = center, context
         keys = combine(found.keys[center], context - center)
+    # A random word that is the right one gets no update, as in word2vec.c.
     right = found.words[right]
     random = negatives(keys, number)
     targets = np.concatenate([right[:, None], random], axis=1)
@@ -105,6 +106,7 @@ def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
     Args:
         inputs, outputs: fp32 [V, D].
     """
+    # Written out instead of autograd, which would make a gradient for every word of the vocabulary.
     hidden = _hidden(inputs, batch)
     rows = outputs.index_select(0, batch.targets.view(-1)).view(*batch.targets.shape, -1)
     scores = (rows * hidden[:, None]).sum(-1)
@@ -152,6 +154,7 @@ def train(
     blocks = -(-len(text) // _BLOCK)
     total = settings.epochs * len(text)
     for number in range(state.done, settings.epochs * blocks):
+        # Blocks are numbered through all epochs: a stopped training continues with the next one.
         epoch, first = number // blocks, number % blocks * _BLOCK
         numbers = np.asarray(text[first : first + _BLOCK])
         found = windows(numbers, first, keep, settings.window, settings.seed, epoch)

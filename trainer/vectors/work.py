@@ -106,6 +106,7 @@ class State:
     def save(self, done: int, arrays: dict[str, Tensor]) -> None:
         """Stores the arrays, if the last time is a minute ago."""
         self.done = done
+        # Blocks take seconds, and the arrays may have gigabytes.
         if time.monotonic() - self._saved < _SAVE_EVERY:
             return
         with atomic_write(self._path) as file:
