@@ -232,7 +232,7 @@ def count_words(
         for done, block in _in_blocks(dataset, splitter.distinct, workers, verify=True):
             table.add(block)
             progress.advance(done)
-    # Several keys may have one name ("play", "play," and " play" of BPE), and one key several names.
+    # Several keys may have one name ("play" and "play," of BPE), and one key several names.
     names, parts, count = _named(table, dataset.tokenizer, units)
     every = np.zeros(len(names), dtype=np.int64)
     np.add.at(every, parts, np.repeat(table.counts, count))
