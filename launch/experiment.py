@@ -29,6 +29,7 @@ def inputs(tree: Tree) -> dict[str, str]:
     data, source, tokenizer = (_mapping(tree, key) for key in ("data", "source", "tokenizer"))
     found: dict[str, object] = {
         "init_from": tree.get("init_from"),
+        "init_embeddings": tree.get("init_embeddings"),
         "tokenizer.path": tokenizer.get("path"),
         "data.path": data.get("path"),
     }

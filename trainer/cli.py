@@ -21,6 +21,7 @@ from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, Sa
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
 from trainer.publish.cli import register_average, register_export, register_publish
+from trainer.vectors.cli import register as register_vectors
 
 if TYPE_CHECKING:
     from trainer.training.experiment import Experiment
@@ -233,6 +234,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         register_publish,
         register_average,
         register_fill,
+        register_vectors,
         add_fetch,
         add_report,
         add_watch,

@@ -303,3 +303,37 @@ def test_the_page_names_examples_and_names_that_exist():
     assert named <= set(samestep.__all__)
     for script in ("stream_batches.py", "use_model.py", "own_loop.py", "own_package"):
         assert f"](../examples/{script})" in PAGE
+
+
+def test_merges_of_byte_pair_encoding(capsys: pytest.CaptureFixture[str]):
+    """The words of Sennrich et al. (2016, algorithm 1), counted on paper."""
+    module = example("bpe_merges")
+    assert module.main([]) == 0
+    found = [(m.pair, m.times) for m in module.counted({"low": 5, "lower": 2, "newest": 6}, 2)]
+    assert found == [(("w", "e"), 8), (("l", "o"), 7)]
+    printed = capsys.readouterr().out
+    merges = re.findall(r"^ +\d+ (\S+) \+ (\S+) +(\d+) times", printed, re.MULTILINE)
+    assert merges[:5] == [
+        ("e", "s", "9"),
+        ("t", "·", "9"),
+        ("es", "t·", "9"),
+        ("l", "o", "7"),
+        ("lo", "w", "7"),
+    ]
+    assert (
+        "  1 e + s          9 times   l o w ·  l o w e r ·  n e w es t ·  w i d es t ·" in printed
+    )
+    assert "(as often: s t, t ·)" in printed
+    assert printed.endswith("lowest: low est·\nnewer: new e r ·\n")
+
+
+def test_merges_by_hand_are_those_of_tokenizers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    module = example("bpe_merges")
+    for words in (["aaa:3", "abab:5", "banana:2"], ["x:1"], ["ab:1", "abc:1", "cab:1", "aab:1"]):
+        assert module.main([*words, "--merges", "30"]) == 0
+    trained = module.trained
+    monkeypatch.setattr(module, "trained", lambda words, merges: trained({"newest": 1}, merges))
+    assert module.main(["low:5", "--encode"]) == 1
+    assert "tokenizers has other merges" in capsys.readouterr().out

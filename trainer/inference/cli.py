@@ -165,23 +165,28 @@ def register_neighbours(commands: Commands) -> None:
         "show the nearest neighbors of a word, alone and in its context",
         "Static neighbors are rows of the token embeddings. Contextual neighbors are words in\n"
         "texts, represented by the mean hidden state of their tokens: a word with several senses\n"
-        "has different neighbors in each.\n\n"
+        "has different neighbors in each. Word vectors have static neighbors only.\n\n"
         "examples:\n"
-        "  samestep neighbours runs/bert_base bank --in "
+        "  samestep neighbours vectors/skipgram bank\n"
+        "  samestep neighbours runs/bert_base bank --vectors vectors/skipgram --in "
         '"they sat on the bank of the river" --corpus sentences.txt\n'
         "  samestep neighbours runs/bert_base bank --in "
         '"the bank of the river" "the bank lends money" "a river shore"',
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    add("checkpoint", metavar="CKPT", help=f"{_CHECKPOINT}; or a folder of `samestep vectors`")
     add("word", metavar="WORD", help="a word, or several consecutive words")
     add(
         "--in",
         dest="context",
         nargs="+",
-        required=True,
         metavar="TEXT",
         help="a text with the word; without --corpus, further texts to compare with",
+    )
+    add(
+        "--vectors",
+        metavar="FOLDER",
+        help="also show the neighbors in this folder of `samestep vectors`",
     )
     add(
         "--corpus",
@@ -192,7 +197,6 @@ def register_neighbours(commands: Commands) -> None:
     add(
         "--layer",
         type=int,
-        default=-1,
         metavar="N",
         help="layer of the contextual vectors, from 1, or from the last with -1, -2, ...; "
         "0 is the embeddings (default: -1)",
@@ -208,13 +212,35 @@ def register_neighbours(commands: Commands) -> None:
 
 def _neighbours(args: argparse.Namespace) -> int:
     from trainer.inference import neighbours
+    from trainer.vectors.folder import is_folder
 
     if args.top < 1:
         raise ConfigError(f"--top must be at least 1, not {args.top}")
+    if is_folder(args.checkpoint):
+        for name in ("in", "corpus", "field", "layer", "vectors"):
+            if getattr(args, "context" if name == "in" else name) is not None:
+                raise ConfigError(
+                    f"--{name} is given, and the word vectors of {args.checkpoint} know no "
+                    f"context; leave it out, or name a model"
+                )
+        neighbours.show_static(args.checkpoint, args.word, args.top)
+        return EXIT_DONE
+    if args.context is None:
+        raise ConfigError(
+            f"{args.checkpoint} is no folder of word vectors, so a context is needed; add --in "
+            f"with a text that has the word {args.word!r}"
+        )
     if args.field is not None and args.corpus is None:
         raise ConfigError(f"--field {args.field} needs --corpus; leave it out")
     neighbours.show(
-        args.checkpoint, args.word, args.context, args.corpus, args.field, args.layer, args.top
+        args.checkpoint,
+        args.word,
+        args.context,
+        args.corpus,
+        args.field,
+        -1 if args.layer is None else args.layer,
+        args.top,
+        args.vectors,
     )
     return EXIT_DONE
 

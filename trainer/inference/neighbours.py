@@ -17,10 +17,11 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.vectors.corpus import WORD
+from trainer.vectors.folder import WordVectors, nearest
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 
-_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _TEXTS_AT_A_TIME = 1024
 _BATCH_TOKENS = 8192
 _CONTEXT = 36  # characters of a sentence shown on either side of the word
@@ -34,6 +35,7 @@ def show(
     field: str | None,
     layer: int,
     top: int,
+    vectors: str | None = None,
 ) -> None:
     """Prints the `top` static and contextual neighbors of a word.
 
@@ -45,22 +47,56 @@ def show(
         field: the key of the text in a `.jsonl` corpus; None is "text".
         layer: of the contextual vectors, from 0 (the embeddings); -1 is the last one.
         top: number of neighbors of each kind.
+        vectors: a folder of word vectors, for a list of its own; None for none.
 
     Raises:
         ConfigError: the word is not in the first text, or there is nothing to compare it with.
+        DataError: there are no such vectors.
     """
     # What can be wrong in the arguments comes before the model is loaded.
     place = find(word, context[0])
     texts = iter(context) if corpus is None else read_texts(corpus, field)
+    loaded = None if vectors is None else WordVectors.load(vectors)
+    among_words = [] if loaded is None else of_word(loaded, word, top)
     encoder = TextEncoder(checkpoint)
     layer = encoder.layer(layer, "--layer")
     query = _query(encoder, context[0], place, layer)
     console = Console(highlight=False)
+    if loaded is not None:
+        _print_of_word(console, loaded, word, among_words)
     spelled = " ".join(map(encoder.tokenizer.token, query.tokens))
     console.print(Text(f"{word} alone, tokenized as {spelled}"))
-    console.print(_static_table(encoder, static(encoder, query.tokens, top)))
+    console.print(_static_table(_named(encoder, static(encoder, query.tokens, top))))
     console.print(Text(f"{word} in context, layer {layer} of {encoder.layers}"))
     console.print(_contextual_table(contextual(encoder, query, texts, layer, top)))
+
+
+def show_static(vectors: str, word: str, top: int) -> None:
+    """Prints the `top` neighbors of a word in a folder of word vectors.
+
+    Raises:
+        ConfigError: the word has no vector.
+        DataError: the folder is damaged.
+    """
+    loaded = WordVectors.load(vectors)
+    _print_of_word(Console(highlight=False), loaded, word, of_word(loaded, word, top))
+
+
+def of_word(vectors: WordVectors, word: str, top: int) -> list[tuple[float, str]]:
+    """Returns (cosine, word) of the words whose vectors are nearest to a word's, itself excluded.
+
+    Raises:
+        ConfigError: the word has no vector.
+    """
+    return vectors.nearest(vectors.find(word), top)
+
+
+def _print_of_word(
+    console: Console, vectors: WordVectors, word: str, found: Sequence[tuple[float, str]]
+) -> None:
+    method = vectors.description["settings"]["method"]
+    console.print(Text(f"{word} alone, in the {method} vectors of {vectors.folder}"))
+    console.print(_static_table(found, "word" if vectors.tokens is None else "token"))
 
 
 def find(word: str, text: str) -> tuple[int, int]:
@@ -121,16 +157,10 @@ def static(encoder: TextEncoder, tokens: list[int], top: int) -> list[tuple[floa
 
     The tokens themselves and special tokens are excluded.
     """
-    # Dividing by the smallest normal number keeps the zero vectors of unused tokens at 0.
-    table = encoder.table
-    unit = table / table.norm(dim=1, keepdim=True).clamp(min=torch.finfo(table.dtype).tiny)
-    vector = table[tokens].mean(0)
-    cosines = unit @ (vector / vector.norm())
     vocabulary = encoder.tokenizer.vocabulary
     # Special tokens are near to each other and to every rare word, and say nothing.
-    cosines[[*tokens, *vocabulary.special, *vocabulary.sentinels]] = -torch.inf
-    found, ids = cosines.topk(min(top, len(cosines)))
-    return [(c, i) for c, i in zip(found.tolist(), ids.tolist(), strict=True) if c > -torch.inf]
+    excluded = [*tokens, *vocabulary.special, *vocabulary.sentinels]
+    return nearest(encoder.table, tokens, excluded, top)
 
 
 class Neighbour(NamedTuple):
@@ -188,7 +218,7 @@ def _words(
     """
     places: list[tuple[int, int]] = []
     vectors: list[Tensor] = []
-    for word in _WORD.finditer(text):
+    for word in WORD.finditer(text):
         begin, end = word.span()
         is_query = text == query.text and begin < query.end and end > query.begin
         tokens = _tokens_of((begin, end), spans[: encoder.longest])
@@ -217,11 +247,17 @@ def _tokens_of(word: tuple[int, int], spans: Int64) -> Int64:
     return np.flatnonzero((begin < word[1]) & (end > word[0]) & (begin < end))
 
 
-def _static_table(encoder: TextEncoder, neighbours: Sequence[tuple[float, int]]) -> Table:
+def _named(encoder: TextEncoder, found: Sequence[tuple[float, int]]) -> list[tuple[float, str]]:
     tokenizer = encoder.tokenizer
-    table = Table("cosine", "token")
-    for cosine, token in neighbours:
-        name = tokenizer.decode([token]).strip() or tokenizer.token(token)
+    return [
+        (cosine, tokenizer.decode([token]).strip() or tokenizer.token(token))
+        for cosine, token in found
+    ]
+
+
+def _static_table(neighbours: Sequence[tuple[float, str]], kind: str = "token") -> Table:
+    table = Table("cosine", kind)
+    for cosine, name in neighbours:
         table.add_row(f"{cosine:.3f}", Text(name))
     return table
 

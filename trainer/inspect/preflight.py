@@ -22,6 +22,7 @@ from trainer.training.probe_rows import build_probes
 from trainer.training.run import build_model, build_objectives, checkpoint_folder, open_loader
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import check_weights, load_config
+from trainer.vectors.folder import check as check_vectors
 
 
 def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = False) -> None:
@@ -52,6 +53,9 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     start, teacher = experiment.init_from, experiment.objective.teacher_path
     if start and readable(start) and not is_hub_path(start) and not _has_all_weights(experiment):
         check_weights(files.location(start))
+    vectors = experiment.init_embeddings
+    if vectors is not None and not elsewhere and not _has_all_weights(experiment):
+        check_vectors(vectors)
     if isinstance(experiment.model, starting.Config):
         return  # the model is described by an `init_from` on another machine
     if teacher and readable(teacher) and not is_hub_path(teacher):

@@ -88,6 +88,7 @@ base_model: {{ hub_name }}
 | | |
 | --- | --- |
 {{ row("started from", init_from and init_from | public) -}}
+{{ row("embeddings from", config.init_embeddings and config.init_embeddings | public) -}}
 {{ row("objective", config.objective.kind) -}}
 {{ row("steps", (weights.step | count) + " of " + (config.training.steps | count)) -}}
 {{ row("examples seen", meta.state.examples | count) -}}

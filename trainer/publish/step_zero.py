@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,8 +18,11 @@ from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Tree
 from trainer.errors import CheckpointError
 from trainer.hashing import json_hash
+from trainer.strategies import InitialValues
+from trainer.training.initial_embeddings import with_embeddings
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.weights import Weights, load_weights
+from trainer.vectors.folder import WordVectors
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,13 @@ class StepZero:
         settings: the run's, as a checkpoint holds them.
         begun: the run's oldest checkpoint.
         trained: the weights that it began with; None if they were initialized.
+        vectors: the word vectors that its token embeddings began with; None if there were none.
     """
 
     settings: Tree
     begun: Weights
     trained: Weights | None
+    vectors: WordVectors | None = None
 
     @classmethod
     def of(cls, checkpoint: Location) -> StepZero:
@@ -54,12 +60,15 @@ class StepZero:
             checkpoint: folder of the run's oldest checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or the weights of init_from are gone or have changed.
+            CheckpointError: it is damaged, or the weights of init_from or the vectors of
+                init_embeddings have changed.
+            DataError: the vectors are gone.
         """
         meta = integrity.read_meta(checkpoint)
         settings, trained = meta["config"], None
         # Not init_from: it may name a run, which has newer checkpoints by now.
-        stored = (meta.get("start") or {}).get("weights")
+        start = meta.get("start") or {}
+        stored, embeddings = start.get("weights"), start.get("embeddings")
         if stored is None and (origin := settings.get("init_from")) is not None:
             raise CheckpointError(f"the run has not recorded which weights of {origin} it took")
         if stored is not None:
@@ -68,13 +77,23 @@ class StepZero:
                 raise CheckpointError(
                     f"{stored['path']} has other weights than when the run began. Bring those back"
                 )
-        return cls(settings, load_weights(checkpoint), trained)
+        vectors = None
+        if embeddings is not None:
+            vectors = WordVectors.load(embeddings["path"])
+            if vectors.origin != embeddings:
+                raise CheckpointError(
+                    f"{embeddings['path']} has other vectors than when the run began. Bring those "
+                    "back"
+                )
+        return cls(settings, load_weights(checkpoint), trained, vectors)
 
     @property
     def identity(self) -> str:
         names = ("model", "seed", "init_layers", "redraw_layers")
         parts = {name: self.settings.get(name) for name in names}
         parts["init_from"] = None if self.trained is None else self.trained.identity()
+        if self.vectors is not None:  # the identity of other runs stays as it was
+            parts["init_embeddings"] = self.vectors.origin["identity"]
         return json_hash(parts)
 
     def weights(self) -> Weights:
@@ -86,22 +105,20 @@ class StepZero:
         seed = self.settings["seed"]
         with torch.device("meta"):
             model = self.begun.config.build()
-        values = None
+        values: InitialValues = partial(model.initial_values, seed=seed)
+        dataset = _Tokenized("the run's dataset", self.begun.load_tokenizer())
         if self.trained is not None:
             trained = self.trained
             if layers := self.settings.get("init_layers"):
                 trained = choose_layers(trained, layers)
-            dataset = _Tokenized("the run's dataset", self.begun.load_tokenizer())
             values = stored_values(trained, model, dataset, seed=seed)
             if count := self.settings.get("redraw_layers"):
                 values = reinitialize_layers(values, model, count, seed)
+        if self.vectors is not None:
+            values = with_embeddings(values, model, self.vectors, dataset)
         tensors = {}
         for name, parameter in model.named_parameters():
             size = math.prod(parameter.shape)
-            if values is None:
-                found = model.initial_values(name, 0, size, seed)
-            else:
-                found = values(name, 0, size)
-            tensors[name] = found.view(parameter.shape)
+            tensors[name] = values(name, 0, size).view(parameter.shape)
         # Without a step: the checkpoint's facts are a later step's.
         return replace(self.begun, tensors=StoredTensors.of(tensors), step=None, base=None)

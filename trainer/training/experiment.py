@@ -66,6 +66,8 @@ class Experiment:
         init_layers: the layers of `init_from` that the model's layers start from, in order, as
             [0, 2, 4, 6, 8, 10]; of T5, in both stacks. [] takes all layers as they are.
         redraw_layers: number of last layers to initialize at random in spite of `init_from`.
+        init_embeddings: a folder of `samestep vectors --units tokens`, whose vectors the token
+            embeddings start from; tokens without a vector start at random. Without `init_from`.
         frozen: parameters that keep the values of `init_from`: names, or the beginnings of names
             up to a dot, as embeddings, layers.0 or encoder. Checkpoints leave them out, like the
             parameters that `model.peft` freezes.
@@ -90,6 +92,7 @@ class Experiment:
     init_from: str | None = None
     init_layers: tuple[int, ...] = ()
     redraw_layers: int = 0
+    init_embeddings: str | None = None
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -107,6 +110,11 @@ class Experiment:
             )
         if self.init_layers:
             self._check_init_layers()
+        if self.init_embeddings is not None and self.init_from is not None:
+            raise ConfigError(
+                f"init_embeddings is {self.init_embeddings}, and the weights of init_from have "
+                "embeddings of their own; leave one of both out"
+            )
         if self.freezes and self.init_from is None:
             setting = "frozen" if self.frozen else "model.peft"
             raise ConfigError(

@@ -41,6 +41,7 @@ from trainer.training.compiled import compile_units
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.fused_attention import fuse_attention
+from trainer.training.initial_embeddings import with_embeddings
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, with_micro_batch, without_probe
@@ -53,6 +54,7 @@ from trainer.training.rewind import rewind
 from trainer.training.start_record import start_of
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
+from trainer.vectors.folder import WordVectors
 
 logger = logging.getLogger(__name__)
 
@@ -298,8 +300,13 @@ def prepare(
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
     initial, origin = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
+    embeddings = None
     if weights is None and to_restore:
         initial = _zeros
+    elif experiment.init_embeddings is not None:
+        vectors = WordVectors.load(experiment.init_embeddings)
+        initial = with_embeddings(initial, copy.deepcopy(model), vectors, dataset)
+        embeddings = vectors.origin
     own = partial(
         experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)
     )
@@ -323,7 +330,11 @@ def prepare(
         "config": to_tree(experiment),
         "teacher": None,
         "start": start_of(
-            experiment, dataset, origin, checkpoint_folder(experiment) if to_restore else None
+            experiment,
+            dataset,
+            origin,
+            checkpoint_folder(experiment) if to_restore else None,
+            embeddings,
         ),
     }
     if experiment.training.is_bitwise:

@@ -17,6 +17,7 @@ def start_of(
     dataset: AnyDataset,
     weights: dict[str, str] | None,
     checkpoints: Location | None,
+    embeddings: dict[str, str] | None,
 ) -> Tree | None:
     """Returns the record of a run's start.
 
@@ -24,15 +25,17 @@ def start_of(
         weights: path and identity of the weights of init_from.
         checkpoints: of a run that is resumed, whose own record is kept: init_from may hold other
             weights by now, and settings may have changed. None for a new run.
+        embeddings: path and identity of the word vectors of init_embeddings.
 
     Returns:
-        `run`, a digest that tells the run from others, and `weights`. None if the run began before
-        checkpoints had it.
+        `run`, a digest that tells the run from others, `weights` and `embeddings`. None if the run
+        began before checkpoints had it.
     """
     # Without a durable checkpoint, a resumed run continues from a snapshot and gets a new record.
     if checkpoints is not None and (stored := integrity.newest_meta(checkpoints)):
         start: Tree | None = stored.get("start")
         return start
     digests = [source.manifest.digest for source in named_sources(dataset).values()]
-    facts = json.dumps([to_tree(experiment), digests, weights], sort_keys=True)
-    return {"run": hashlib.sha256(facts.encode()).hexdigest(), "weights": weights}
+    facts = json.dumps([to_tree(experiment), digests, weights, embeddings], sort_keys=True)
+    run = hashlib.sha256(facts.encode()).hexdigest()
+    return {"run": run, "weights": weights, "embeddings": embeddings}

@@ -63,7 +63,9 @@ def open_past(experiment: Experiment, most: int) -> Iterator[Past]:
         dataset = experiment.data.open()
         # A checkpoint holds all weights, unless some are frozen: these are in `init_from`.
         weights = experiment.init_from if step is None or experiment.freezes else None
-        trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
+        trainer = build_trainer(
+            experiment, dataset, strategy, checkpointer, weights, to_restore=step is not None
+        )
         try:
             if step is not None:
                 trainer.restore(step)
