@@ -88,7 +88,8 @@ class Config(Family):
         max_positions: maximum sequence length, in tokens.
         type_vocab: number of token types.
         norm: "post" (BERT) or "pre" (adds a norm after the last layer).
-        causal: whether tokens attend only to earlier ones (a left-to-right language model).
+        causal: whether tokens attend only to earlier ones (a left-to-right language model, or one
+            that is fine-tuned for tagging or question answering).
         also_causal: whether the model also offers left-to-right language modeling, for phases with
             different objectives; for all other outputs, tokens attend in both directions.
         tied: whether the head shares the token embeddings.
@@ -180,18 +181,18 @@ class Config(Family):
                 f"teacher_width is {self.teacher_width}. Use the teacher's width, as 768, or 0."
             )
         self.check_heads()
-        needs_tokens = {
-            "nsp": self.nsp,
-            "span_boundary": self.span_boundary,
-            "causal": self.causal,
-        }
-        for name, enabled in needs_tokens.items():
+        for name, enabled in {"nsp": self.nsp, "span_boundary": self.span_boundary}.items():
             if enabled and self.head != "language_model":
                 raise ConfigError(
                     f"{name} needs a language-model head, but head is {self.head}. Set {name} to "
                     "false, or leave head out."
                 )
         self.check_task(*_TASKS, "embedding")
+        if self.causal and self.head not in ("language_model", "tagging", "question_answering"):
+            raise ConfigError(
+                f"causal is true, but a {self.head} head pools the first position, which sees no "
+                "other. Set causal to false: the weights of a left-to-right model fit."
+            )
         if self.scalar_mix and (self.head == "language_model" or self.virtual_tokens):
             raise ConfigError(
                 "scalar_mix is for a task's head, without a prompt or prefix. Set head to "
@@ -331,6 +332,8 @@ class Config(Family):
             "head_lstm": "head with an LSTM",
             "crf": "conditional random field",
         }
+        if self.head != "language_model":
+            lacking["causal"] = "left-to-right model for such tasks"
         for name, part in lacking.items():
             if getattr(self, name):
                 raise ConfigError(

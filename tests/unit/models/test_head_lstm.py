@@ -114,3 +114,19 @@ def test_other_families_and_exports_lack_it() -> None:
     assert bert.Config(**{**shape, "head": "tagging"}, crf=True).build().offers >= {
         "tag_transitions"
     }
+
+
+def test_a_left_to_right_model_sees_both_sides_through_it() -> None:
+    """Devlin et al. 2019, section 5.1: without the LSTM, later tokens change no earlier tag."""
+    tokens = torch.randint(4, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, -1] = 3
+    for layers in (0, 1):
+        model = make(config(causal=True, head_lstm=layers))
+        before, after = (
+            outputs(model, "tagging", tokens=each, positions=torch.arange(12)[None])[0]
+            for each in (tokens, changed)
+        )
+        assert torch.equal(before[:, :-1], after[:, :-1]) == (layers == 0)
+    with pytest.raises(ConfigError, match="transformers has no left-to-right model"):
+        config(causal=True, head_lstm=0, crf=False).to_huggingface()

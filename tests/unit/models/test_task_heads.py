@@ -65,9 +65,9 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
             "nsp needs a language-model head, but head is question_answering. Set nsp to false",
         ),
         (
-            {"head": "question_answering", "causal": True},
-            "causal needs a language-model head, but head is question_answering. Set causal to "
-            "false",
+            {"head": "multiple_choice", "causal": True},
+            "causal is true, but a multiple_choice head pools the first position, which sees no "
+            "other. Set causal to false",
         ),
     ],
 )
