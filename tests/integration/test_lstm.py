@@ -1,4 +1,4 @@
-"""Recurrent language models by the commands: training, features, generation, plans, refusals."""
+"""Recurrent models by the commands: training, features, generation, plans, what is rejected."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration import tasks
 from tests.integration.commands import Samestep
 from tests.outputs import outputs
 from trainer.training.weights import load_weights
@@ -47,6 +48,36 @@ def test_it_learns_and_is_evaluated(kind: str, runs: dict[str, Path]) -> None:
     if kind == "bilm":
         mean = (heldout["heldout/forward_loss"] + heldout["heldout/backward_loss"]) / 2
         assert heldout["heldout/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("lstm", "classification"), ("lstm", "regression"), ("bilm", "classification")],
+)
+def test_it_is_fine_tuned_to_score_texts(
+    kind: str,
+    task: str,
+    runs: dict[str, Path],
+    dataset_folder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+) -> None:
+    """The encoder starts from the language model; evaluation, predictions and labels follow."""
+    file = tasks.tune(task, tmp_path, runs[kind], dataset_folder / "tokenizer", "training.steps=90")
+    run = tmp_path / f"run-{task}"
+    scores = [row for row in tasks.rows_of(run) if f"heldout/{tasks.SCORES[task]}" in row]
+    assert scores[-1][f"heldout/{tasks.SCORES[task]}"] > 0.8
+    before, after = load_weights(str(runs[kind])), load_weights(str(run))
+    assert (before.config.head, after.config.head) == ("language_model", "classification")
+    assert not any(name in after.tensors for name in ("head.bias", "head.projection.weight"))
+    assert samestep("evaluate", run, "--predictions", tmp_path / "predictions.jsonl").code == 0
+    rows = tasks.write(tmp_path / "rows.jsonl", tasks.classification(5, begin=500))
+    if task == "classification":
+        assert samestep("label", run, rows, "--output", tmp_path / "labeled.jsonl").code == 0
+    plan = samestep("plan", file, "--devices", 1, "--strategy", "single")
+    assert plan.code == 0, plan.err
+    other = samestep("train", file, "objective.lm_weight=0.5", f"output={tmp_path / 'other'}")
+    assert other.code == 2
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -142,7 +173,8 @@ def test_the_time_of_its_kernel_is_not_predicted(
         (["training.compile=true"], "this model has no layers to compile"),
         (["model.peft={kind: lora}"], "model.peft"),
         (["objective={kind: mlm}"], "needs tokens"),
-        (["model.head=classification"], "model.head"),
+        (["model.head=tagging"], "model.head"),
+        (["model.head=classification"], "labels has 0 names, but a classification head needs"),
         (
             [MODELS["bilm"]],
             "bilm, has parameters for previous_tokens, which the objective, causal_lm, does not",

@@ -1,4 +1,4 @@
-"""Recurrent language models against compositions of torch.nn.LSTM, nn.Embedding and nn.Linear."""
+"""Recurrent models against compositions of torch.nn.LSTM, nn.Embedding and nn.Linear."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class Reference(nn.Module):
         self.output = nn.Linear(inputs if config.tied else width, config.vocab_size)
         if config.tied:
             self.output.weight = self.embeddings.weight
+        self.dense = nn.Linear(3 * stacks * width, config.head_width)
+        self.classifier = nn.Linear(config.head_width, max(1, len(config.labels)))
 
     def states(self, tokens: Tensor, direction: int) -> list[Tensor]:
         """The states after each layer, [S, D] each."""
@@ -72,6 +74,16 @@ class Reference(nn.Module):
         if self.config.tied and hidden.shape[1] != self.config.embedding_width:
             hidden = self.projection(hidden)
         return self.output(hidden)
+
+    def classify(self, tokens: Tensor) -> Tensor:
+        """int [S] -> logits [C], by the pooling functions that ULMFiT's code uses."""
+        pooled = []
+        for direction in range(len(self.stacks)):
+            states = self.states(tokens, direction)[-1]
+            units = states.T[None]
+            highest, mean = F.adaptive_max_pool1d(units, 1), F.adaptive_avg_pool1d(units, 1)
+            pooled += [states[0 if direction else -1], highest.flatten(), mean.flatten()]
+        return self.classifier(torch.relu(self.dense(torch.cat(pooled))))
 
 
 def pair(config: RecurrentConfig) -> tuple[Any, Any]:
@@ -93,6 +105,8 @@ def pair(config: RecurrentConfig) -> tuple[Any, Any]:
 def counterpart(reference: Any, name: str) -> Tensor:
     """The reference's parameter for one of ours."""
     parts = name.split(".")
+    if parts[:2] in (["head", "dense"], ["head", "classifier"]):
+        return getattr(getattr(reference, parts[1]), parts[2])
     if parts[0] == "embeddings":
         return reference.embeddings.weight
     if parts[0] == "head":
@@ -179,6 +193,29 @@ def test_hidden_states_of_all_layers(name: str) -> None:
         for layer in offered:
             own = torch.cat([each[int(layer[6:])] for each in states], -1)
             torch.testing.assert_close(found[layer][row, at], own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_classifier_of_padded_rows_is_that_of_separate_sequences(name: str, padding: str) -> None:
+    """Logits, loss and gradients; and rows without padding need no segments."""
+    config = replace(MODELS[name], head="classification", labels=("a", "b", "c"), head_width=10)
+    ours, theirs = pair(replace(config, head_dropout=(0.0, 0.0)))
+    columns = packed(((20,), (13,), (2,), (1,)))
+    if padding == "left":
+        columns = {each: column.flip(1) for each, column in columns.items()}
+    (logits,) = outputs(ours, "classification", **columns)
+    expected = torch.stack([theirs.classify(columns["tokens"][at]) for at in sequences(columns)])
+    torch.testing.assert_close(logits[:, 0], expected, rtol=1e-5, atol=1e-5)
+    (whole,) = outputs(ours, "classification", tokens=columns["tokens"][:1])
+    torch.testing.assert_close(whole[:, 0], expected[:1], rtol=1e-5, atol=1e-5)
+    labels = torch.tensor([0, 2, 1, 1])
+    for found in (logits[:, 0], expected):
+        F.cross_entropy(found, labels).backward()
+    for own_name, parameter in ours.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, counterpart(theirs, own_name).grad, rtol=1e-5, atol=1e-5, msg=own_name
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,9 +18,10 @@ from trainer.models import Inputs, Model, Outputs
 from trainer.models.attention import take
 from trainer.models.base import layer_numbers
 from trainer.models.cache import Cache
+from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
 from trainer.models.lstm_layers import SITES, StateCache, resets
-from trainer.models.recurrent import RecurrentConfig, RecurrentModel, hidden_outputs
+from trainer.models.recurrent import RecurrentConfig, RecurrentModel
 from trainer.models.stack import Context, Stack
 
 
@@ -42,10 +43,8 @@ class Lstm(RecurrentModel):
     """A stack of LSTM layers and a head; see `trainer.models.Model`."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        super().__init__(config, ("next_tokens",))
         self.layers = Stack(config.build_layers())
-        self.offers = hidden_outputs(config) | {"next_tokens"}
-        self.trains = {"next_tokens": ""}
 
     @property
     def stacks(self) -> tuple[Stack]:
@@ -53,7 +52,7 @@ class Lstm(RecurrentModel):
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
-        hidden, matrix, (keys,) = self.embed(inputs)
+        hidden, matrix, (keys,), head_key = self.embed(inputs)
         columns = {} if inputs.segments is None else {"resets": resets(inputs.segments)}
         context = Context(sites=SITES, keys=keys, columns=columns)
         numbers, found = layer_numbers(outputs), {}
@@ -66,6 +65,9 @@ class Lstm(RecurrentModel):
             hidden = self.layers.run(hidden, None, None, context)
         if "hidden" in outputs:
             found["hidden"] = hidden
+        if "classification" in outputs:
+            pooled = concat_pool(hidden, inputs.segments)
+            found["classification"] = self.head(pooled, head_key)[:, None]
         if "next_tokens" in outputs:
             read, target = take(hidden, inputs.predicted), inputs.targets.get("next_tokens")
             size = self.config.vocab_size
