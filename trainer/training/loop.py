@@ -278,6 +278,8 @@ class Trainer:
                 micro_batches,
                 end_section,
             )
+            # Before clipping: frozen layers have no part in the norm.
+            groups.freeze(self.optimizer, self.state.step)
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _check(
