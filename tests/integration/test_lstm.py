@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration import tasks
-from tests.integration.commands import Samestep
+from tests.integration.commands import Samestep, losses
 from tests.outputs import outputs
 from trainer.training.weights import load_weights
 
@@ -78,6 +78,18 @@ def test_it_is_fine_tuned_to_score_texts(
     assert plan.code == 0, plan.err
     other = samestep("train", file, "objective.lm_weight=0.5", f"output={tmp_path / 'other'}")
     assert other.code == 2
+
+
+def test_dropped_weights_of_a_step_are_found_again(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """By a replay, whose micro-batches have one example each."""
+    run = tmp_path / "run"
+    settings = [MODELS["lstm"], OBJECTIVES["lstm"], "model.weight_dropout=0.4", f"output={run}"]
+    settings += ["checkpoint.every=4", "checkpoint.keep_last=9", "optimizer.lr=1e-2"]
+    assert samestep("train", experiment_file, *settings, "data.threads=0").code == 0
+    replayed = samestep("replay", run, 6, "--exact", "--json")
+    assert json.loads(replayed.out)["loss"] == pytest.approx(losses(run)[6], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", MODELS)

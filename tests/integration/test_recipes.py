@@ -67,6 +67,17 @@ def cosine(peak: float, last: float, warmup: int, steps: int, first: float = 0.0
     return rate
 
 
+def slanted(peak: float, steps: int, cut: float = 0.1, ratio: float = 32) -> Rate:
+    """Slanted triangular rates (Howard & Ruder 2018, equation 3)."""
+
+    def rate(step: int) -> float:
+        top = steps * cut
+        p = step / top if step < top else 1 - (step - top) / (top * (1 / cut - 1))
+        return peak * (1 + p * (ratio - 1)) / ratio
+
+    return rate
+
+
 def in_turn(border: int, before: Rate, after: Rate) -> Rate:
     return lambda step: before(step) if step < border else after(step)
 
@@ -358,6 +369,17 @@ PROMISES = {
         masked=1.0,
         decay=0.0,
         optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
+    ),
+    "awd_lstm": Promise(
+        # One matrix of tokens, and the output's bias; the gates of three layers.
+        30_522 * 401
+        + 4 * (1150 * (400 + 1150 + 1) + 1150 * (1150 + 1150 + 1) + 400 * (1150 + 401)),
+        ((160_000, 64, 128),),
+        slanted(4e-3, 160_000),
+        masked=1.0,
+        decay=0.0,
+        clip=0.25,
+        optimizer={"kind": "adamw", "betas": (0.7, 0.99), "eps": 1e-8, "bias_correction": True},
     ),
     "elmo": Promise(
         2 * 30_522 * 512 + 30_522 + 4 * (4 * 4096 * (512 + 512 + 1) + 4096 * 512),

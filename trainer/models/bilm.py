@@ -18,7 +18,7 @@ from trainer.models.attention import take
 from trainer.models.base import layer_numbers
 from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
-from trainer.models.lstm_layers import SITES, resets
+from trainer.models.lstm_layers import resets
 from trainer.models.recurrent import RecurrentConfig, RecurrentModel
 from trainer.models.stack import Context, Stack
 
@@ -106,7 +106,7 @@ class BiLM(RecurrentModel):
             hidden = hidden.flip(1)
             segments = None if segments is None else segments.flip(1)
         columns = {} if segments is None else {"resets": resets(segments)}
-        context = Context(sites=SITES, keys=keys, columns=columns)
+        context = Context(sites=self.config.dropout_sites, keys=keys, columns=columns)
         if numbers:
             last, states, _ = stack.states(hidden, None, None, context, set(numbers), len(stack))
             found = [*(states[number] for number in numbers), last]

@@ -1,9 +1,8 @@
 """Recurrent language models of one direction (Mikolov et al. 2010; Jozefowicz et al. 2016).
 
 An LSTM reads a text and predicts each next token. The settings cover the models of Zaremba et al.
-2014 (dropout between layers) and Jozefowicz et al. 2016 (projections), and of AWD-LSTM (Merity et
-al. 2018) all dropout but the recurrent weights': its masks are shared by all rows of a step, and
-no random key here belongs to a step.
+2014 (dropout between layers), Jozefowicz et al. 2016 (projections) and Merity et al. 2018
+(AWD-LSTM: dropout of tokens, embeddings, outputs and recurrent weights).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trainer.models.base import layer_numbers
 from trainer.models.cache import Cache
 from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
-from trainer.models.lstm_layers import SITES, StateCache, resets
+from trainer.models.lstm_layers import StateCache, resets
 from trainer.models.recurrent import RecurrentConfig, RecurrentModel
 from trainer.models.stack import Context, Stack
 
@@ -54,7 +53,7 @@ class Lstm(RecurrentModel):
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
         hidden, matrix, (keys,), head_key = self.embed(inputs)
         columns = {} if inputs.segments is None else {"resets": resets(inputs.segments)}
-        context = Context(sites=SITES, keys=keys, columns=columns)
+        context = Context(sites=self.config.dropout_sites, keys=keys, columns=columns)
         numbers, found = layer_numbers(outputs), {}
         if numbers:
             hidden, states, _ = self.layers.states(

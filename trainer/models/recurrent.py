@@ -20,8 +20,10 @@ from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import look_up
 from trainer.models.heads import Factors, VocabularyHead
 from trainer.models.initialization import initial_values
-from trainer.models.lstm_layers import SITES, RecurrentLayer, drop
+from trainer.models.lstm_layers import RecurrentLayer, drop
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
+
+_RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
 
 Head: TypeAlias = Literal["language_model", "classification"]
 
@@ -34,6 +36,8 @@ class RecurrentConfig(ModelConfig):
         vocab_size: rows of the token embeddings; at least the tokenizer's size.
         layers: number of layers, in each direction.
         hidden_size: H, of the cell and the gates of a layer.
+        last_hidden_size: H of the last layer, as E, so that a tied matrix needs no projection; 0:
+            as `hidden_size`.
         proj_size: P, to which the output of a layer is projected (Sak et al. 2014); 0: it is H
             wide.
         embedding_width: E, of the token embeddings.
@@ -41,6 +45,10 @@ class RecurrentConfig(ModelConfig):
         norm: layer normalization of the output of each layer.
         norm_eps: added to the variance in norms.
         dropout: dropout rate of the embeddings and of each layer's output.
+        embedding_dropout: of the embeddings; null: `dropout`.
+        output_dropout: of the last layer's output; null: `dropout`.
+        weight_dropout: of the recurrent matrices, with one mask for all rows of a step (Merity et
+            al. 2018).
         variational: dropout has the same mask at all positions of a row.
         token_dropout: rate of tokens whose embedding is 0 in a whole row (Gal & Ghahramani 2016).
         tied: the output matrix is the token embeddings'. If a layer's output is not E wide, it is
@@ -55,12 +63,16 @@ class RecurrentConfig(ModelConfig):
     vocab_size: int
     layers: int = 2
     hidden_size: int = 650
+    last_hidden_size: int = 0
     proj_size: int = 0
     embedding_width: int = 650
     residual: bool = False
     norm: bool = False
     norm_eps: float = 1e-5
     dropout: float = 0.5
+    embedding_dropout: float | None = None
+    output_dropout: float | None = None
+    weight_dropout: float = 0.0
     variational: bool = False
     token_dropout: float = 0.0
     tied: bool = True
@@ -78,8 +90,15 @@ class RecurrentConfig(ModelConfig):
                 f"proj_size is {self.proj_size}. Use 0 for no projection, or a number below "
                 f"hidden_size, {self.hidden_size}."
             )
-        for name in ("dropout", "token_dropout"):
-            if not 0 <= getattr(self, name) < 1:
+        if self.last_hidden_size < 0 or (
+            self.last_hidden_size and (self.proj_size or self.residual)
+        ):
+            raise ConfigError(
+                f"last_hidden_size is {self.last_hidden_size}. Use 0 or more; with proj_size or "
+                "residual, 0."
+            )
+        for name in _RATES:
+            if not 0 <= (getattr(self, name) or 0.0) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
@@ -108,8 +127,23 @@ class RecurrentConfig(ModelConfig):
 
     @property
     def output_width(self) -> int:
-        """P, of the output of a layer in one direction."""
-        return self.proj_size or self.hidden_size
+        """P, of the output of the last layer in one direction."""
+        return self.proj_size or self.hidden_sizes[-1]
+
+    @property
+    def hidden_sizes(self) -> list[int]:
+        """H of each layer."""
+        return [self.hidden_size] * (self.layers - 1) + [self.last_hidden_size or self.hidden_size]
+
+    @property
+    def input_widths(self) -> list[int]:
+        """The width of each layer's input."""
+        return [self.embedding_width, *(self.proj_size or size for size in self.hidden_sizes[:-1])]
+
+    @property
+    def dropout_sites(self) -> tuple[str, ...]:
+        """Where a layer applies dropout; the keys of `recurrent` are the step's."""
+        return ("output", "recurrent") if self.weight_dropout else ("output",)
 
     @property
     def width(self) -> int:  # type: ignore[override]
@@ -117,17 +151,21 @@ class RecurrentConfig(ModelConfig):
 
     def build_layers(self) -> list[RecurrentLayer]:
         """The layers of one direction."""
+        rates = [self.dropout] * (self.layers - 1)
+        rates.append(self.dropout if self.output_dropout is None else self.output_dropout)
+        shapes = zip(self.input_widths, self.hidden_sizes, rates, strict=True)
         return [
             RecurrentLayer(
-                self.output_width if index else self.embedding_width,
-                self.hidden_size,
+                inputs,
+                size,
                 self.proj_size,
                 self.norm_eps if self.norm else None,
                 self.residual and index > 0,
-                self.dropout,
+                rate,
                 self.variational,
+                self.weight_dropout,
             )
-            for index in range(self.layers)
+            for index, (inputs, size, rate) in enumerate(shapes)
         ]
 
 
@@ -137,7 +175,9 @@ class RecurrentEmbeddings(nn.Module):
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.embedding_width)
-        self.dropout, self.variational = config.dropout, config.variational
+        own = config.embedding_dropout
+        self.dropout = config.dropout if own is None else own
+        self.variational = config.variational
         self.token_dropout = config.token_dropout
 
     def forward(
@@ -180,7 +220,7 @@ class Embedded(NamedTuple):
     Attributes:
         hidden: [B, S, E].
         matrix: [V, E], the token embeddings.
-        keys: for each stack the dropout keys of its layers, int32 [layers, 1, B], or None.
+        keys: for each stack the dropout keys of its layers, int32 [layers, sites, B], or None.
         head_key: of the head, int32 [B], or None.
     """
 
@@ -227,9 +267,12 @@ class RecurrentModel(Model):
         if not self.training or inputs.dropout_key is None:
             hidden, matrix = self.embeddings(inputs.tokens)
             return Embedded(hidden, matrix, [None] * stacks)
-        keys = split_key(inputs.dropout_key, 3 + stacks * layers * len(SITES))
+        keys = split_key(inputs.dropout_key, 3 + stacks * layers)
         hidden, matrix = self.embeddings(inputs.tokens, keys[0], keys[1])
-        of_layers = keys[2:-1].view(stacks, layers, len(SITES), -1)
+        of_layers = keys[2:-1].view(stacks, layers, 1, -1)
+        if self.config.weight_dropout:
+            of_step = split_key(inputs.extra["step_key"], stacks * layers)
+            of_layers = torch.cat([of_layers, of_step.view_as(of_layers)], 2)
         return Embedded(hidden, matrix, list(of_layers), keys[-1])
 
     @property
@@ -310,6 +353,7 @@ class RecurrentModel(Model):
 
 
 def hidden_outputs(config: RecurrentConfig) -> Outputs:
-    """The outputs `hidden` and `layer.N`; the embeddings only if they are as wide as a layer."""
-    first = 0 if config.embedding_width == config.output_width else 1
-    return frozenset({"hidden", *(f"layer.{n}" for n in range(first, config.layers + 1))})
+    """The outputs `hidden` and `layer.N`; of layers that are as wide as the last one."""
+    widths = [*config.input_widths, config.output_width]
+    same = [n for n, width in enumerate(widths) if width == config.output_width]
+    return frozenset({"hidden", *(f"layer.{n}" for n in same)})

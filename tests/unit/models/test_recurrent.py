@@ -121,6 +121,34 @@ def test_a_classifier_of_a_row_depends_on_its_key_only(config: RecurrentConfig) 
     assert (evaluated - whole).abs().max() > 1e-3
 
 
+def test_recurrent_weights_are_dropped_for_the_step_and_not_for_a_row() -> None:
+    """The keys of rows change nothing, another step's key does, and a row may stand alone."""
+    model = make(replace(LSTM, dropout=0.0, weight_dropout=0.5)).train()
+
+    def predicted(step_key: int, rows: slice = slice(None), **changes: Tensor) -> Tensor:
+        given = {name: column[rows] for name, column in batch(**changes).items()}
+        key = torch.full((len(given["tokens"]),), step_key, dtype=torch.int32)
+        return predict(model, **given, extra={"step_key": key})
+
+    whole = predicted(7)
+    assert torch.equal(whole, predicted(7, dropout_key=KEYS.flip(0)))
+    torch.testing.assert_close(predicted(7, slice(1, 2)), whole[1:2], rtol=1e-5, atol=1e-6)
+    assert (predicted(8) - whole).abs().max() > 1e-3
+    model.eval()
+    assert (predicted(7) - whole).abs().max() > 1e-3
+    assert torch.equal(predicted(7), predict(model, **batch()))
+
+
+def test_dropout_of_embeddings_and_of_the_last_output_have_rates_of_their_own() -> None:
+    config = replace(LSTM, layers=3, dropout=0.3, embedding_dropout=0.6, output_dropout=0.1)
+    model = config.build()
+    assert model.embeddings.dropout == 0.6
+    assert [layer.dropout for layer in model.layers] == [0.3, 0.3, 0.1]
+    model = replace(config, embedding_dropout=None, output_dropout=None).build()
+    assert model.embeddings.dropout == 0.3
+    assert [layer.dropout for layer in model.layers] == [0.3, 0.3, 0.3]
+
+
 def test_a_classifier_drops_pooled_states_and_hidden_units() -> None:
     head = make(replace(LSTM, **CLASSES, head_width=400, head_dropout=(0.6, 0.25))).head
     seen: list[Tensor] = []
@@ -186,11 +214,14 @@ def test_recomputed_activations_have_the_same_gradients(config: RecurrentConfig)
     """With dropout, packed rows and a residual connection."""
     gradients = []
     for recomputes in (False, True):
-        model = make(replace(config, residual=True, dropout=0.2, norm=True)).train()
+        settings = {"residual": True, "dropout": 0.2, "norm": True, "weight_dropout": 0.3}
+        model = make(replace(config, **settings)).train()
         model.activation_checkpointing = recomputes
         assert model.activation_checkpointing == recomputes
         names = sorted(model.trains)
-        sum(each.square().sum() for each in outputs(model, *names, **batch())).backward()
+        extra = {"step_key": torch.full((3,), 5, dtype=torch.int32)}
+        found = outputs(model, *names, **batch(), extra=extra)
+        sum(each.square().sum() for each in found).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
     assert all(gradient.any() for gradient in gradients[0].values())
@@ -257,6 +288,8 @@ def test_outputs() -> None:
     assert replace(BILM, **CLASSES).build().offers == hidden | pools
     narrow = lstm.Config(**{**SHAPE, "embedding_width": 8}).build()
     assert narrow.offers == (hidden - {"layer.0"}) | {"next_tokens"}
+    narrow = replace(LSTM, last_hidden_size=8).build()
+    assert narrow.offers == {"hidden", "layer.2", "next_tokens"}
 
 
 @pytest.mark.parametrize(
@@ -266,6 +299,11 @@ def test_outputs() -> None:
         ({"proj_size": 16}, "proj_size is 16. Use 0 for no projection, or a number below"),
         ({"dropout": 1.0}, r"dropout is 1.0. Use a number in \[0, 1\)."),
         ({"token_dropout": -0.1}, "token_dropout is -0.1"),
+        ({"output_dropout": 1.0}, "output_dropout is 1.0"),
+        ({"weight_dropout": -0.5}, "weight_dropout is -0.5"),
+        ({"last_hidden_size": -1}, "last_hidden_size is -1. Use 0 or more"),
+        ({"last_hidden_size": 8, "proj_size": 4}, "last_hidden_size is 8. Use 0 or more; with"),
+        ({"last_hidden_size": 8, "residual": True}, "last_hidden_size is 8"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0. Use a number above 0."),
         ({"head_width": 0}, "head_width is 0. Use 1 or more."),
         ({"head_dropout": (0.4, 1.0)}, r"head_dropout is \[0.4, 1.0\]. Use two numbers in \[0, 1"),
