@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.outputs import outputs
+from trainer.studies.finetune.runs import list_runs
+from trainer.studies.finetune.task import find_tasks
 from trainer.training.weights import load_weights
 
 MODELS = {
@@ -78,6 +81,31 @@ def test_it_is_fine_tuned_to_score_texts(
     assert plan.code == 0, plan.err
     other = samestep("train", file, "objective.lm_weight=0.5", f"output={tmp_path / 'other'}")
     assert other.code == 2
+
+
+def test_a_suite_fine_tunes_it_as_ulmfit_does(
+    runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    """The tasks' recipes are for Transformers; this one leaves the model's own dropout."""
+    file = tasks.write_task("classification", tmp_path)
+    tree = yaml.safe_load(file.read_text())
+    tree["experiment"]["model"] = {"attention_dropout": 0.1}
+    file.write_text(yaml.safe_dump(tree))
+    chosen = find_tasks([str(file)], "ulmfit")
+    overrides = ["training.steps=20"]
+    (run,) = list_runs(str(runs["lstm"]), chosen, tmp_path, range(1), False, overrides)
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(run.experiment))))
+    assert samestep("train", file).code == 0
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert (config["model"]["kind"], config["model"]["dropout"]) == ("lstm", 0.1)
+    # 96 rows in batches of 64: an epoch of one and a half steps.
+    assert config["optimizer"]["unfreeze_every"] == 2
+    assert config["optimizer"]["layer_decay"] == pytest.approx(1 / 2.6, rel=1e-3)
+    before, after = (load_weights(str(path)).tensors for path in (runs["lstm"], run.folder))
+    moved = {
+        name: float((after[name] - before[name]).abs().max()) for name in before if name in after
+    }
+    assert 0 < moved["embeddings.tokens.weight"] < moved["layers.1.weight_ih"]
 
 
 def test_dropped_weights_of_a_step_are_found_again(
