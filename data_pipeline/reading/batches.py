@@ -130,7 +130,7 @@ class BatchMaker:
         """
         # All steps of the block are located and read together.
         shares = [self._share(start, excluded) for start in starts]
-        number, valid = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+        number, valid, first = (np.concatenate(parts) for parts in zip(*shares, strict=True))
         at = self.order.locate(number)
         if self._prefetcher is not None and len(number):
             # Units are not the equal shares that an order knows of: all shards of the batch.
@@ -143,7 +143,7 @@ class BatchMaker:
             gone = corrupt.has(number[cut], at.shard[cut])
             read = corrupt.stand_in(at[cut], gone, self._counts)
             arrays = self._row_maker.make(
-                number[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width
+                number[cut], first[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width
             )
             begins = range(0, len(gone), self._rows)
             made += [
@@ -176,11 +176,15 @@ class BatchMaker:
             return self.order.batch(start, self._batch_size)
         return self.order.rows(excluded.take(start, self._batch_size))
 
-    def _share(self, start: int, excluded: Exclusions) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """The replica's example numbers of the global batch from `start`, and which are no padding.
+    def _share(
+        self, start: int, excluded: Exclusions
+    ) -> tuple[Int64, npt.NDArray[np.bool_], Int64]:
+        """The replica's rows of the global batch from `start`.
 
-        For batch [4, 7, 9, 12, 15], replica 1 of 2 and 2 micro-batches of 2 rows: [9, 12, 15, 9]
-        and [True, True, True, False].
+        Returns:
+            Their example numbers; which are no padding; and the smallest number of the batch, for
+            each row. For batch [4, 7, 9, 12, 15], replica 1 of 2 and 2 micro-batches of 2 rows:
+            [9, 12, 15, 9], [True, True, True, False] and [4, 4, 4, 4].
         """
         batch = self._batch(start, excluded)
         rows = self._micro_batches * self._rows if len(batch) else 0
@@ -193,4 +197,5 @@ class BatchMaker:
             repeated = mine[:1]
         # Padding rows repeat an example: softmax over a row without tokens would be NaN.
         padding = np.repeat(repeated if len(repeated) else batch[:1], rows - len(mine))
-        return np.concatenate((mine, padding)), np.arange(rows) < len(mine)
+        first = np.full(rows, batch.min() if len(batch) else 0)
+        return np.concatenate((mine, padding)), np.arange(rows) < len(mine), first

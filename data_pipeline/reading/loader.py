@@ -78,6 +78,7 @@ class StreamingLoader:
     Each micro-batch of B rows has the arrays of `collate`, and
 
         dropout_key   int32 [B], by global example number; [B, sequences] if rows hold several
+        step_key      int32 [B], a key of the step: the same in all of its rows, on all replicas
         number        int64 [B], the global example number; -1 for padding rows
         source        int64 [B], index of its dataset in `sources`
         example       int64 [B], its index in the dataset's split; -1 for padding rows

@@ -16,6 +16,7 @@ from trainer.examples import Batch, Examples, PackSpec
 from trainer.hashing import U64, combine, hash_rows, name_key
 
 _DROPOUT = name_key("dropout")
+_STEP = name_key("step")
 
 
 class RowMaker:
@@ -38,6 +39,7 @@ class RowMaker:
     def make(
         self,
         number: Int64,
+        first: Int64,
         at: Location,
         valid: npt.NDArray[np.bool_],
         read: Location,
@@ -48,6 +50,7 @@ class RowMaker:
 
         Args:
             number: int64 [B], global example numbers.
+            first: int64 [B], the smallest of these in the step of each row, on all replicas.
             at: their locations.
             valid: bool [B], False for padding rows.
             read: locations to read: other ones for skipped examples.
@@ -62,6 +65,9 @@ class RowMaker:
         source = self._split.source(at)
         # Keyed by the global number, so the mask of an example does not depend on its row.
         arrays["dropout_key"] = self._dropout_key(number).astype(np.uint32).view(np.int32)
+        # The same in all rows of a step, for masks that the step shares, as those of weights.
+        step_key = combine(self._seed, _STEP, first)
+        arrays["step_key"] = step_key.astype(np.uint32).view(np.int32)
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}
         arrays["example"] = np.where(valid, self._split.ids(at), -1)
         arrays["digest"] = np.where(

@@ -71,7 +71,8 @@ TASKS = {
     "lstm": [
         "objective={kind: causal_lm}",
         "model={kind: lstm, vocab_size: 600, layers: 2, hidden_size: 32, embedding_width: 24, "
-        "residual: true, norm: true, dropout: 0.1, variational: true, token_dropout: 0.1}",
+        "residual: true, norm: true, dropout: 0.1, variational: true, token_dropout: 0.1, "
+        "weight_dropout: 0.3}",
     ],
     "bilm": [
         "objective={kind: bilm}",

@@ -82,6 +82,36 @@ def test_what_is_set_on_the_command_line_is_not_varied(
     assert run.experiment["schedule"]["warmup_steps"] == 4, "a tenth of the steps that the run has"
 
 
+@pytest.mark.parametrize(
+    ("epochs", "overrides", "expected"),
+    [
+        (1.0, [], {"kind": "adamw", "unfreeze_every": 8}),
+        (
+            0.01,
+            ["optimizer={kind: lamb, betas: [0.8, 0.9]}"],
+            {"kind": "lamb", "unfreeze_every": 1},
+        ),
+        (1.0, ["training.steps=3"], {"kind": "adamw", "unfreeze_every": 8}),
+        (1.0, ["optimizer.unfreeze_every=5"], {"kind": "adamw", "unfreeze_every": 5}),
+        (None, [], {"kind": "adamw"}),
+    ],
+)
+def test_layers_are_unfrozen_by_passes_over_the_rows(
+    epochs: float | None,
+    overrides: list[str],
+    expected: dict[str, object],
+    finished_run: Path,
+    task: Task,
+    folder: Path,
+) -> None:
+    """96 rows in batches of 12 are 8 steps."""
+    own = replace(task, config=replace(task.config, unfreeze_epochs=epochs))
+    (run,) = list_runs(str(finished_run), [own], folder, range(1), False, overrides)
+    found = run.experiment["optimizer"]
+    assert {name: found.get(name) for name in expected} == expected
+    assert ("unfreeze_every" in found) == ("unfreeze_every" in expected)
+
+
 def test_the_table_has_the_results_of_these_runs_alone(
     finished_run: Path, task: Task, folder: Path
 ) -> None:

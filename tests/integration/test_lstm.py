@@ -1,4 +1,4 @@
-"""Recurrent language models by the commands: training, features, generation, plans, refusals."""
+"""Recurrent models by the commands: training, features, generation, plans, what is rejected."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from tests.integration.commands import Samestep
+from tests.integration import tasks
+from tests.integration.commands import Samestep, losses
 from tests.outputs import outputs
+from trainer.studies.finetune.runs import list_runs
+from trainer.studies.finetune.task import find_tasks
 from trainer.training.weights import load_weights
 
 MODELS = {
@@ -47,6 +51,73 @@ def test_it_learns_and_is_evaluated(kind: str, runs: dict[str, Path]) -> None:
     if kind == "bilm":
         mean = (heldout["heldout/forward_loss"] + heldout["heldout/backward_loss"]) / 2
         assert heldout["heldout/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("lstm", "classification"), ("lstm", "regression"), ("bilm", "classification")],
+)
+def test_it_is_fine_tuned_to_score_texts(
+    kind: str,
+    task: str,
+    runs: dict[str, Path],
+    dataset_folder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+) -> None:
+    """The encoder starts from the language model; evaluation, predictions and labels follow."""
+    file = tasks.tune(task, tmp_path, runs[kind], dataset_folder / "tokenizer", "training.steps=90")
+    run = tmp_path / f"run-{task}"
+    scores = [row for row in tasks.rows_of(run) if f"heldout/{tasks.SCORES[task]}" in row]
+    assert scores[-1][f"heldout/{tasks.SCORES[task]}"] > 0.8
+    before, after = load_weights(str(runs[kind])), load_weights(str(run))
+    assert (before.config.head, after.config.head) == ("language_model", "classification")
+    assert not any(name in after.tensors for name in ("head.bias", "head.projection.weight"))
+    assert samestep("evaluate", run, "--predictions", tmp_path / "predictions.jsonl").code == 0
+    rows = tasks.write(tmp_path / "rows.jsonl", tasks.classification(5, begin=500))
+    if task == "classification":
+        assert samestep("label", run, rows, "--output", tmp_path / "labeled.jsonl").code == 0
+    plan = samestep("plan", file, "--devices", 1, "--strategy", "single")
+    assert plan.code == 0, plan.err
+    other = samestep("train", file, "objective.lm_weight=0.5", f"output={tmp_path / 'other'}")
+    assert other.code == 2
+
+
+def test_a_suite_fine_tunes_it_as_ulmfit_does(
+    runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    """The tasks' recipes are for Transformers; this one leaves the model's own dropout."""
+    file = tasks.write_task("classification", tmp_path)
+    tree = yaml.safe_load(file.read_text())
+    tree["experiment"]["model"] = {"attention_dropout": 0.1}
+    file.write_text(yaml.safe_dump(tree))
+    chosen = find_tasks([str(file)], "ulmfit")
+    overrides = ["training.steps=20"]
+    (run,) = list_runs(str(runs["lstm"]), chosen, tmp_path, range(1), False, overrides)
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(run.experiment))))
+    assert samestep("train", file).code == 0
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert (config["model"]["kind"], config["model"]["dropout"]) == ("lstm", 0.1)
+    # 96 rows in batches of 64: an epoch of one and a half steps.
+    assert config["optimizer"]["unfreeze_every"] == 2
+    assert config["optimizer"]["layer_decay"] == pytest.approx(1 / 2.6, rel=1e-3)
+    before, after = (load_weights(str(path)).tensors for path in (runs["lstm"], run.folder))
+    moved = {
+        name: float((after[name] - before[name]).abs().max()) for name in before if name in after
+    }
+    assert 0 < moved["embeddings.tokens.weight"] < moved["layers.1.weight_ih"]
+
+
+def test_dropped_weights_of_a_step_are_found_again(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """By a replay, whose micro-batches have one example each."""
+    run = tmp_path / "run"
+    settings = [MODELS["lstm"], OBJECTIVES["lstm"], "model.weight_dropout=0.4", f"output={run}"]
+    settings += ["checkpoint.every=4", "checkpoint.keep_last=9", "optimizer.lr=1e-2"]
+    assert samestep("train", experiment_file, *settings, "data.threads=0").code == 0
+    replayed = samestep("replay", run, 6, "--exact", "--json")
+    assert json.loads(replayed.out)["loss"] == pytest.approx(losses(run)[6], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -142,7 +213,8 @@ def test_the_time_of_its_kernel_is_not_predicted(
         (["training.compile=true"], "this model has no layers to compile"),
         (["model.peft={kind: lora}"], "model.peft"),
         (["objective={kind: mlm}"], "needs tokens"),
-        (["model.head=classification"], "model.head"),
+        (["model.head=tagging"], "model.head"),
+        (["model.head=classification"], "labels has 0 names, but a classification head needs"),
         (
             [MODELS["bilm"]],
             "bilm, has parameters for previous_tokens, which the objective, causal_lm, does not",

@@ -15,6 +15,7 @@ import torch
 
 from trainer.config import load
 from trainer.examples import Examples, PackSpec, Vocabulary
+from trainer.optim import Structure
 from trainer.training.experiment import Experiment
 from trainer.training.phases import phase_of
 from trainer.training.run import train
@@ -63,6 +64,17 @@ def cosine(peak: float, last: float, warmup: int, steps: int, first: float = 0.0
         return (
             last + (peak - last) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
         )
+
+    return rate
+
+
+def slanted(peak: float, steps: int, cut: float = 0.1, ratio: float = 32) -> Rate:
+    """Slanted triangular rates (Howard & Ruder 2018, equation 3)."""
+
+    def rate(step: int) -> float:
+        top = steps * cut
+        p = step / top if step < top else 1 - (step - top) / (top * (1 / cut - 1))
+        return peak * (1 + p * (ratio - 1)) / ratio
 
     return rate
 
@@ -359,6 +371,17 @@ PROMISES = {
         decay=0.0,
         optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
     ),
+    "awd_lstm": Promise(
+        # One matrix of tokens, and the output's bias; the gates of three layers.
+        30_522 * 401
+        + 4 * (1150 * (400 + 1150 + 1) + 1150 * (1150 + 1150 + 1) + 400 * (1150 + 401)),
+        ((160_000, 64, 128),),
+        slanted(4e-3, 160_000),
+        masked=1.0,
+        decay=0.0,
+        clip=0.25,
+        optimizer={"kind": "adamw", "betas": (0.7, 0.99), "eps": 1e-8, "bias_correction": True},
+    ),
     "elmo": Promise(
         2 * 30_522 * 512 + 30_522 + 4 * (4 * 4096 * (512 + 512 + 1) + 4096 * 512),
         ((1_000_000, 72, 128),),
@@ -569,3 +592,39 @@ def test_architectures_of_t5_train(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(6 < row["train/loss"] < 8 for row in rows)  # about log(700)
     assert [row["step"] for row in rows] == [1, 2]
+
+
+FINE_TUNING = FOLDER.parent / "finetune"
+
+
+@pytest.mark.parametrize(("name", "classes", "rows"), [("imdb", 2, 25_000), ("trec6", 6, 5_452)])
+def test_ulmfits_stages(name: str, classes: int, rows: int) -> None:
+    """Howard & Ruder 2018, section 4.1: model, rates, unfreezing and epochs of the classifier."""
+    texts, task = (
+        load(Experiment, FINE_TUNING / f"ulmfit_{stage}.yaml") for stage in (f"{name}_lm", name)
+    )
+    assert (texts.init_from, task.init_from) == ("runs/awd_lstm", texts.output)
+    assert texts.model == recipe("awd_lstm").model
+    assert replace(task.model, head="language_model", labels=()) == texts.model
+    with torch.device("meta"):
+        model = task.model.build()
+    assert model.get_parameter("head.dense.weight").shape == (50, 3 * 400)
+    assert len(model.get_parameter("head.classifier.weight")) == classes
+    epoch = -(-rows // 64)
+    assert (task.training.steps, task.training.global_batch_size) == (50 * epoch, 64)
+    for experiment, lr in ((texts, 4e-3), (task, 1e-2)):
+        steps = experiment.training.steps
+        (phase,) = experiment.resolved_phases()
+        settings = vars(experiment.optimizer)
+        assert (settings["lr"], settings["betas"]) == (lr, (0.7, 0.99))
+        assert settings["layer_decay"] == pytest.approx(1 / 2.6, rel=1e-3)
+        for step in range(0, steps, steps // 9):
+            expected = slanted(lr, steps, cut=experiment.schedule.warmup_steps / steps)(step)
+            assert lr * phase.lr_fraction(step) == pytest.approx(expected, rel=1e-5)
+        assert experiment.schedule.warmup_steps == int(0.1 * steps)
+    structure = Structure.of(model)
+    begins = {
+        group["begins"]
+        for group in task.optimizer.build(model.named_parameters(), structure).param_groups
+    }
+    assert begins == {0, epoch, 2 * epoch, 3 * epoch, 4 * epoch}

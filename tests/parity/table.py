@@ -92,7 +92,7 @@ choice, tagging, spans): logits, losses and gradients are within 1e-5 of `transf
 
 Recurrent models have no class in `transformers`. `tests/parity/test_lstm.py` compares them with compositions of `torch.nn.LSTM`,
 `nn.Embedding` and `nn.Linear` that read one sequence at a time: logits, loss and gradients of packed rows are within 1e-5, in both
-directions.
+directions. So are those of the classifier with concat pooling, on rows padded on either side.
 
 The span loss differs on padded batches: ours is a softmax over positions with a token; `transformers` includes padding,
 so its models must learn that no answer is in padding. The two are compared on rows without padding. Predictions are the

@@ -1,10 +1,11 @@
-"""Recurrent language models against compositions of torch.nn.LSTM, nn.Embedding and nn.Linear."""
+"""Recurrent models against compositions of torch.nn.LSTM, nn.Embedding and nn.Linear."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,8 +42,8 @@ class Reference(nn.Module):
         stacks = 2 if isinstance(config, bilm.Config) else 1
         self.stacks = nn.ModuleList(
             nn.ModuleList(
-                nn.LSTM(width if n else inputs, config.hidden_size, proj_size=config.proj_size)
-                for n in range(config.layers)
+                nn.LSTM(inputs, size, proj_size=config.proj_size)
+                for inputs, size in zip(config.input_widths, config.hidden_sizes, strict=True)
             )
             for _ in range(stacks)
         )
@@ -53,6 +54,8 @@ class Reference(nn.Module):
         self.output = nn.Linear(inputs if config.tied else width, config.vocab_size)
         if config.tied:
             self.output.weight = self.embeddings.weight
+        self.dense = nn.Linear(3 * stacks * width, config.head_width)
+        self.classifier = nn.Linear(config.head_width, max(1, len(config.labels)))
 
     def states(self, tokens: Tensor, direction: int) -> list[Tensor]:
         """The states after each layer, [S, D] each."""
@@ -72,6 +75,16 @@ class Reference(nn.Module):
         if self.config.tied and hidden.shape[1] != self.config.embedding_width:
             hidden = self.projection(hidden)
         return self.output(hidden)
+
+    def classify(self, tokens: Tensor) -> Tensor:
+        """int [S] -> logits [C], by the pooling functions that ULMFiT's code uses."""
+        pooled = []
+        for direction in range(len(self.stacks)):
+            states = self.states(tokens, direction)[-1]
+            units = states.T[None]
+            highest, mean = F.adaptive_max_pool1d(units, 1), F.adaptive_avg_pool1d(units, 1)
+            pooled += [states[0 if direction else -1], highest.flatten(), mean.flatten()]
+        return self.classifier(torch.relu(self.dense(torch.cat(pooled))))
 
 
 def pair(config: RecurrentConfig) -> tuple[Any, Any]:
@@ -93,6 +106,8 @@ def pair(config: RecurrentConfig) -> tuple[Any, Any]:
 def counterpart(reference: Any, name: str) -> Tensor:
     """The reference's parameter for one of ours."""
     parts = name.split(".")
+    if parts[:2] in (["head", "dense"], ["head", "classifier"]):
+        return getattr(getattr(reference, parts[1]), parts[2])
     if parts[0] == "embeddings":
         return reference.embeddings.weight
     if parts[0] == "head":
@@ -179,6 +194,94 @@ def test_hidden_states_of_all_layers(name: str) -> None:
         for layer in offered:
             own = torch.cat([each[int(layer[6:])] for each in states], -1)
             torch.testing.assert_close(found[layer][row, at], own, rtol=1e-5, atol=1e-5)
+
+
+def hashed(x: np.ndarray) -> np.ndarray:
+    """lowbias32 (Wellons 2018), of uint32."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def weight_mask(step_key: int, layer: int, shape: torch.Size, rate: float) -> Tensor:
+    """What multiplies a recurrent matrix of AWD-LSTM, element by element.
+
+    Computed with numpy from the definition: the key of a layer is a hash of the step's and the
+    layer's number, and an element is dropped if its own hash is among the lowest `rate` of all.
+    """
+    own = hashed(np.array([step_key], np.int32).view(np.uint32))
+    key = hashed(own ^ (np.array([layer], np.uint32) * np.uint32(0x9E3779B9)))
+    bits = (hashed(np.arange(shape.numel(), dtype=np.uint32)) ^ key) * np.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
+    is_kept = bits.view(np.int32).astype(np.int64) + 2**31 >= round(rate * 2**32)
+    return torch.from_numpy(is_kept / (1 - rate)).float().view(shape)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "bilm"])
+def test_dropped_recurrent_weights_are_those_of_awd_lstm(kind: str) -> None:
+    """The reference's layers get masked matrices, one mask for all rows (Merity et al. 2018)."""
+    config: RecurrentConfig = lstm.Config(**SHAPE, embedding_width=16, last_hidden_size=16)
+    if kind == "bilm":
+        config = MODELS["bilm"]
+    config = replace(config, weight_dropout=0.4, dropout=0.0)
+    ours, theirs = pair(config)
+    ours.train()
+    step_key, masks = -123456789, {}
+    for number, (name, parameter) in enumerate(
+        (name, each) for name, each in ours.named_parameters() if name.endswith("weight_hh")
+    ):
+        masks[name] = weight_mask(step_key, number, parameter.shape, 0.4)
+        with torch.no_grad():
+            counterpart(theirs, name).mul_(masks[name])
+    dropped = torch.cat([mask.flatten() == 0 for mask in masks.values()]).float().mean()
+    assert dropped == pytest.approx(0.4, abs=0.05)
+    columns: dict[str, Any] = packed(ROWS)
+    columns |= {
+        "dropout_key": torch.arange(len(ROWS), dtype=torch.int32),
+        "extra": {"step_key": torch.full((len(ROWS),), step_key, dtype=torch.int32)},
+    }
+    directions = ["next_tokens", "previous_tokens"][: len(theirs.stacks)]
+    found = outputs(ours, *directions, **columns)
+    losses = []
+    for row, at in sequences(columns):
+        tokens = columns["tokens"][row, at]
+        for direction, logits in enumerate(found):
+            reference = theirs(tokens, direction)
+            reference = reference[1:] if direction else reference[:-1]
+            own = logits[row, at.start : at.stop - 1]
+            torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5)
+            losses.append(torch.stack([own.square().sum(), reference.square().sum()]))
+    (torch.stack(losses).sum() / 1000).backward()
+    for own_name, parameter in ours.named_parameters():
+        gradient = counterpart(theirs, own_name).grad
+        expected = gradient * masks[own_name] if own_name in masks else gradient
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-5, msg=own_name)
+    ours.eval()
+    (evaluated,) = outputs(ours, "next_tokens", **columns)
+    assert (evaluated - found[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_classifier_of_padded_rows_is_that_of_separate_sequences(name: str, padding: str) -> None:
+    """Logits, loss and gradients; and rows without padding need no segments."""
+    config = replace(MODELS[name], head="classification", labels=("a", "b", "c"), head_width=10)
+    ours, theirs = pair(replace(config, head_dropout=(0.0, 0.0)))
+    columns = packed(((20,), (13,), (2,), (1,)))
+    if padding == "left":
+        columns = {each: column.flip(1) for each, column in columns.items()}
+    (logits,) = outputs(ours, "classification", **columns)
+    expected = torch.stack([theirs.classify(columns["tokens"][at]) for at in sequences(columns)])
+    torch.testing.assert_close(logits[:, 0], expected, rtol=1e-5, atol=1e-5)
+    (whole,) = outputs(ours, "classification", tokens=columns["tokens"][:1])
+    torch.testing.assert_close(whole[:, 0], expected[:1], rtol=1e-5, atol=1e-5)
+    labels = torch.tensor([0, 2, 1, 1])
+    for found in (logits[:, 0], expected):
+        F.cross_entropy(found, labels).backward()
+    for own_name, parameter in ours.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, counterpart(theirs, own_name).grad, rtol=1e-5, atol=1e-5, msg=own_name
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)

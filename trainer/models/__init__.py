@@ -46,7 +46,8 @@ class Inputs:
             positions with the same segment number.
         dropout_key: int32 [B], a random key for each row; None: no dropout.
         noise: float [B, S, E], added to normalized embeddings without gradients (SiFT).
-        extra: other columns of the batch, by name. A model reads those listed in `reads`.
+        extra: other columns of the batch, by name. A model reads those listed in `reads`. Batches
+            of a loader also have `step_key`, int32 [B], a random key that all rows of a step share.
         targets: output -> the tokens that it should predict. For these outputs a model may return
             scores (`scores_of`) in place of logits.
     """

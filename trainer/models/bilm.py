@@ -16,9 +16,10 @@ from torch import Tensor
 from trainer.models import Inputs, Model, Outputs
 from trainer.models.attention import take
 from trainer.models.base import layer_numbers
+from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
-from trainer.models.lstm_layers import SITES, resets
-from trainer.models.recurrent import RecurrentConfig, RecurrentModel, hidden_outputs
+from trainer.models.lstm_layers import resets
+from trainer.models.recurrent import RecurrentConfig, RecurrentModel
 from trainer.models.stack import Context, Stack
 
 
@@ -39,10 +40,6 @@ class Config(RecurrentConfig):
         """Of both directions together."""
         return 2 * self.output_width
 
-    @property
-    def predicts(self) -> str:
-        return "next_tokens"
-
     def build(self) -> Model:
         return BiLM(self)
 
@@ -55,11 +52,9 @@ class BiLM(RecurrentModel):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        super().__init__(config, ("next_tokens", "previous_tokens"))
         self.forward_layers = Stack(config.build_layers())
         self.backward_layers = Stack(config.build_layers())
-        self.offers = hidden_outputs(config) | {"next_tokens", "previous_tokens"}
-        self.trains = {"next_tokens": "", "previous_tokens": ""}
 
     @property
     def stacks(self) -> tuple[Stack, Stack]:
@@ -67,16 +62,18 @@ class BiLM(RecurrentModel):
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
-        embedded, matrix, keys = self.embed(inputs)
+        embedded, matrix, keys, head_key = self.embed(inputs)
         numbers = layer_numbers(outputs)
         if "hidden" in outputs:
             numbers.append(self.config.layers)
         found: dict[str, Tensor] = {}
         both: list[list[Tensor]] = []
+        pools = "classification" in outputs
+        pooled: list[Tensor] = []
         for output, stack, own in zip(
             ("next_tokens", "previous_tokens"), self.stacks, keys, strict=True
         ):
-            if not numbers and output not in outputs:
+            if not (numbers or pools or output in outputs):
                 continue
             is_reversed = output == "previous_tokens"
             states = self._states(stack, embedded, inputs.segments, own, numbers, is_reversed)
@@ -86,6 +83,10 @@ class BiLM(RecurrentModel):
                 hidden = states[-1][:, 1:] if is_reversed else states[-1]
                 read, target = take(hidden, inputs.predicted), inputs.targets.get(output)
                 found |= answer(output, self.head, target, self.config.vocab_size, read, matrix)
+            if pools:
+                pooled.append(_pool(states[-1], inputs.segments, is_reversed))
+        if pools:
+            found["classification"] = self.head(torch.cat(pooled, -1), head_key)[:, None]
         pairs = [torch.cat(pair, -1) for pair in zip(*both, strict=True)]
         if "hidden" in outputs:
             found["hidden"] = pairs.pop()
@@ -105,10 +106,17 @@ class BiLM(RecurrentModel):
             hidden = hidden.flip(1)
             segments = None if segments is None else segments.flip(1)
         columns = {} if segments is None else {"resets": resets(segments)}
-        context = Context(sites=SITES, keys=keys, columns=columns)
+        context = Context(sites=self.config.dropout_sites, keys=keys, columns=columns)
         if numbers:
             last, states, _ = stack.states(hidden, None, None, context, set(numbers), len(stack))
             found = [*(states[number] for number in numbers), last]
         else:
             found = [stack.run(hidden, None, None, context)]
         return [each.flip(1) for each in found] if is_reversed else found
+
+
+def _pool(hidden: Tensor, segments: Tensor | None, is_reversed: bool) -> Tensor:
+    """The pooled states of one direction, [B, 3 P]; its last state is the one that it read last."""
+    if is_reversed:
+        hidden, segments = hidden.flip(1), None if segments is None else segments.flip(1)
+    return concat_pool(hidden, segments)

@@ -30,6 +30,28 @@ FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 """Minimum number of labels of heads with one output per label."""
 
 
+def check_labels(head: Head, labels: tuple[str, ...]) -> None:
+    """Rejects labels that do not fit a head.
+
+    Raises:
+        ConfigError: names the labels.
+    """
+    fewest, count = FEWEST_LABELS.get(head), len(labels)
+    if fewest is None and count:
+        raise ConfigError(
+            f"labels is {list(labels)}, but a {head} head has none. Leave labels "
+            "empty, or set head to classification or tagging."
+        )
+    if fewest is not None and count < fewest:
+        raise ConfigError(
+            f"labels has {count} names, but a {head} head needs at least {fewest}. Set it "
+            "to the dataset's labels."
+        )
+    for label in labels:
+        if (times := labels.count(label)) > 1:
+            raise ConfigError(f"labels has {label!r} {times} times. Labels must differ.")
+
+
 @dataclass(frozen=True)
 class TransformerConfig(ModelConfig):
     """Shape and regularization of all Transformers; each family sets its own defaults.
@@ -91,20 +113,7 @@ class TransformerConfig(ModelConfig):
                 f"head is {self.head}, but this kind of model supports only "
                 f"{', '.join(heads)}. Use one of these, or another kind of model, such as bert."
             )
-        fewest, count = FEWEST_LABELS.get(self.head), len(self.labels)
-        if fewest is None and count:
-            raise ConfigError(
-                f"labels is {list(self.labels)}, but a {self.head} head has none. Leave labels "
-                "empty, or set head to classification or tagging."
-            )
-        if fewest is not None and count < fewest:
-            raise ConfigError(
-                f"labels has {count} names, but a {self.head} head needs at least {fewest}. Set it "
-                "to the dataset's labels."
-            )
-        for label in self.labels:
-            if (times := self.labels.count(label)) > 1:
-                raise ConfigError(f"labels has {label!r} {times} times. Labels must differ.")
+        check_labels(self.head, self.labels)
 
     def check_positive(self, name: str) -> None:
         """Rejects a setting below 1."""

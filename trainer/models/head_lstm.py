@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models.dropout import split_key
-from trainer.models.lstm_layers import SITES, RecurrentLayer, resets
+from trainer.models.lstm_layers import RecurrentLayer, resets
 from trainer.models.stack import Context
 
 
@@ -64,6 +64,6 @@ def _run(
         hidden = hidden.flip(1)
         segments = None if segments is None else segments.flip(1)
     columns = {} if segments is None else {"resets": resets(segments)}
-    context = Context(sites=SITES, keys=keys, columns=columns)
+    context = Context(sites=("output",), keys=keys, columns=columns)
     output: Tensor = layer(hidden, None, None, context)
     return output.flip(1) if is_backward else output

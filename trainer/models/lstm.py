@@ -1,9 +1,8 @@
 """Recurrent language models of one direction (Mikolov et al. 2010; Jozefowicz et al. 2016).
 
 An LSTM reads a text and predicts each next token. The settings cover the models of Zaremba et al.
-2014 (dropout between layers) and Jozefowicz et al. 2016 (projections), and of AWD-LSTM (Merity et
-al. 2018) all dropout but the recurrent weights': its masks are shared by all rows of a step, and
-no random key here belongs to a step.
+2014 (dropout between layers), Jozefowicz et al. 2016 (projections) and Merity et al. 2018
+(AWD-LSTM: dropout of tokens, embeddings, outputs and recurrent weights).
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from trainer.models import Inputs, Model, Outputs
 from trainer.models.attention import take
 from trainer.models.base import layer_numbers
 from trainer.models.cache import Cache
+from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
-from trainer.models.lstm_layers import SITES, StateCache, resets
-from trainer.models.recurrent import RecurrentConfig, RecurrentModel, hidden_outputs
+from trainer.models.lstm_layers import StateCache, resets
+from trainer.models.recurrent import RecurrentConfig, RecurrentModel
 from trainer.models.stack import Context, Stack
 
 
@@ -42,10 +42,8 @@ class Lstm(RecurrentModel):
     """A stack of LSTM layers and a head; see `trainer.models.Model`."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        super().__init__(config, ("next_tokens",))
         self.layers = Stack(config.build_layers())
-        self.offers = hidden_outputs(config) | {"next_tokens"}
-        self.trains = {"next_tokens": ""}
 
     @property
     def stacks(self) -> tuple[Stack]:
@@ -53,9 +51,9 @@ class Lstm(RecurrentModel):
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
-        hidden, matrix, (keys,) = self.embed(inputs)
+        hidden, matrix, (keys,), head_key = self.embed(inputs)
         columns = {} if inputs.segments is None else {"resets": resets(inputs.segments)}
-        context = Context(sites=SITES, keys=keys, columns=columns)
+        context = Context(sites=self.config.dropout_sites, keys=keys, columns=columns)
         numbers, found = layer_numbers(outputs), {}
         if numbers:
             hidden, states, _ = self.layers.states(
@@ -66,6 +64,9 @@ class Lstm(RecurrentModel):
             hidden = self.layers.run(hidden, None, None, context)
         if "hidden" in outputs:
             found["hidden"] = hidden
+        if "classification" in outputs:
+            pooled = concat_pool(hidden, inputs.segments)
+            found["classification"] = self.head(pooled, head_key)[:, None]
         if "next_tokens" in outputs:
             read, target = take(hidden, inputs.predicted), inputs.targets.get("next_tokens")
             size = self.config.vocab_size

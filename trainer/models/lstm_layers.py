@@ -32,9 +32,6 @@ from trainer.models.dropout import dropout
 from trainer.models.norms import LayerNorm
 from trainer.models.stack import Context
 
-SITES = ("output",)
-"""Where a layer applies dropout."""
-
 _CLOSED = -1e4  # exp(-1e4) is 0 in fp32, so a gate is exactly 0; in the range of fp16, too
 _COLUMNS = 8  # of resets beside the inputs: a multiple of 8, for the 16-bit products of GPUs
 
@@ -101,6 +98,8 @@ class RecurrentLayer(nn.Module):
         residual: whether the input is added to the output.
         dropout: rate of the output.
         variational: see `drop`.
+        weight_dropout: rate of `weight_hh`, at the site "recurrent" (DropConnect; Merity et al.
+            2018, section 2).
     """
 
     def __init__(
@@ -112,11 +111,13 @@ class RecurrentLayer(nn.Module):
         residual: bool = False,
         dropout: float = 0.0,
         variational: bool = False,
+        weight_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.width = proj_size or hidden_size
         self.residual, self.dropout, self.variational = residual, dropout, variational
+        self.weight_dropout = weight_dropout
         self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, inputs))
         self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, self.width))
         self.weight_hr = nn.Parameter(torch.empty(proj_size, hidden_size)) if proj_size else None
@@ -134,7 +135,11 @@ class RecurrentLayer(nn.Module):
         cache = context.cache
         assert cache is None or isinstance(cache, LayerState)
         state = None if cache is None else cache.state
-        output, state = self._recur(hidden, context.columns.get("resets"), state)
+        recurrent: Tensor = self.weight_hh
+        if (step_keys := context.key("recurrent")) is not None:
+            # All rows of a step have the same key, so that they can share a matrix.
+            recurrent = dropout(recurrent[None], self.weight_dropout, step_keys[:1])[0]
+        output, state = self._recur(hidden, recurrent, context.columns.get("resets"), state)
         if cache is not None:
             cache.state = state
         if self.norm is not None:
@@ -143,7 +148,11 @@ class RecurrentLayer(nn.Module):
         return output + hidden if self.residual else output
 
     def _recur(
-        self, hidden: Tensor, resets: Tensor | None, state: tuple[Tensor, Tensor] | None
+        self,
+        hidden: Tensor,
+        recurrent: Tensor,
+        resets: Tensor | None,
+        state: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The outputs [B, S, P], and the state after the last position."""
         device = hidden.device
@@ -161,7 +170,7 @@ class RecurrentLayer(nn.Module):
             closed[2] = 0  # g is no gate
             weight = torch.cat([weight, F.pad(closed.flatten(0, 1), (0, _COLUMNS - 1))], 1)
         bias = self.bias.to(dtype)
-        weights = [weight, self.weight_hh.to(dtype), bias, torch.zeros_like(bias)]
+        weights = [weight, recurrent.to(dtype), bias, torch.zeros_like(bias)]
         if self.weight_hr is not None:
             weights.append(self.weight_hr.to(dtype))
         if state is None:

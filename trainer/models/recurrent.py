@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Inputs, Model, ModelConfig, Outputs, Role
+from trainer.models import Inputs, Model, ModelConfig, Outputs, Role, Start, Stored
 from trainer.models.base import matrix_flops
-from trainer.models.config import WHOLE_NORMAL
+from trainer.models.concat_pooling import ConcatPoolHead
+from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import look_up
 from trainer.models.heads import Factors, VocabularyHead
 from trainer.models.initialization import initial_values
-from trainer.models.lstm_layers import SITES, RecurrentLayer, drop, stacked_gates
+from trainer.models.lstm_layers import RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
+
+_RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
+
+Head: TypeAlias = Literal["language_model", "classification"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class RecurrentConfig(ModelConfig):
         vocab_size: rows of the token embeddings; at least the tokenizer's size.
         layers: number of layers, in each direction.
         hidden_size: H, of the cell and the gates of a layer.
+        last_hidden_size: H of the last layer, as E, so that a tied matrix needs no projection; 0:
+            as `hidden_size`.
         proj_size: P, to which the output of a layer is projected (Sak et al. 2014); 0: it is H
             wide.
         embedding_width: E, of the token embeddings.
@@ -38,27 +45,44 @@ class RecurrentConfig(ModelConfig):
         norm: layer normalization of the output of each layer.
         norm_eps: added to the variance in norms.
         dropout: dropout rate of the embeddings and of each layer's output.
+        embedding_dropout: of the embeddings; null: `dropout`.
+        output_dropout: of the last layer's output; null: `dropout`.
+        weight_dropout: of the recurrent matrices, with one mask for all rows of a step (Merity et
+            al. 2018).
         variational: dropout has the same mask at all positions of a row.
         token_dropout: rate of tokens whose embedding is 0 in a whole row (Gal & Ghahramani 2016).
         tied: the output matrix is the token embeddings'. If a layer's output is not E wide, it is
             projected to E first.
+        head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a sequence
+            from all of its states (`classification`, see `trainer.models.concat_pooling`).
+        labels: names of classes; `classification` with a single label is a regression.
+        head_width: hidden units of the classifier.
+        head_dropout: dropout rates of the pooled states and of these hidden units.
     """
 
     vocab_size: int
     layers: int = 2
     hidden_size: int = 650
+    last_hidden_size: int = 0
     proj_size: int = 0
     embedding_width: int = 650
     residual: bool = False
     norm: bool = False
     norm_eps: float = 1e-5
     dropout: float = 0.5
+    embedding_dropout: float | None = None
+    output_dropout: float | None = None
+    weight_dropout: float = 0.0
     variational: bool = False
     token_dropout: float = 0.0
     tied: bool = True
+    head: Head = "language_model"
+    labels: tuple[str, ...] = ()
+    head_width: int = 50
+    head_dropout: tuple[float, float] = (0.4, 0.1)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "hidden_size", "embedding_width"):
+        for name in ("vocab_size", "layers", "hidden_size", "embedding_width", "head_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use 1 or more.")
         if not 0 <= self.proj_size < self.hidden_size:
@@ -66,16 +90,60 @@ class RecurrentConfig(ModelConfig):
                 f"proj_size is {self.proj_size}. Use 0 for no projection, or a number below "
                 f"hidden_size, {self.hidden_size}."
             )
-        for name in ("dropout", "token_dropout"):
-            if not 0 <= getattr(self, name) < 1:
+        if self.last_hidden_size < 0 or (
+            self.last_hidden_size and (self.proj_size or self.residual)
+        ):
+            raise ConfigError(
+                f"last_hidden_size is {self.last_hidden_size}. Use 0 or more; with proj_size or "
+                "residual, 0."
+            )
+        for name in _RATES:
+            if not 0 <= (getattr(self, name) or 0.0) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
+        if not all(0 <= rate < 1 for rate in self.head_dropout):
+            raise ConfigError(
+                f"head_dropout is {list(self.head_dropout)}. Use two numbers in [0, 1)."
+            )
+        check_labels(self.head, self.labels)
+
+    @property
+    def predicts(self) -> str:
+        return "next_tokens" if self.head == "language_model" else self.head
+
+    @property
+    def settings_for(self) -> Mapping[str, str]:
+        return {"classification": "model.head=classification"}
+
+    def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
+        if others := needs.intersection(get_args(TaskHead)) - {"classification"}:
+            raise ConfigError(
+                f"a model of kind {self.model_type} has no {min(others)} head. Use objective "
+                "classification or regression, or another kind of model, as bert."
+            )
+        head: Head = "classification" if "classification" in needs else "language_model"
+        return replace(self, head=head, labels=labels)
 
     @property
     def output_width(self) -> int:
-        """P, of the output of a layer in one direction."""
-        return self.proj_size or self.hidden_size
+        """P, of the output of the last layer in one direction."""
+        return self.proj_size or self.hidden_sizes[-1]
+
+    @property
+    def hidden_sizes(self) -> list[int]:
+        """H of each layer."""
+        return [self.hidden_size] * (self.layers - 1) + [self.last_hidden_size or self.hidden_size]
+
+    @property
+    def input_widths(self) -> list[int]:
+        """The width of each layer's input."""
+        return [self.embedding_width, *(self.proj_size or size for size in self.hidden_sizes[:-1])]
+
+    @property
+    def dropout_sites(self) -> tuple[str, ...]:
+        """Where a layer applies dropout; the keys of `recurrent` are the step's."""
+        return ("output", "recurrent") if self.weight_dropout else ("output",)
 
     @property
     def width(self) -> int:  # type: ignore[override]
@@ -83,17 +151,21 @@ class RecurrentConfig(ModelConfig):
 
     def build_layers(self) -> list[RecurrentLayer]:
         """The layers of one direction."""
+        rates = [self.dropout] * (self.layers - 1)
+        rates.append(self.dropout if self.output_dropout is None else self.output_dropout)
+        shapes = zip(self.input_widths, self.hidden_sizes, rates, strict=True)
         return [
             RecurrentLayer(
-                self.output_width if index else self.embedding_width,
-                self.hidden_size,
+                inputs,
+                size,
                 self.proj_size,
                 self.norm_eps if self.norm else None,
                 self.residual and index > 0,
-                self.dropout,
+                rate,
                 self.variational,
+                self.weight_dropout,
             )
-            for index in range(self.layers)
+            for index, (inputs, size, rate) in enumerate(shapes)
         ]
 
 
@@ -103,7 +175,9 @@ class RecurrentEmbeddings(nn.Module):
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.embedding_width)
-        self.dropout, self.variational = config.dropout, config.variational
+        own = config.embedding_dropout
+        self.dropout = config.dropout if own is None else own
+        self.variational = config.variational
         self.token_dropout = config.token_dropout
 
     def forward(
@@ -140,36 +214,66 @@ class RecurrentHead(VocabularyHead):
         return hidden, matrix, self.bias
 
 
+class Embedded(NamedTuple):
+    """The input of the layers, and their random keys.
+
+    Attributes:
+        hidden: [B, S, E].
+        matrix: [V, E], the token embeddings.
+        keys: for each stack the dropout keys of its layers, int32 [layers, sites, B], or None.
+        head_key: of the head, int32 [B], or None.
+    """
+
+    hidden: Tensor
+    matrix: Tensor
+    keys: Sequence[Tensor | None]
+    head_key: Tensor | None = None
+
+
 class RecurrentModel(Model):
-    """Token embeddings, stacks of recurrent layers, and a head that predicts tokens."""
+    """Token embeddings, stacks of recurrent layers, and a head for tokens or for a task.
+
+    Args:
+        predicts: outputs of a head that predicts tokens.
+    """
 
     config: RecurrentConfig
 
-    def __init__(self, config: RecurrentConfig) -> None:
+    def __init__(self, config: RecurrentConfig, predicts: Sequence[str]) -> None:
         super().__init__()
         self.config = config
         self.embeddings = RecurrentEmbeddings(config)
-        self.head = RecurrentHead(config)
+        self.head: nn.Module
+        if config.head == "language_model":
+            self.head = RecurrentHead(config)
+            self.offers = hidden_outputs(config) | set(predicts)
+            self.trains = dict.fromkeys(predicts, "")
+        else:
+            classes = len(config.labels)
+            inputs = 3 * config.width
+            self.head = ConcatPoolHead(inputs, config.head_width, classes, config.head_dropout)
+            # It reads all positions, whichever of them an objective pools.
+            self.offers = hidden_outputs(config) | {config.head, "first_position", "last_position"}
+            self.trains = {"classification": "model.head=language_model"}
 
     @property
     @abstractmethod
     def stacks(self) -> Sequence[Stack]:
         """The stacks of layers, one for each direction."""
 
-    def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Embeds the tokens of a batch.
-
-        Returns:
-            Embeddings [B, S, E], the token embeddings [V, E], and the dropout keys of the layers
-            of each stack, int32 [layers, 1, B], or None.
-        """
+    def embed(self, inputs: Inputs) -> Embedded:
+        """Embeds the tokens of a batch."""
         stacks, layers = len(self.stacks), self.config.layers
         if not self.training or inputs.dropout_key is None:
-            return *self.embeddings(inputs.tokens), [None] * stacks
-        keys = split_key(inputs.dropout_key, 2 + stacks * layers * len(SITES))
+            hidden, matrix = self.embeddings(inputs.tokens)
+            return Embedded(hidden, matrix, [None] * stacks)
+        keys = split_key(inputs.dropout_key, 3 + stacks * layers)
         hidden, matrix = self.embeddings(inputs.tokens, keys[0], keys[1])
-        of_layers = keys[2:].view(stacks, layers, len(SITES), -1)
-        return hidden, matrix, list(of_layers)
+        of_layers = keys[2:-1].view(stacks, layers, 1, -1)
+        if self.config.weight_dropout:
+            of_step = split_key(inputs.extra["step_key"], stacks * layers)
+            of_layers = torch.cat([of_layers, of_step.view_as(of_layers)], 2)
+        return Embedded(hidden, matrix, list(of_layers), keys[-1])
 
     @property
     def max_sequence_length(self) -> int:
@@ -216,9 +320,26 @@ class RecurrentModel(Model):
         Each direction predicts, so a head of two directions counts twice.
         """
         layers = sum(matrix_flops(layer) for layer in self.sharding_units())
-        tied = 6 * self.token_embeddings.numel() if self.config.tied else 0
-        head = matrix_flops(self.head) + tied
-        return layers + len(self.stacks) * predicted_per_token * head
+        head = matrix_flops(self.head)
+        if self.config.head == "language_model":
+            tied = 6 * self.token_embeddings.numel() if self.config.tied else 0
+            head = len(self.stacks) * (head + tied)
+        return layers + predicted_per_token * head
+
+    def start_from(self, stored: Stored) -> Start:
+        """Starts from the tensors of the same names; the head for a new task is initialized.
+
+        For the same task with other labels, only the classifier's last layer is new.
+        """
+        config, before = self.config, stored.config
+        sources: dict[str, str | None] = {name: name for name, _ in self.named_parameters()}
+        same = (config.head, config.labels) == (before.head, before.labels)
+        if config.head == "language_model" or same:
+            return Start(sources)
+        new = "head." if config.head != before.head else "head.classifier."
+        sources |= {name: None for name in sources if name.startswith(new)}
+        unused = frozenset(name for name in stored.shapes if name.startswith("head."))
+        return Start(sources, unused, f"model.head is {config.head}")
 
     def compiled_units(self) -> Sequence[nn.Module]:
         """None: a layer is one kernel, which a compiler would unroll."""
@@ -226,6 +347,7 @@ class RecurrentModel(Model):
 
 
 def hidden_outputs(config: RecurrentConfig) -> Outputs:
-    """The outputs `hidden` and `layer.N`; the embeddings only if they are as wide as a layer."""
-    first = 0 if config.embedding_width == config.output_width else 1
-    return frozenset({"hidden", *(f"layer.{n}" for n in range(first, config.layers + 1))})
+    """The outputs `hidden` and `layer.N`; of layers that are as wide as the last one."""
+    widths = [*config.input_widths, config.output_width]
+    same = [n for n, width in enumerate(widths) if width == config.output_width]
+    return frozenset({"hidden", *(f"layer.{n}" for n in same)})

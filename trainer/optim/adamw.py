@@ -29,7 +29,11 @@ class Config:
         weight_decay: decoupled; each update shrinks a weight by lr * weight_decay of its value.
         bias_correction: whether to correct the running means for starting at 0; BERT did not.
         layer_decay: for fine-tuning, the factor on the learning rate from each layer to the one
-            below it (Clark et al. 2020: 0.8 to 0.95); 1 gives all layers the same rate.
+            below it (Clark et al. 2020: 0.8 to 0.95; Howard & Ruder 2018: 0.385); 1 gives all
+            layers the same rate.
+        unfreeze_every: for fine-tuning, gradual unfreezing (Howard & Ruder 2018, section 3.3): the
+            number of steps after which one more layer is trained, from the last to the first, and
+            then the embeddings; at first only the head is. null trains all from the first step.
     """
 
     lr: float = 1e-4
@@ -38,6 +42,7 @@ class Config:
     weight_decay: float = 0.01
     bias_correction: bool = True
     layer_decay: float = 1.0
+    unfreeze_every: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -52,6 +57,11 @@ class Config:
             raise ConfigError(
                 f"layer_decay is {self.layer_decay}. Use a factor as 0.9, or 1 for none."
             )
+        if self.unfreeze_every is not None and self.unfreeze_every < 1:
+            raise ConfigError(
+                f"unfreeze_every is {self.unfreeze_every}. Use a number of steps, or null to train "
+                "all layers from the first step."
+            )
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps is {self.eps}. Use a finite number above 0, as 1e-6.")
 
@@ -61,15 +71,21 @@ class Config:
         structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
         """Builds the optimizer of these named parameters, on the device they are on."""
-        # Parameters that share decay and learning rate form a group, which one kernel call updates.
         named = list(parameters)
-        groups = parameter_groups(
+        groups = self._groups(named, structure)
+        return self._optimizer(groups, structure.blocks(named), structure.exact)
+
+    def _groups(
+        self, named: Iterable[tuple[str, nn.Parameter]], structure: Structure
+    ) -> list[Group]:
+        # Parameters that share decay and learning rate form a group, which one kernel call updates.
+        return parameter_groups(
             named,
             self.weight_decay,
             self.layer_decay,
             structure.layers_above,
+            self.unfreeze_every,
         )
-        return self._optimizer(groups, structure.blocks(named), structure.exact)
 
     def _optimizer(
         self, groups: list[Group], blocks: Mapping[Tensor, int], exact: bool
@@ -114,7 +130,7 @@ class UncorrectedAdamW(AdamW):
         eps: float,
         fused: bool,
     ) -> None:
-        counted = [{**group, "updates": 0} for group in groups]
+        counted = [{**group, "updates": -group["begins"]} for group in groups]
         super().__init__(counted, lr=lr, betas=betas, eps=eps, fused=fused)
 
     def step(  # type: ignore[override]
@@ -127,6 +143,8 @@ class UncorrectedAdamW(AdamW):
         ]
         for group in self.param_groups:
             group["updates"] += 1
+            if group["updates"] < 1:  # frozen
+                continue
             beta1, beta2 = group["betas"]
             c1, c2 = 1 - beta1 ** group["updates"], math.sqrt(1 - beta2 ** group["updates"])
             group["lr"] *= c1 / c2

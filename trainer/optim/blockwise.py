@@ -50,6 +50,7 @@ class Blockwise(Optimizer):
     Vectors marked [blocks] have one number for each block, in the same order.
 
     Each group counts its updates in "updates", on the host, so that no step waits for the device.
+    For a group that is frozen at first, the count is 0 or less until its first update.
 
     Args:
         groups: from `parameter_groups`.
@@ -74,7 +75,8 @@ class Blockwise(Optimizer):
         exact: bool = False,
     ) -> None:
         self.exact = exact
-        super().__init__([{**group, "updates": 0} for group in groups], dict(settings))
+        counted = [{**group, "updates": -group["begins"]} for group in groups]
+        super().__init__(counted, dict(settings))
         self._counts: dict[Tensor, list[int]] = {}  # number of blocks in each entry of `_blocks`
         self._lengths: dict[Tensor, list[int]] = {}  # number of local rows of each block
         self._block_sizes: dict[Tensor, Tensor] = {}
@@ -104,10 +106,15 @@ class Blockwise(Optimizer):
         return members, [weight for _, own, _ in members for weight in own]
 
     def _members(self) -> Iterator[tuple[Group, list[Tensor], slice]]:
-        """Each group with its weights that have a gradient, and their entries of `_blocks`."""
+        """Each group with its weights that have a gradient, and their entries of `_blocks`.
+
+        A group without any, as a frozen one, is left out.
+        """
         start = 0
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
             stop = start + len(self._counts_of(weights))
             yield group, weights, slice(start, stop)
             start = stop

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.errors import ConfigError
 from trainer.partition import layer_shape, state_like
 
 Group: TypeAlias = dict[str, Any]
@@ -27,6 +28,7 @@ def parameter_groups(
     weight_decay: float,
     layer_decay: float = 1.0,
     layers_above: Mapping[str, int] = MappingProxyType({}),
+    unfreeze_every: int | None = None,
 ) -> list[Group]:
     """Splits the trainable parameters: matrices decay; biases and norm weights do not.
 
@@ -36,22 +38,57 @@ def parameter_groups(
         layer_decay: factor on the learning rate for each layer between a parameter and the heads,
             its own layer included (Howard & Ruder 2018; Clark et al. 2020, appendix B).
         layers_above: number of these layers by name; 0 for names that are not in it.
+        unfreeze_every: number of updates after which the next lower layer begins; see `freeze`.
 
     Returns:
-        Groups for `torch.optim`, each with its `lr_scale`; none of them is empty.
+        Groups for `torch.optim`, each with its `lr_scale` and with `begins`, the number of updates
+        before its first one; none of them is empty.
     """
-    matrices: dict[float, list[nn.Parameter]] = {}
-    vectors: dict[float, list[nn.Parameter]] = {}
+    matrices: dict[tuple[float, int], list[nn.Parameter]] = {}
+    vectors: dict[tuple[float, int], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             groups = matrices if len(layer_shape(parameter)) > 1 else vectors
-            scale = layer_decay ** layers_above.get(name, 0)
-            groups.setdefault(scale, []).append(parameter)
+            above = layers_above.get(name, 0)
+            settings = (layer_decay**above, above * (unfreeze_every or 0))
+            groups.setdefault(settings, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "lr_scale": scale}
+        {"params": parameters, "weight_decay": decay, "lr_scale": scale, "begins": begins}
         for groups, decay in ((matrices, weight_decay), (vectors, 0.0))
-        for scale, parameters in groups.items()
+        for (scale, begins), parameters in groups.items()
     ]
+
+
+def check_begins(optimizer: Optimizer, steps: int) -> None:
+    """Rejects layers that would still be frozen at the end of a run.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    begins = sorted({group.get("begins", 0) for group in optimizer.param_groups})
+    if begins[-1] < steps or len(begins) == 1:
+        return
+    every = begins[1] - begins[0]
+    raise ConfigError(
+        f"optimizer.unfreeze_every is {every}, so the lowest layer would begin after "
+        f"{begins[-1]} steps, and the run has {steps}. Use a smaller number, as "
+        f"{max(1, (steps - 1) * every // begins[-1])}, or more steps."
+    )
+
+
+def freeze(optimizer: Optimizer, step: int) -> None:
+    """Drops the gradients of the groups that are still frozen at `step`, counted from 0.
+
+    Gradual unfreezing (Howard & Ruder 2018, section 3.3): the head is trained first, and a layer
+    more every `unfreeze_every` steps, from the last to the embeddings. A frozen parameter has no
+    update, no moments, no weight decay and no part in the gradient norm, as if it required no
+    gradient. But the backward pass computes its gradient, so that all processes exchange the same
+    ones, whatever the strategy.
+    """
+    for group in optimizer.param_groups:
+        if group.get("begins", 0) > step:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -77,6 +114,8 @@ def prime(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group in optimizer.param_groups:
         group.update({name: 0.0 for name in ("lr", "weight_decay") if name in group})
+        if "updates" in group:  # below 0 while a group is frozen
+            group["updates"] = 0
     for parameter in new:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -96,13 +135,14 @@ def stateless(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Sets the number of updates made so far; bias correction depends on it."""
+    """Sets the number of steps taken so far; bias correction depends on a group's updates."""
     for group in optimizer.param_groups:
+        updates = step - group.get("begins", 0)
         if "updates" in group:
-            group["updates"] = step
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(step)
+            group["updates"] = updates
+        for parameter in group["params"]:
+            if "step" in (state := optimizer.state.get(parameter, {})):
+                state["step"].fill_(max(0, updates))
 
 
 def state_tensors(

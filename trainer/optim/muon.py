@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.optim import Structure, adamw
 from trainer.optim.blockwise import AdamMoments, number
 from trainer.optim.exchange import Exchange
-from trainer.optim.groups import Group, parameter_groups
+from trainer.optim.groups import Group
 from trainer.partition import StackedParameter, layer_shape, local_parts
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -75,10 +75,7 @@ class Config(adamw.Config):
         # The matrices of layers first. Groups stay in this order, by which states are found again.
         for muon in (True, False):
             own = [(name, each) for name, each in named if (name in structure.matrices) == muon]
-            made = parameter_groups(
-                own, self.weight_decay, self.layer_decay, structure.layers_above
-            )
-            for group in made:
+            for group in self._groups(own, structure):
                 scale = 1.0 if muon else self.adamw_lr_scale
                 groups.append({**group, "muon": muon, "lr_scale": group["lr_scale"] * scale})
         return Muon(groups, structure.blocks(named), self, structure.exact)

@@ -51,6 +51,11 @@ class Config(strategies.ShardedConfig):
                 "strategy.scan_layers stacks the layers' parameters in one tensor. Set "
                 "strategy.scan_layers=false."
             )
+        if experiment["optimizer"].get("unfreeze_every") is not None:
+            raise ConfigError(
+                "optimizer.unfreeze_every gives each stage of a run another update, which XLA "
+                "would compile again. Set it to null, or use another strategy."
+            )
         if training["activation_checkpointing"] and not self.scan_layers:
             raise ConfigError(
                 "training.activation_checkpointing needs strategy.scan_layers=true: outside of a "

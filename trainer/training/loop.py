@@ -282,6 +282,8 @@ class Trainer:
                 micro_batches,
                 end_section,
             )
+            # Before clipping: frozen layers have no part in the norm.
+            groups.freeze(self.optimizer, self.state.step)
             # Clipping would spread an error in one tensor over all of them.
             self.digests.before_clipping(self.state.step + 1)
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))

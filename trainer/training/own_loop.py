@@ -325,6 +325,11 @@ def open_parts(
         prepared = prepare(
             experiment, dataset, strategy, weights, newest is not None, build_optimizer
         )
+        if any(group.get("begins") for group in prepared.optimizer.param_groups):
+            raise ConfigError(
+                "optimizer.unfreeze_every is set, and the steps are those of a loop of one's own. "
+                "Set it to null, or use samestep.train."
+            )
         loaders = _loaders(experiment, dataset, strategy.replica, largest=strategy.largest)
         with Batches(loaders, prepared.objectives) as batches:
             checkpoints = LoopCheckpoints(

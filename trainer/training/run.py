@@ -324,6 +324,7 @@ def prepare(
     with strategy.accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
         if build_optimizer is None:
+            groups.check_begins(optimizer, experiment.training.steps)
             groups.prime(optimizer)
     teacher = attach_teacher(experiment, dataset, objectives, strategy)
     description: dict[str, object] = {

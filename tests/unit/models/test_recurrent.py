@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tests.outputs import outputs, predict
 from trainer.errors import ConfigError
-from trainer.models import Model, bilm, lstm
+from trainer.models import Model, Start, Stored, bilm, lstm
 from trainer.models.lstm_layers import RecurrentLayer, drop, resets
 from trainer.models.recurrent import RecurrentConfig
 from trainer.models.stack import Context, LayerPlace
 from trainer.training.compiled import compile_units
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "hidden_size": 16, "embedding_width": 16}
+CLASSES: dict[str, Any] = {"head": "classification", "labels": ("no", "maybe", "yes")}
 LSTM = lstm.Config(**SHAPE)
 BILM = bilm.Config(**SHAPE, proj_size=0)
 KEYS = torch.tensor([5, -6, 2**31 - 1], dtype=torch.int32)
@@ -95,6 +96,95 @@ def test_directions_and_layers_drop_other_elements() -> None:
     assert len({tuple(keys.flatten().tolist()) for keys in seen}) == 4
 
 
+@pytest.mark.parametrize("config", [LSTM, BILM], ids=["lstm", "bilm"])
+def test_a_classifier_of_a_row_depends_on_its_key_only(config: RecurrentConfig) -> None:
+    """With a key that no layer has."""
+    model = make(replace(config, **CLASSES)).train()
+    keys: list[Tensor] = []
+    modules = [*model.sharding_units(), model.head]
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, given: keys.append(given[1] if len(given) == 2 else given[3].keys.flatten())
+        )
+        for module in modules
+    ]
+    given = batch(segments=torch.tensor([[1] * 4 + [0] * 5, [1] * 6 + [0] * 3, [1] * 9]))
+    whole = predict(model, **given)
+    assert whole.shape == (3, 1, 3)
+    assert len(torch.cat(keys).unique()) == torch.cat(keys).numel() == 3 * len(modules)
+    for hook in hooks:
+        hook.remove()
+    reversed_rows = predict(model, **{name: column.flip(0) for name, column in given.items()})
+    torch.testing.assert_close(reversed_rows.flip(0), whole, rtol=1e-5, atol=1e-6)
+    evaluated = predict(model.eval(), **given)
+    assert torch.equal(evaluated, predict(model, **{**given, "dropout_key": None}))
+    assert (evaluated - whole).abs().max() > 1e-3
+
+
+def test_recurrent_weights_are_dropped_for_the_step_and_not_for_a_row() -> None:
+    """The keys of rows change nothing, another step's key does, and a row may stand alone."""
+    model = make(replace(LSTM, dropout=0.0, weight_dropout=0.5)).train()
+
+    def predicted(step_key: int, rows: slice = slice(None), **changes: Tensor) -> Tensor:
+        given = {name: column[rows] for name, column in batch(**changes).items()}
+        key = torch.full((len(given["tokens"]),), step_key, dtype=torch.int32)
+        return predict(model, **given, extra={"step_key": key})
+
+    whole = predicted(7)
+    assert torch.equal(whole, predicted(7, dropout_key=KEYS.flip(0)))
+    torch.testing.assert_close(predicted(7, slice(1, 2)), whole[1:2], rtol=1e-5, atol=1e-6)
+    assert (predicted(8) - whole).abs().max() > 1e-3
+    model.eval()
+    assert (predicted(7) - whole).abs().max() > 1e-3
+    assert torch.equal(predicted(7), predict(model, **batch()))
+
+
+def test_dropout_of_embeddings_and_of_the_last_output_have_rates_of_their_own() -> None:
+    config = replace(LSTM, layers=3, dropout=0.3, embedding_dropout=0.6, output_dropout=0.1)
+    model = config.build()
+    assert model.embeddings.dropout == 0.6
+    assert [layer.dropout for layer in model.layers] == [0.3, 0.3, 0.1]
+    model = replace(config, embedding_dropout=None, output_dropout=None).build()
+    assert model.embeddings.dropout == 0.3
+    assert [layer.dropout for layer in model.layers] == [0.3, 0.3, 0.3]
+
+
+def test_a_classifier_drops_pooled_states_and_hidden_units() -> None:
+    head = make(replace(LSTM, **CLASSES, head_width=400, head_dropout=(0.6, 0.25))).head
+    seen: list[Tensor] = []
+    for linear in head.children():
+        linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))
+    pooled = torch.ones(3, 48)
+    head(pooled)
+    without = [zeros.float().mean().item() for zeros in seen]
+    seen.clear()
+    head(pooled, KEYS)
+    assert without[0] == 0
+    assert seen[0].float().mean() == pytest.approx(0.6, abs=0.1)
+    # ReLU leaves about half of the units, of which a quarter are dropped.
+    assert (~seen[1]).float().mean() == pytest.approx(0.75 * (1 - without[1]), abs=0.1)
+    assert not torch.equal(seen[0][0], seen[0][1])
+
+
+def test_a_new_classifier_is_initialized_and_the_old_head_left_out() -> None:
+    def started(before: RecurrentConfig, now: RecurrentConfig) -> tuple[Start, list[str]]:
+        shapes = {name: tuple(each.shape) for name, each in before.build().named_parameters()}
+        found = now.build().start_from(Stored(before, shapes))
+        return found, [name for name, source in found.sources.items() if source is None]
+
+    classes = replace(LSTM, **CLASSES)
+    found, new = started(LSTM, classes)
+    assert new == [
+        f"head.{layer}.{kind}" for layer in ("dense", "classifier") for kind in ("weight", "bias")
+    ]
+    assert found.unused == {"head.bias"}
+    assert found.reason == "model.head is classification"
+    assert started(classes, classes)[1] == []
+    assert started(LSTM, LSTM)[0].unused == frozenset()
+    other = replace(classes, labels=("no", "yes", "maybe"))
+    assert started(classes, other)[1] == ["head.classifier.weight", "head.classifier.bias"]
+
+
 def test_variational_dropout_has_one_mask_for_all_positions() -> None:
     x = torch.ones(3, 9, 200)
     dropped = drop(x, 0.25, KEYS, variational=True)
@@ -124,11 +214,14 @@ def test_recomputed_activations_have_the_same_gradients(config: RecurrentConfig)
     """With dropout, packed rows and a residual connection."""
     gradients = []
     for recomputes in (False, True):
-        model = make(replace(config, residual=True, dropout=0.2, norm=True)).train()
+        settings = {"residual": True, "dropout": 0.2, "norm": True, "weight_dropout": 0.3}
+        model = make(replace(config, **settings)).train()
         model.activation_checkpointing = recomputes
         assert model.activation_checkpointing == recomputes
         names = sorted(model.trains)
-        sum(each.square().sum() for each in outputs(model, *names, **batch())).backward()
+        extra = {"step_key": torch.full((3,), 5, dtype=torch.int32)}
+        found = outputs(model, *names, **batch(), extra=extra)
+        sum(each.square().sum() for each in found).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
     assert all(gradient.any() for gradient in gradients[0].values())
@@ -177,6 +270,10 @@ def test_work_of_a_position() -> None:
     head = 60 * 16
     assert LSTM.build().flops_per_token(128, 0.5) == 6 * (2 * layer + 0.5 * head)
     assert BILM.build().flops_per_token(128, 0.5) == 6 * (4 * layer + 2 * 0.5 * head)
+    classes = replace(BILM, **CLASSES, head_width=5).build()
+    assert classes.flops_per_token(128, 1 / 128) == pytest.approx(
+        6 * (4 * layer + (6 * 16 * 5 + 5 * 3) / 128)
+    )
     projected = lstm.Config(**{**SHAPE, "embedding_width": 8}, proj_size=4, tied=True).build()
     first, second = 4 * 16 * (8 + 4) + 4 * 16, 4 * 16 * (4 + 4) + 4 * 16
     assert projected.flops_per_token(1) == 6 * (first + second + 4 * 8 + 60 * 8)
@@ -186,8 +283,13 @@ def test_outputs() -> None:
     hidden = {"hidden", "layer.0", "layer.1", "layer.2"}
     assert LSTM.build().offers == hidden | {"next_tokens"}
     assert BILM.build().offers == hidden | {"next_tokens", "previous_tokens"}
+    pools = {"classification", "first_position", "last_position"}
+    assert replace(LSTM, **CLASSES).build().offers == hidden | pools
+    assert replace(BILM, **CLASSES).build().offers == hidden | pools
     narrow = lstm.Config(**{**SHAPE, "embedding_width": 8}).build()
     assert narrow.offers == (hidden - {"layer.0"}) | {"next_tokens"}
+    narrow = replace(LSTM, last_hidden_size=8).build()
+    assert narrow.offers == {"hidden", "layer.2", "next_tokens"}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +299,16 @@ def test_outputs() -> None:
         ({"proj_size": 16}, "proj_size is 16. Use 0 for no projection, or a number below"),
         ({"dropout": 1.0}, r"dropout is 1.0. Use a number in \[0, 1\)."),
         ({"token_dropout": -0.1}, "token_dropout is -0.1"),
+        ({"output_dropout": 1.0}, "output_dropout is 1.0"),
+        ({"weight_dropout": -0.5}, "weight_dropout is -0.5"),
+        ({"last_hidden_size": -1}, "last_hidden_size is -1. Use 0 or more"),
+        ({"last_hidden_size": 8, "proj_size": 4}, "last_hidden_size is 8. Use 0 or more; with"),
+        ({"last_hidden_size": 8, "residual": True}, "last_hidden_size is 8"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0. Use a number above 0."),
+        ({"head_width": 0}, "head_width is 0. Use 1 or more."),
+        ({"head_dropout": (0.4, 1.0)}, r"head_dropout is \[0.4, 1.0\]. Use two numbers in \[0, 1"),
+        ({"head": "classification"}, "labels has 0 names, but a classification head needs"),
+        ({"labels": ("a", "b")}, "but a language_model head has none. Leave labels empty"),
     ],
 )
 def test_wrong_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
@@ -210,6 +321,8 @@ def test_what_recurrent_models_cannot_do_is_rejected() -> None:
         ConfigError, match=r"training\.compile is true, and this model has no layers"
     ):
         compile_units(LSTM.build())
+    with pytest.raises(ConfigError, match="a model of kind lstm has no tagging head"):
+        LSTM.for_needs(frozenset({"tagging"}))
     with pytest.raises(ConfigError, match="lstm has no Hugging Face format"):
         LSTM.to_huggingface()
     with torch.device("meta"):

@@ -29,6 +29,17 @@ def test_linear_decay_is_a_line_to_the_final_fraction():
     )  # the last update still moves the weights
 
 
+def test_a_warm_up_and_a_linear_decay_are_slanted_triangular_rates():
+    """Howard & Ruder 2018, equation 3, with the paper's cut_frac = 0.1 and ratio = 32."""
+    steps, cut_frac, ratio = 200, 0.1, 32
+    cut = int(steps * cut_frac)
+    config = Schedule(warmup_steps=cut, initial_fraction=1 / ratio, final_fraction=1 / ratio)
+    for step in range(steps):
+        p = step / cut if step < cut else 1 - (step - cut) / (cut * (1 / cut_frac - 1))
+        expected = (1 + p * (ratio - 1)) / ratio
+        assert lr_fraction(config, step, steps) == pytest.approx(expected, rel=1e-12)
+
+
 def test_cosine_decay_is_half_a_cosine():
     config = Schedule("cosine", warmup_steps=10, final_fraction=0.1)
     expected = [1.0, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1]

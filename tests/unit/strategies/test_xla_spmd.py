@@ -211,4 +211,6 @@ def test_learning_rates_of_layers_need_layers_apart() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.scan_layers=false"):
         Config().check(experiment)
     Config().check({**experiment, "optimizer": {"layer_decay": 1.0}})
+    with pytest.raises(ConfigError, match=r"optimizer\.unfreeze_every gives each stage"):
+        Config().check({**experiment, "optimizer": {"unfreeze_every": 100}})
     Config().check({**experiment, "optimizer": {}})

@@ -57,9 +57,10 @@ def test_it_has_a_page_that_says_whether_it_has_been_run(file: Path) -> None:
     assert f"({file.stem}.md)" in (PAGES / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_recurrent_model_of_a_scale_reads_the_batches_of_its_encoder() -> None:
+@pytest.mark.parametrize("scale", ["tiny", "mini"])
+def test_the_recurrent_model_of_a_scale_reads_the_batches_of_its_encoder(scale: str) -> None:
     """So that a study may compare them by model and objective alone."""
-    folder = recipes.FOLDER / "studies" / "scales" / "tiny"
+    folder = recipes.FOLDER / "studies" / "scales" / scale
     settings = ["data.path=dataset", "output=run"]
     ours, encoder = (
         load(Experiment, folder / f"{name}.yaml", settings) for name in ("lstm", "encoder")

@@ -52,7 +52,8 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
     )
     choices = 1 if parts is None else parts.choices
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
-    batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": dropout_key}
+    keys = {"dropout_key": dropout_key, "step_key": np.zeros(1, dtype=np.int32)}
+    batch = {**objective.collate(examples, spec.sequence_length), **keys}
     # As in training: without segments, kernels that take no mask can be used.
     names = batch.keys() & {"segments", "target_segments"}
     if experiment.data.packing == "concat" and all((batch[name] == 1).all() for name in names):

@@ -40,7 +40,10 @@ def register(commands: Commands) -> None:
     add("checkpoint", metavar="CKPT", help="a run or a step, a Hugging Face folder or hf://NAME")
     tasks = "glue, mrpc, ... (see configs/tasks), or YAML files"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks)
-    recipes = "bert, roberta, gpt, t5, mini (small BERTs) or distilbert (default: the tasks' own)"
+    recipes = (
+        "bert, roberta, gpt, t5, ulmfit (LSTMs), mini (small BERTs) or distilbert "
+        "(default: the tasks' own)"
+    )
     add("--recipe", metavar="NAME", help=recipes)
     seeds = "number of runs of each setting (default: 3)"
     add("--seeds", type=int, default=3, metavar="N", help=seeds)

@@ -279,7 +279,9 @@ def _points(
             # The tasks' recipes group rows by length, which rows of several sequences cannot be.
             tree = merge(tree, {"data": {"group_by_length": None}})
         split = PackedSplit(dataset, "train", spec, tree["data"]["packing"], seed=0)
-        derived = _derived(config, tree["training"], int(split.counts.sum()))
+        examples = int(split.counts.sum())
+        tree = _unfreezing(config, tree, examples)
+        derived = _derived(config, tree["training"], examples)
         experiment = merge(merge(derived, {"data": {"path": str(dataset.path)}}), tree)
 
         metrics = config.metrics or objective.score_names
@@ -338,6 +340,14 @@ def _derived(config: TaskConfig, training: Tree, examples: int) -> Tree:
         best = {"metric": config.score, "mode": "max", "patience": config.patience}
         derived["best"] = best
     return {"training": derived, "schedule": {"warmup_steps": int(config.warmup * steps)}}
+
+
+def _unfreezing(config: TaskConfig, tree: Tree, examples: int) -> Tree:
+    """Sets the steps that follow from `unfreeze_epochs`, unless they are set."""
+    if config.unfreeze_epochs is None or _has(tree, "optimizer.unfreeze_every"):
+        return tree
+    every = round(config.unfreeze_epochs * examples / tree["training"]["global_batch_size"])
+    return merge(tree, {"optimizer": {"unfreeze_every": max(1, every)}})
 
 
 def _has(tree: Tree, name: str) -> bool:

@@ -20,7 +20,7 @@ _FOLDER = Path("configs", "tasks")
 # Tasks and recipes are looked up here first, then among the files that come with samestep.
 _FOLDERS = (_FOLDER, recipes.FOLDER / "tasks")
 _ROWS = ("source", "heldout_fraction", "rows")  # settings that choose rows
-_RECIPE = ("epochs", "warmup", "grid", "experiment")
+_RECIPE = ("epochs", "warmup", "unfreeze_epochs", "grid", "experiment")
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 
 
@@ -52,6 +52,8 @@ class Config(TaskData):
         score: the metric that runs are compared by.
         epochs: number of passes over the training rows.
         warmup: fraction of the steps in which the learning rate rises.
+        unfreeze_epochs: number of passes over the training rows, as 1 or 0.5, after which one more
+            layer is trained (`optimizer.unfreeze_every`); null trains all from the first step.
         sequence_length: positions of an example.
         metrics: of generated texts, as in `samestep evaluate --metrics`; finished runs generate
             them.
@@ -72,6 +74,7 @@ class Config(TaskData):
     score: str
     epochs: float = 3.0
     warmup: float = 0.1
+    unfreeze_epochs: float | None = None
     sequence_length: int = 128
     metrics: tuple[str, ...] = ()
     grid: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -86,6 +89,10 @@ class Config(TaskData):
         # Training checks the settings that follow from epochs, warmup and patience.
         if self.evaluations < 1:
             raise ConfigError(f"evaluations is {self.evaluations}. Use at least 1.")
+        if self.unfreeze_epochs is not None and self.unfreeze_epochs <= 0:
+            raise ConfigError(
+                f"unfreeze_epochs is {self.unfreeze_epochs}. Use a number above 0, or null."
+            )
         for name, values in self.grid.items():
             if not values:
                 raise ConfigError(f"grid.{name} has no value. Name at least one, or leave it out.")
@@ -166,7 +173,7 @@ class Task:
 
         Args:
             path: the file.
-            recipe: epochs, warmup, grid and experiment that replace the file's.
+            recipe: epochs, warmup, unfreeze_epochs, grid and experiment that replace the file's.
 
         Raises:
             ConfigError: the file does not describe a task.

@@ -126,6 +126,19 @@ def test_keys_differ_between_epochs_and_dropout_between_all_rows(write_dataset) 
     assert len(rows["example"].unique()) < 64
 
 
+def test_all_rows_of_a_step_have_its_key(write_dataset) -> None:
+    """On all replicas, those of padding too; the next step has another."""
+    folder, keys = write_dataset(), []
+    for index in range(3):
+        loader = make_loader(folder, index, 3, global_batch_size=10)
+        keys.append([torch.cat([part["step_key"] for part in next(loader)]) for _ in range(5)])
+    of_steps = [torch.cat(parts).unique() for parts in zip(*keys, strict=True)]
+    assert all(len(key) == 1 for key in of_steps)
+    assert len(torch.cat(of_steps).unique()) == 5
+    (other,) = global_batches(folder, 1, seed=8, global_batch_size=10)
+    assert other["step_key"][0] != of_steps[0]
+
+
 def test_golden_batch(write_dataset) -> None:
     """If this fails, runs see other data than before: raise PACKING_VERSION or ORDER_VERSION.
 

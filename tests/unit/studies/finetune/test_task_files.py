@@ -389,6 +389,7 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
         "gpt": (3, 0.002),
         "t5": (10, 0),
         "mini": (4, 0.1),
+        "ulmfit": (50, 0.1),
     }.get(name, (3, 0.1))
 
 
