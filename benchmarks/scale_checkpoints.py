@@ -8,14 +8,13 @@ which each rank shares with the others.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.growth import Figures, Growth, in_fresh_process, measure, resident, timed
+from benchmarks.growth import Figures, Growth, cpu_timed, in_fresh_process, measure, resident
 from trainer.checkpoint import integrity, layout, writer
 from trainer.checkpoint.layout import Piece
 from trainer.checkpoint.restoring import StoredFiles
@@ -44,28 +43,28 @@ def write(folder: Path, rank: int, ranks: int, tensors: int) -> None:
 def restore(folder: Path, ranks: int, tensors: int) -> Figures:
     """Restores as the last of the ranks."""
     rank = ranks - 1
-    verifying, _ = timed(lambda: integrity.check_content(folder, rank, ranks))
+    verifying, _ = cpu_timed(lambda: integrity.check_content(folder, rank, ranks))
     before = resident()
     wanted = pieces_of(rank, ranks, tensors)
     wanted = [replace(each, tensor=torch.zeros_like(each.tensor)) for each in wanted]
     stored = StoredFiles(integrity.rank_files(folder))
-    filling, _ = timed(lambda: stored.fill(wanted, rank, ranks))
-    memory = resident() - before
+    filling, _ = cpu_timed(lambda: stored.fill(wanted, rank, ranks))
+    memory = resident(before)
     assert all(bool((each.tensor == rank).all()) for each in wanted)
     return {
-        "restore: verify this rank's files, s": verifying,
-        "restore: fill this rank's tensors, s": filling,
-        "restore: memory of that, MiB": max(memory, 0.1),
+        "restore: verify this rank's files, CPU s": verifying,
+        "restore: fill this rank's tensors, CPU s": filling,
+        "restore: memory of that, MiB": memory,
     }
 
 
 def export(folder: Path) -> Figures:
     """Opens all files in one process, as an export does."""
     before = resident()
-    opening, _ = timed(lambda: layout.read_files(integrity.rank_files(folder)))
+    opening, _ = cpu_timed(lambda: layout.read_files(integrity.rank_files(folder)))
     return {
-        "export: open all tensors, s": opening,
-        "export: memory of that, MiB": resident() - before,
+        "export: open all tensors, CPU s": opening,
+        "export: memory of that, MiB": resident(before),
     }
 
 
@@ -74,20 +73,22 @@ def save_and_restore(ranks: int, tensors: int) -> Figures:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         others = range(1, ranks)
-        began = time.perf_counter()
-        for rank in others:
-            write(folder, rank, ranks, tensors)
-        each = (time.perf_counter() - began) / max(1, len(others))
-        commit, _ = timed(lambda: write(folder, 0, ranks, tensors))
-        kept, _ = timed(lambda: integrity.check_sizes(folder))
+
+        def write_others() -> None:
+            for rank in others:
+                write(folder, rank, ranks, tensors)
+
+        writing, _ = cpu_timed(write_others)
+        commit, _ = cpu_timed(lambda: write(folder, 0, ranks, tensors))
+        kept, _ = cpu_timed(lambda: integrity.check_sizes(folder))
         replicated = {f"{n}": torch.zeros(1) for n in range(tensors)}
-        chosen, _ = timed(lambda: layout.pieces_to_write(replicated, ranks - 1, ranks))
-        figures = {"save: one rank's files, s": each} if others else {}
+        chosen, _ = cpu_timed(lambda: layout.pieces_to_write(replicated, ranks - 1, ranks))
+        figures = {"save: one rank's files, CPU s": writing / len(others)} if others else {}
         return {
             **figures,
-            "save: commit by rank 0, s": commit,
-            "save: compare the sizes of all files, s": kept,
-            "save: assign replicated tensors to ranks, s": chosen,
+            "save: commit by rank 0, CPU s": commit,
+            "save: compare the sizes of all files, CPU s": kept,
+            "save: assign replicated tensors to ranks, CPU s": chosen,
             **in_fresh_process(restore, folder, ranks, tensors),
             **in_fresh_process(export, folder),
         }

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.dataset import write_dataset
-from benchmarks.growth import Figures, Growth, in_fresh_process, measure, resident, timed
+from benchmarks.growth import Figures, Growth, cpu_timed, in_fresh_process, measure, resident
 from benchmarks.loader import open_loader
 from data_pipeline.building import example_counts
 from data_pipeline.format.manifest import Manifest
@@ -53,19 +53,19 @@ def write_shards(folder: Path, shards: int, documents: int = DOCUMENTS) -> None:
 
 def start_without_counts(folder: Path) -> Figures:
     """Opens a dataset whose examples nobody has counted under this packing."""
-    seconds = timed(lambda: open_loader(Dataset.open(folder), _UNCOMMON_LENGTH, 1))[0]
-    return {"open dataset and loader, examples not counted yet, s": seconds}
+    seconds = cpu_timed(lambda: open_loader(Dataset.open(folder), _UNCOMMON_LENGTH, 1))[0]
+    return {"open dataset and loader, examples not counted yet, CPU s": seconds}
 
 
 def start(folder: Path) -> Figures:
     """Opens a dataset with the counts of its build, takes a batch, and resumes late."""
     before = resident()
-    reading, _ = timed(lambda: Manifest.load(folder))
-    opening, dataset = timed(lambda: Dataset.open(folder))
-    counted, loader = timed(lambda: open_loader(dataset, _LENGTH, _BATCH))
-    memory = resident() - before
+    reading, _ = cpu_timed(lambda: Manifest.load(folder))
+    opening, dataset = cpu_timed(lambda: Dataset.open(folder))
+    counted, loader = cpu_timed(lambda: open_loader(dataset, _LENGTH, _BATCH))
+    memory = resident(before)
     with loader:
-        first, _ = timed(lambda: next(loader))
+        first, _ = cpu_timed(lambda: next(loader))
         late = 40 * loader.examples + loader.examples // 2
         state: LoaderState = {**loader.state_dict(), "example": late}
 
@@ -75,11 +75,11 @@ def start(folder: Path) -> Figures:
             next(loader)
 
     return {
-        "read the manifest, s": reading,
-        "open the dataset, s": opening,
-        "open the loader, counts from the build, s": counted,
-        "first batch, s": first,
-        "open all and resume in epoch 40, with a batch, s": timed(resume)[0],
+        "read the manifest, CPU s": reading,
+        "open the dataset, CPU s": opening,
+        "open the loader, counts from the build, CPU s": counted,
+        "first batch, CPU s": first,
+        "open all and resume in epoch 40, with a batch, CPU s": cpu_timed(resume)[0],
         "memory of manifest, counts and order, MiB": memory,
     }
 
