@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import files
@@ -104,7 +104,11 @@ def identity(folder: Location) -> str:
 
 def rank_files(folder: Location) -> list[Location]:
     """Returns the tensor files of a committed step."""
-    return [folder / name for name in read_checksums(folder) if name.endswith(".safetensors")]
+    return _rank_files(folder, read_checksums(folder))
+
+
+def _rank_files(folder: Location, names: Iterable[str]) -> list[Location]:
+    return [folder / name for name in names if name.endswith(".safetensors")]
 
 
 def check_sizes(folder: Location) -> None:
@@ -176,7 +180,17 @@ def read_meta(folder: Location) -> Tree:
         CheckpointError: the step is not committed, its meta.json is damaged, or this version does
             not know its format.
     """
-    expected, content = read_checksums(folder)[META], files.read(folder / META)
+    return _read_meta(folder, read_checksums(folder)[META])
+
+
+def open_step(folder: Location) -> tuple[Tree, list[Location]]:
+    """Returns `read_meta` and `rank_files` of a committed step, for fewer requests than both."""
+    checksums = read_checksums(folder)
+    return _read_meta(folder, checksums[META]), _rank_files(folder, checksums)
+
+
+def _read_meta(folder: Location, expected: Digest) -> Tree:
+    content = files.read(folder / META)
     _check_size(folder / META, len(content), expected)
     if hashlib.sha256(content).hexdigest() != expected.sha256:
         raise _changed(folder / META, expected)

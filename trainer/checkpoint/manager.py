@@ -373,7 +373,7 @@ class Checkpointer:
         if damage := self._damage(step_folder):
             raise CheckpointError(damage)
         with raise_on_all_ranks(self._world_size):
-            meta, paths = integrity.read_meta(step_folder), integrity.rank_files(step_folder)
+            meta, paths = integrity.open_step(step_folder)
         return meta, paths
 
     def _damage(self, folder: Location) -> str | None:

@@ -218,3 +218,24 @@ def test_a_description_is_read_with_one_get_for_each_file(faulty_s3, s3_folder) 
     faulty_s3.behave()
     assert integrity.read_meta(folder)["world_size"] == 1
     assert len([each for each in faulty_s3.requests if each.startswith("GET")]) == 3
+
+
+def test_requests_of_a_restore_do_not_depend_on_the_number_of_ranks(faulty_s3, s3_folder) -> None:
+    """Of one rank, that is: it verifies and opens one file however many there are."""
+    found = []
+    for ranks in (3, 20):
+        folder = files.location(f"{s3_folder}/{ranks}")
+        tensors = {"matrix": torch.arange(4.0 * ranks).view(ranks, 4)}
+        for rank in [*range(1, ranks), 0]:
+            content = layout.Staging().copy(by_rows(tensors, rank, ranks)).result()
+            meta = writer.describe(1, ranks, {})
+            writer.write_step(folder, content, meta, rank=rank, world_size=ranks, peer_timeout=30.0)
+        faulty_s3.behave()
+        integrity.check_content(folder, ranks - 1, ranks)
+        _, paths = integrity.open_step(folder)
+        result = torch.zeros(ranks, 4)
+        wanted = by_rows({"matrix": result}, ranks - 2, ranks)
+        restoring.StoredFiles(paths).fill(wanted, ranks - 2, ranks)
+        assert torch.equal(result[ranks - 2], tensors["matrix"][ranks - 2])
+        found.append(len(faulty_s3.requests))
+    assert found[0] == found[1]
