@@ -1,8 +1,8 @@
 """Numbers of examples under common packings, counted while a shard is written.
 
 A run needs the number of examples of every shard before it can order them. Counting reads the
-document lengths of all shards, which takes minutes for a dataset of the size of C4, on every
-machine. A build has the lengths at hand, so it counts for 1 % of its time.
+document lengths of all shards, which takes minutes for a dataset of the size of C4. A build has the
+lengths at hand: counting takes 0.3 % of its time, or 2 % with sentences.
 """
 
 from __future__ import annotations

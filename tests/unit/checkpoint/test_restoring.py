@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,6 +135,25 @@ def test_all_files_are_tried_before_an_element_is_missing(tmp_path, opened) -> N
     with pytest.raises(CheckpointError, match=r"holds 14 of the 16 elements of matrix"):
         restoring.StoredFiles(paths).fill([result], 0, 1)
     assert sorted(opened) == [path.name for path in paths]
+
+
+def test_opening_all_files_looks_for_no_garbage(tmp_path) -> None:
+    """The time would grow faster than the number of pieces, none of which is garbage."""
+    tensors = {f"{n}": torch.ones(8, 1) for n in range(300)}
+    paths = write(tmp_path, [by_rows(tensors, rank, 8) for rank in range(8)])
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        assert len(layout.read_files(paths)) == len(tensors)
+    finally:
+        gc.callbacks.remove(note)
+    assert collections == []
+    assert gc.isenabled()
 
 
 def test_ranks_compare_tensors_by_halves(tmp_path) -> None:
