@@ -146,16 +146,17 @@ def plot(title: str, growths: Sequence[Growth], png: Path) -> None:
     """Draws the costs on logarithmic axes; extrapolated sizes are hollow."""
     from matplotlib.figure import Figure  # the extra `plot`
 
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
     for each in growths:
         (line,) = axes.plot(*zip(*each.measured.items(), strict=True), "o-", label=each.title)
         # From the last measured size on, so that the line has no gap.
-        last = list(each.measured.items())[-1:]
-        beyond = [*last, *each.extrapolated.items()]
+        last = max(each.measured)
+        beyond = [(last, each.measured[last])]
+        beyond += [(size, cost) for size, cost in each.extrapolated.items() if size > last]
         axes.plot(*zip(*beyond, strict=True), "o:", color=line.get_color(), fillstyle="none")
     axes.set(title=title, xlabel=growths[0].size)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(png)
