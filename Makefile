@@ -12,7 +12,7 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-kernels test-kernels-all test-images test-slurm test-xla test-gpu check conformance chaos bench bench-gpu clean
+.PHONY: help install demo test test-all test-kernels test-kernels-all test-images test-slurm test-xla test-gpu check conformance chaos bench bench-gpu bench-scale clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -89,6 +89,9 @@ bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS
 
 bench-gpu: $(BENCH)/.installed  ## training steps on a GPU beside Hugging Face Trainer (an hour or more), written to docs/benchmarks.md
 	@$(BENCH)/bin/python -m benchmarks.gpu $(OPTIONS)
+
+bench-scale: install  ## how costs grow with shards, ranks, machines and steps (minutes; OPTIONS=--full: an hour)
+	@$(BIN)/python -m benchmarks.scale $(OPTIONS)
 
 # The other systems have an environment of their own, so that they cannot change what is tested.
 $(BENCH)/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt

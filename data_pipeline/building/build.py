@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import dedup
-from data_pipeline.building import duplicates, pool
+from data_pipeline.building import duplicates, example_counts, pool
 from data_pipeline.building.config import Config
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.slices import Claim, Slice
@@ -155,6 +155,7 @@ class _Build:
         self.left_out: list[frozenset[int]] = []  # records that repeat others, by unit
         self.units: list[str] = []  # digest of each unit, also of other slices
         self.unknown = 0
+        self.examples: dict[str, list[dict[str, int]]] = {"train": [], "heldout": []}
         self.rejected: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first bad record
 
     def run(self, force: bool) -> Manifest | None:
@@ -184,6 +185,8 @@ class _Build:
                 if self.part is not None and not self._is_last(self.part, claim.end()):
                     return None
                 built = self._collect()
+                # Before the manifest, with which the dataset is finished.
+                example_counts.save(self.folder, built, self.examples)
                 built.save(self.folder)
                 self._tidy(built)
         self._report(built, meter, _cpu_seconds() - before)
@@ -339,6 +342,7 @@ class _Build:
                 self.unknown += outcome.unknown
                 for split, shard in outcome.shards.items():
                     splits[split].append(shard)
+                    self.examples[split].append(outcome.examples.get(split, {}))
                 for name, line, reason in outcome.rejected:
                     reasons[reason] += 1
                     entry = {"file": self.files[name], "line": line, "reason": reason}

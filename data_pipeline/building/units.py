@@ -12,12 +12,13 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from data_pipeline.building import example_counts
 from data_pipeline.building.decontamination import Matcher
 from data_pipeline.building.task_rows import Encoded, encode, join
 from data_pipeline.format.manifest import ShardInfo, token_dtype
@@ -157,6 +158,7 @@ class Outcome:
         rejected: (file, line, reason) of each record without a document.
         shards: split -> shard; without splits that have no documents.
         unknown: number of tokens that stand for text unknown to the tokenizer.
+        examples: split -> number of examples under common packings, see `example_counts.count`.
     """
 
     build: str
@@ -165,6 +167,7 @@ class Outcome:
     rejected: tuple[tuple[int, int, str], ...]
     shards: dict[str, ShardInfo]
     unknown: int
+    examples: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes it as JSON, atomically."""
@@ -255,7 +258,7 @@ class UnitWriter:
                 rejected.append((origin.file, origin.line, document))
             else:
                 splits[origin.split].append((origin, document))
-        shards, unknown = {}, 0
+        shards, unknown, examples = {}, 0, {}
         texts = [origin.text for members in splits.values() for origin, _ in members]
         with atomic_write(texts_path(self._folder, unit.index)) as file:
             np.save(file, np.array([hashed(text, "document") for text in texts], np.uint64))
@@ -263,10 +266,13 @@ class UnitWriter:
         for split, members in splits.items():
             if members:
                 shards[split] = self._write(f"{split}-{unit.index:06d}.tar", members)
+                examples[split] = self._count([document for _, document in members])
             # The only special token that text can produce is [UNK].
             unknown += sum(int(np.isin(document.tokens, special).sum()) for _, document in members)
         reasons = tuple(sorted(rejected))
-        outcome = Outcome(self._build, unit.digest, len(unit.records), reasons, shards, unknown)
+        outcome = Outcome(
+            self._build, unit.digest, len(unit.records), reasons, shards, unknown, examples
+        )
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
 
@@ -307,6 +313,14 @@ class UnitWriter:
         if self._is_pairs:
             least, reason = 2, "no tokens in the source or the target"
         return [each if len(each.parts) >= least else reason for each in documents]
+
+    def _count(self, documents: list[Encoded]) -> dict[str, int]:
+        if self._is_task or self._is_pairs:  # their packings depend on the objective
+            return {}
+        lengths = np.array([len(document.tokens) for document in documents], dtype=np.int64)
+        has_sentences = self._splitter is not None
+        sentences = [document.parts for document in documents] if has_sentences else None
+        return example_counts.count(lengths, sentences)
 
     def _write(self, name: str, members: list[tuple[_Parsed, Encoded]]) -> ShardInfo:
         origins = [(origin.file, origin.line) for origin, _ in members]

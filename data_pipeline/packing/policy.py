@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
@@ -28,6 +29,14 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
     if spec.parts is not None:
         text += f" {_description(spec.parts)}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def count_digest(spec: PackSpec, policy: Policy) -> str:
+    """Hex digest of a packing, equal for packings with equal numbers of examples."""
+    # `concat` and `padded` fill the first side only: T5's objectives share their counts.
+    if policy in ("concat", "padded") and not spec.text_pairs:
+        spec = replace(spec, sides=None)
+    return packing_digest(spec, policy)
 
 
 def _description(parts: Parts) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from operator import getitem
@@ -24,21 +24,21 @@ from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
 from data_pipeline.packing.policy import (
     check_policy,
+    count_digest,
     count_shard,
     needs_parts,
-    packing_digest,
     plan_shard,
 )
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.corruption import CorruptShardError
-from data_pipeline.reading.counts import cached_counts
+from data_pipeline.reading.counts import cached_counts, counts_name, read_counts
 from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
 from data_pipeline.reading.remote import INDEX_READERS, RemoteDataset, load_manifest
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import CorruptError, DataError
 from trainer.examples import Examples, PackSpec, Policy, TaskRow
 from trainer.hashing import combine, name_key
-from trainer.storage import is_url, shown
+from trainer.storage import flock, is_url, shown
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +112,14 @@ class Dataset:
         # Only sizes are compared here. Content is verified when a shard is opened.
         folder = Path(path)
         manifest = Manifest.load(folder)
+        sizes = _sizes(folder, {shard.name for shard in manifest.shards})
         for shard in manifest.shards:
-            file = folder / shard.name
-            size = file.stat().st_size if file.is_file() else None
+            size = sizes.get(shard.name)
             if size is None or (whole and size != shard.bytes):
                 found = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise DataError(
-                    f"the shard {file} {found}. Copy the dataset again, or rebuild it with "
-                    f"samestep data build; check it with: samestep data verify {folder}"
+                    f"the shard {folder / shard.name} {found}. Copy the dataset again, or rebuild "
+                    f"it with samestep data build; check it with: samestep data verify {folder}"
                 )
         return cls(folder, manifest)
 
@@ -234,14 +234,36 @@ class Dataset:
     def small_file(self, name: str) -> Iterator[Path]:
         """Yields the path of a file beside the dataset, which may be missing.
 
-        For a remote dataset, other processes of this node wait meanwhile, so the file is downloaded
-        or made only once.
+        Other processes that share the folder wait meanwhile, so the file is downloaded or made only
+        once; those of a remote dataset share one for each node.
         """
         if self.remote is None:
-            yield self.path / name
+            file = self.path / name
+            with _alone(file.parent):
+                yield file
         else:
             with self.remote.small_file(self.path, name) as file:
                 yield file
+
+
+def _sizes(folder: Path, names: Collection[str]) -> dict[str, int]:
+    """The bytes of those of the named files that are in a folder."""
+    # One listing: a network file system answers it with sizes, and single files one by one.
+    with os.scandir(folder) as entries:
+        found = (entry for entry in entries if entry.name in names and entry.is_file())
+        return {entry.name: entry.stat().st_size for entry in found}
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in here, if the folder can be written and locked."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            lock = held.enter_context((folder / ".lock").open("ab"))
+            # Hundreds of processes that poll would load the server of a network file system.
+            flock.flock(lock, flock.LOCK_EX)
+        yield
 
 
 class PackedSplit:
@@ -429,12 +451,15 @@ class PackedSplit:
 
     def _cached_counts(self, split: str) -> Int64:
         """Number of examples in each shard, counted now or by an earlier run."""
-        parts = [self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy)]
-        if self._policy == "pairs":  # only here does the number depend on the seed
-            parts.append(str(self._seed))
-        # The name has every input of the counts, so a changed packing is counted anew.
-        name = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
-        with self._dataset.small_file(f".cache/{name}.counts") as file:
+        # Only under `pairs` does the number depend on the seed.
+        seed = self._seed if self._policy == "pairs" else None
+        packing = count_digest(self._spec, self._policy)
+        name = counts_name(self._dataset.manifest.digest, split, packing, seed)
+        # All processes of a run start at once: without waiting, those that find counts read them.
+        counts = read_counts(self._dataset.path / name, len(self._shards))
+        if counts is not None:
+            return counts
+        with self._dataset.small_file(name) as file:
             return cached_counts(file, len(self._shards), self._count_all)
 
     def _count_all(self) -> Int64:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trainer import storage
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ObjectNotFoundError
 from trainer.storage import Digest, keeper
 
 THREADS = 8  # an object store answers eight requests in about the time of one
@@ -105,6 +105,32 @@ def read(path: Location) -> bytes:
         return path.read_bytes()
 
 
+def read_if_there(path: Location) -> bytes | None:
+    """Returns the content of a small file; None if it does not exist.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return read(path)
+    except ObjectNotFoundError:
+        return None
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def read_all(paths: Sequence[Location]) -> list[bytes]:
+    """Returns the contents of small files, several of which are read at a time.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(read, paths))
+
+
 def digest(path: Location) -> Digest:
     """Reads a file of any size and hashes it.
 
@@ -125,6 +151,18 @@ def size(path: Location) -> int:
         return storage.size(path.url)
     with _explained("read", path):
         return path.stat().st_size
+
+
+def sizes(folder: Location) -> dict[str, int]:
+    """Returns the bytes of each file in a folder, by name; a missing folder has none."""
+    if isinstance(folder, Url):
+        return storage.sizes(folder.url)
+    with _explained("read", folder):
+        if not folder.exists():
+            return {}
+        # One listing: a network file system answers it with sizes, and single files one by one.
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
@@ -221,6 +259,15 @@ def remove(path: Location) -> None:
     else:
         with _explained("remove", path):
             path.unlink(missing_ok=True)
+
+
+def remove_files(folder: Location, names: Iterable[str]) -> None:
+    """Removes files of a folder, if they exist; few requests of an object store for any number."""
+    if isinstance(folder, Url):
+        storage.remove_files([f"{folder.url}/{name}" for name in names])
+    else:
+        for name in names:
+            remove(folder / name)
 
 
 def remove_folder(folder: Location, first: str) -> None:

@@ -8,10 +8,11 @@ leaves either a step without `COMMITTED`, which is ignored, or a complete one.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import files
@@ -83,15 +84,17 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
     Raises:
         CheckpointError: the step is not committed, or its list of files is damaged.
     """
-    if not is_committed(folder):
+    # Every rank reads both files, so each is requested once: 1,024 ranks start at the same time.
+    committed = files.read_if_there(folder / _COMMITTED)
+    if committed is None:
         raise CheckpointError(
             f"{folder} was never committed: saving it was interrupted. Use another step"
         )
     # COMMITTED vouches for checksums.json, which vouches for all other files.
-    committed, checksums = files.read(folder / _COMMITTED), folder / _CHECKSUMS
-    if files.digest(checksums).sha256.encode() != committed:
-        raise _damaged(checksums, "its SHA-256 is not the one in COMMITTED")
-    return {name: Digest(**digest) for name, digest in json.loads(files.read(checksums)).items()}
+    content = files.read(folder / _CHECKSUMS)
+    if hashlib.sha256(content).hexdigest().encode() != committed:
+        raise _damaged(folder / _CHECKSUMS, "its SHA-256 is not the one in COMMITTED")
+    return {name: Digest(**digest) for name, digest in json.loads(content).items()}
 
 
 def identity(folder: Location) -> str:
@@ -101,7 +104,11 @@ def identity(folder: Location) -> str:
 
 def rank_files(folder: Location) -> list[Location]:
     """Returns the tensor files of a committed step."""
-    return [folder / name for name in read_checksums(folder) if name.endswith(".safetensors")]
+    return _rank_files(folder, read_checksums(folder))
+
+
+def _rank_files(folder: Location, names: Iterable[str]) -> list[Location]:
+    return [folder / name for name in names if name.endswith(".safetensors")]
 
 
 def check_sizes(folder: Location) -> None:
@@ -110,8 +117,11 @@ def check_sizes(folder: Location) -> None:
     Raises:
         CheckpointError: with the file and its damage.
     """
-    for name, digest in read_checksums(folder).items():
-        _check_size(folder / name, digest)
+    checksums, found = read_checksums(folder), files.sizes(folder)
+    for name, digest in checksums.items():
+        path = folder / name
+        # A missing file is asked for once more, for an error that says why.
+        _check_size(path, found[name] if name in found else files.size(path), digest)
 
 
 def check_content(folder: Location, rank: int = 0, world_size: int = 1) -> None:
@@ -144,16 +154,19 @@ def find_damage(folder: Location, check: Check) -> str | None:
 
 
 def _check_file(path: Location, expected: Digest) -> None:
-    _check_size(path, expected)
+    _check_size(path, files.size(path), expected)
     # The size is free to check; the digest reads the whole file.
     if files.digest(path) != expected:
-        raise _damaged(path, f"its SHA-256 is no longer {expected.sha256[:12]}...")
+        raise _changed(path, expected)
 
 
-def _check_size(path: Location, expected: Digest) -> None:
-    size = files.size(path)
+def _check_size(path: Location, size: int, expected: Digest) -> None:
     if size != expected.bytes:
         raise _damaged(path, f"it has {size} bytes, not {expected.bytes}")
+
+
+def _changed(path: Location, expected: Digest) -> CheckpointError:
+    return _damaged(path, f"its SHA-256 is no longer {expected.sha256[:12]}...")
 
 
 def _damaged(path: Location, reason: str) -> CheckpointError:
@@ -167,8 +180,21 @@ def read_meta(folder: Location) -> Tree:
         CheckpointError: the step is not committed, its meta.json is damaged, or this version does
             not know its format.
     """
-    _check_file(folder / META, read_checksums(folder)[META])
-    meta: Tree = json.loads(files.read(folder / META))
+    return _read_meta(folder, read_checksums(folder)[META])
+
+
+def open_step(folder: Location) -> tuple[Tree, list[Location]]:
+    """Returns `read_meta` and `rank_files` of a committed step, for fewer requests than both."""
+    checksums = read_checksums(folder)
+    return _read_meta(folder, checksums[META]), _rank_files(folder, checksums)
+
+
+def _read_meta(folder: Location, expected: Digest) -> Tree:
+    content = files.read(folder / META)
+    _check_size(folder / META, len(content), expected)
+    if hashlib.sha256(content).hexdigest() != expected.sha256:
+        raise _changed(folder / META, expected)
+    meta: Tree = json.loads(content)
     # Checked after the checksum: a damaged file could have any format.
     if meta["format"] != FORMAT:
         raise CheckpointError(

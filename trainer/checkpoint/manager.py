@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpoint import files, integrity, layout, retention, writer
+from trainer.checkpoint import files, integrity, layout, restoring, retention, writer
 from trainer.checkpoint.collective import (
     first_error,
     gather,
@@ -335,12 +335,20 @@ class Checkpointer:
                 f"there is no checkpoint in {self.folder}. Check the output folder"
             )
         folder = integrity.step_folder(self.folder, step)
-        meta, stored = self.open(folder)
-        with raise_on_all_ranks(self._world_size):
-            layout.check_same_tensors(tensors, stored.pieces, folder)
+        meta, paths = self._open_step(folder)
+        stored = restoring.StoredFiles(paths)
+        ours, rank, world_size = layout.describe(tensors), self._rank, self._world_size
+        compared = restoring.Comparison.of(ours, {})
+        with raise_on_all_ranks(world_size):
+            # Each rank looks at some of the headers for tensors that differ.
+            theirs = stored.describe(range(rank, len(paths), world_size))
+            compared = restoring.Comparison.of(ours, theirs)
+        comparisons = gather(compared, world_size)
+        with raise_on_all_ranks(world_size):
+            restoring.check_compared(ours, comparisons, folder)
             # Each rank reads only what its own pieces overlap.
             wanted = [piece for each in tensors.items() for piece in layout.local_pieces(*each)]
-            layout.fill(wanted, stored.pieces)
+            stored.fill(wanted, rank, world_size)
         self._at, self._error = step, None
         return meta
 
@@ -355,12 +363,18 @@ class Checkpointer:
         Raises:
             CheckpointError: it was never committed, or is damaged.
         """
+        meta, paths = self._open_step(step_folder)
+        with raise_on_all_ranks(self._world_size):
+            stored = layout.read_files(paths)
+        return meta, stored
+
+    def _open_step(self, step_folder: Location) -> tuple[Tree, list[Location]]:
+        """Like `open`, but returns the paths of the tensor files, which it leaves closed."""
         if damage := self._damage(step_folder):
             raise CheckpointError(damage)
         with raise_on_all_ranks(self._world_size):
-            meta = integrity.read_meta(step_folder)
-            stored = layout.read_files(integrity.rank_files(step_folder))
-        return meta, stored
+            meta, paths = integrity.open_step(step_folder)
+        return meta, paths
 
     def _damage(self, folder: Location) -> str | None:
         """Returns the damage of a checkpoint that any rank finds; each file is read by one rank.

@@ -82,7 +82,7 @@ def write_step(
         if rank > 0:
             # Last, as rank 0 takes the digest for a promise that the tensor file is complete.
             note = json.dumps(dataclasses.asdict(digest)).encode()
-            files.write(folder / f"{_name(rank)}.json", note)
+            files.write(folder / _note(rank), note)
             return
         digests = {_tensors(0): digest, integrity.META: files.write(folder / integrity.META, meta)}
         integrity.commit(folder, digests | _await_peers(folder, world_size, peer_timeout))
@@ -103,13 +103,17 @@ def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str,
     while waiting:
         present = set(files.names(folder))
         for rank in sorted(waiting):
-            note, failure = folder / f"{_name(rank)}.json", folder / f"{_name(rank)}.failed"
+            failure = folder / f"{_name(rank)}.failed"
             if failure.name in present:
                 raise CheckpointError(f"rank {rank} {files.read(failure).decode()}")
-            if note.name in present:
-                digests[_tensors(rank)] = Digest(**json.loads(files.read(note)))
-                files.remove(note)
-                waiting.remove(rank)
+        # All that are there by now together: one by one, 1,024 ranks would keep an object store
+        # busy for a minute.
+        ready = [rank for rank in sorted(waiting) if _note(rank) in present]
+        notes = files.read_all([folder / _note(rank) for rank in ready])
+        for rank, note in zip(ready, notes, strict=True):
+            digests[_tensors(rank)] = Digest(**json.loads(note))
+        files.remove_files(folder, map(_note, ready))
+        waiting.difference_update(ready)
         if waiting and time.monotonic() > deadline:
             raise CheckpointError(
                 f"no files from ranks {sorted(waiting)[:8]} in {folder} after {timeout:.0f} s. "
@@ -123,6 +127,10 @@ def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str,
 
 def _tensors(rank: int) -> str:
     return f"{_name(rank)}.safetensors"
+
+
+def _note(rank: int) -> str:
+    return f"{_name(rank)}.json"
 
 
 def _name(rank: int) -> str:

@@ -41,6 +41,7 @@ _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started 
 _PATIENCE_SECONDS = 600.0
 _GREETING_SECONDS = 10.0
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
+_HERE_SECONDS = 1.0  # between two messages about how many agents wait
 _LINE_BYTES = 4096
 
 
@@ -223,6 +224,11 @@ class _Host(threading.Thread):
         self._agents: dict[_Connection, int | None] = {}
         self._round: list[_Connection] = []
         self._round_deadline = math.inf  # by when all agents of a broken round must have left it
+        # What the round has been told. A second message would change nothing, and with one for each
+        # of N agents that join or leave, N agents would get N * N messages.
+        self._told: set[Event] = set()
+        # Whether an agent has come since those that wait were told how many are here, and the time.
+        self._is_news, self._told_here = False, -math.inf
         self._store: TCPStore | None = None
         self._last_change = time.monotonic()
 
@@ -245,6 +251,7 @@ class _Host(threading.Thread):
                     self._drop(agent)
             if not self._round:
                 self._start_round()
+            self._tell_here()
 
     def _accept(self) -> None:
         agent = _Connection(self._listener.accept()[0])
@@ -258,13 +265,11 @@ class _Host(threading.Thread):
             self._tell(self._agents, message)
             return
         self._agents[agent] = message.get("ready")
-        self._last_change = time.monotonic()
+        self._last_change, self._is_news = time.monotonic(), True
         if agent in self._round:
             self._leave(agent)
         elif len(self._round) < self._settings.max_agents:
-            self._tell(self._round, {"event": "joined"})
-        ready = self._ready()
-        self._tell(ready, {"here": len(ready) + len(self._round)})
+            self._tell_round("joined")
 
     def _ready(self) -> list[_Connection]:
         return [agent for agent, workers in self._agents.items() if workers is not None]
@@ -280,7 +285,19 @@ class _Host(threading.Thread):
         if agent in self._round:
             self._round.remove(agent)
             self._round_deadline = min(self._round_deadline, time.monotonic() + _ENDING_SECONDS)
-            self._tell(self._round, {"event": "lost"})
+            self._tell_round("lost")
+
+    def _tell_round(self, event: Event) -> None:
+        if event not in self._told:
+            self._told.add(event)
+            self._tell(self._round, {"event": event})
+
+    def _tell_here(self) -> None:
+        """Tells the agents that wait how many are here, at most once a second."""
+        if self._is_news and time.monotonic() >= self._told_here + _HERE_SECONDS:
+            self._is_news, self._told_here = False, time.monotonic()
+            ready = self._ready()
+            self._tell(ready, {"here": len(ready) + len(self._round)})
 
     def _start_round(self) -> None:
         """Starts a round, unless more agents are expected."""
@@ -301,7 +318,7 @@ class _Host(threading.Thread):
         complete = len(ready) == settings.max_agents or (known and len(ready) == len(self._agents))
         if not complete and waited < _LAST_CALL_SECONDS:
             return
-        self._round, self._round_deadline = ready, math.inf
+        self._round, self._round_deadline, self._told = ready, math.inf, set()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2
         # and 5 of a world size of 6.

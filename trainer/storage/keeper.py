@@ -30,6 +30,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 logger = logging.getLogger(__name__)
 
 Blob: TypeAlias = list[mmap.mmap]
+Entry: TypeAlias = dict[str, str | int]
 Sizes: TypeAlias = dict[str, int]
 
 ENVIRONMENT = "SAMESTEP_KEEPER"
@@ -266,13 +267,25 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
-    def ls(self, path: str, **_: object) -> list[str]:
-        found = {name for sizes, _content in self._ask_each("find", path) for name in sizes}
+    def ls(self, path: str, detail: bool = True, **_: object) -> list[str] | list[Entry]:
+        found: dict[str, int] = {}
+        for sizes, _content in self._ask_each("find", path):
+            found |= sizes
         if not found:
             raise FileNotFoundError(path)
         # For `a`, both `a/b/c` and `a/b/d` are listed as `a/b`.
         below = len(path) + 1
-        return sorted({name[:below] + name[below:].partition("/")[0] for name in found})
+        names = sorted({name[:below] + name[below:].partition("/")[0] for name in found})
+        if not detail:
+            return names
+        return [
+            {
+                "name": name,
+                "size": found.get(name, 0),
+                "type": "file" if name in found else "directory",
+            }
+            for name in names
+        ]
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_: object
@@ -287,8 +300,11 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
         for _ in self._ask_each("remove", path):
             pass
 
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        self.rm_file(path)
+    def rm(
+        self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
+    ) -> None:
+        for each in [path] if isinstance(path, str) else path:
+            self.rm_file(each)
 
     def _open(self, path: str, mode: str = "rb", **_: object) -> Upload | _File:
         if mode == "wb":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -50,6 +50,19 @@ def names(url: str) -> list[str]:
         return attempt("list", url, list_once)
     except ObjectNotFoundError:
         return []
+
+
+def sizes(url: str) -> dict[str, int]:
+    """Bytes of the objects in a folder, without those of its subfolders, by name."""
+
+    def list_once(fs: AbstractFileSystem, path: str) -> dict[str, int]:
+        found = [entry for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
+        return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in found}
+
+    try:
+        return attempt("list", url, list_once)
+    except ObjectNotFoundError:
+        return {}
 
 
 def glob(pattern: str) -> list[str]:
@@ -157,6 +170,17 @@ def remove(url: str) -> None:
     """Removes an object, if it exists."""
     with suppress(ObjectNotFoundError):
         attempt("remove", url, lambda fs, path: fs.rm_file(path))
+
+
+def remove_files(urls: Sequence[str]) -> None:
+    """Removes objects of one store, if they exist; S3 takes up to 1,000 in a request."""
+
+    def remove_once(fs: AbstractFileSystem, _path: str) -> None:
+        fs.rm([fs._strip_protocol(url) for url in urls])
+
+    if urls:
+        with suppress(ObjectNotFoundError):
+            attempt("remove", urls[0], remove_once)
 
 
 def remove_folder(url: str) -> None:

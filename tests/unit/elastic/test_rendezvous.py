@@ -84,6 +84,7 @@ def test_too_few_agents(
 ) -> None:
     """They learn how many are here, and the wait has an end."""
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_HERE_SECONDS", 0.1)
     first, second = agents(2, 3, 3)
     with caplog.at_level("INFO"):
         waiting = [join(first, 1), join(second, 1)]
@@ -115,6 +116,41 @@ def test_an_agent_that_does_not_end_its_workers_is_waited_for_only_so_long(
     assert event_of(first) == "joined"
     both = [join(first, 1).result(5), waiting.result(5)]
     assert [joined.world_size for joined in both if joined] == [2, 2]
+
+
+@pytest.mark.parametrize("count", [4, 24])
+def test_each_agent_gets_a_few_messages_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """All join, one is lost, the others join again, and another one comes."""
+    sent: list[dict[str, object]] = []
+    send = rendezvous._Connection.send
+
+    def recorded(connection: rendezvous._Connection, message: dict[str, object]) -> None:
+        sent.append(message)
+        send(connection, message)
+
+    monkeypatch.setattr(rendezvous._Connection, "send", recorded)
+    members = agents(count, count - 1, count)
+    with ThreadPoolExecutor(count) as pool:
+
+        def join_all() -> list[int]:
+            joined = pool.map(lambda agent: agent.join(1, lambda: False), members)
+            return [each.world_size for each in joined if each]
+
+        assert join_all() == [count] * count
+        lost = members.pop()
+        assert lost._connection is not None
+        lost._connection.socket.close()
+        assert list(pool.map(event_of, members)) == ["lost"] * len(members)
+        assert join_all() == [count - 1] * len(members)
+        late = Rendezvous(f"127.0.0.1:{members[0]._port}", count - 1, count, "train")
+        waiting = pool.submit(late.join, 1, lambda: False)
+        assert list(pool.map(event_of, members)) == ["joined"] * len(members)
+        members[0].close(0, "done")
+        with pytest.raises(RunEnded):
+            waiting.result(5)
+    assert len(sent) <= 12 * count
 
 
 def test_agents_of_another_run_are_rejected(join: Join) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -17,11 +18,16 @@ from benchmarks import (
     build,
     checkpoint,
     corpus,
+    growth,
     kernels,
     loader,
     paired_studies,
     recovery,
     resume,
+    scale,
+    scale_checkpoints,
+    scale_data,
+    scale_runs,
     stream,
 )
 from benchmarks.pairing import Comparison, Contender, compare
@@ -145,3 +151,50 @@ def test_paired_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_kernels_say_that_they_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels.main([]) == 1
     assert "torch finds none here" in capsys.readouterr().out
+
+
+def test_growth_is_fitted_to_the_last_three_sizes_and_continued() -> None:
+    def work(size: int) -> growth.Figures:
+        return {"square, s": max(size, 10) ** 2 / 100, "constant, s": 5.0}
+
+    square, constant = growth.measure("things", [1, 10, 100, 1000], work, seconds=60)
+    assert square.exponent == pytest.approx(2)
+    assert constant.exponent == pytest.approx(0)
+    for each in (square, constant):
+        each.extrapolate([1000, 10_000])
+    assert square.extrapolated == {10_000: pytest.approx(1e6)}
+    lines = growth.table([square, constant]).splitlines()
+    assert lines[0] == "| by things | 1 | 10 | 100 | 1,000 | 10,000 | exponent |"
+    assert lines[2] == "| square, s | 1 | 1 | 100 | 10,000 | ~1,000,000 | 2.00 |"
+
+
+def test_sizes_that_would_take_too_long_are_not_measured() -> None:
+    sizes: list[int] = []
+
+    def work(size: int) -> growth.Figures:
+        sizes.append(size)
+        time.sleep(size / 1000)
+        return {"cost, s": float(size)}
+
+    (found,) = growth.measure("things", [10, 100, 10_000], work, seconds=2)
+    assert sizes == [10, 100]
+    assert found.extrapolated == {10_000: pytest.approx(10_000)}
+
+
+@pytest.mark.long
+def test_costs_of_scale_are_measured_and_drawn(tmp_path, monkeypatch, capsys) -> None:
+    """The smallest sizes, in this process."""
+    for module in (scale_data, scale_checkpoints, scale_runs):
+        monkeypatch.setattr(module, "in_fresh_process", lambda work, *args: work(*args))
+    sizes = scale.Sizes((40, 80), (60,), (2, 3), (2,), (10,), (2,), (1,), 60.0)
+    monkeypatch.setattr(scale, "QUICK", sizes)
+    monkeypatch.setattr(scale, "_C4", (60, 4))
+    monkeypatch.setattr(scale_data, "DOCUMENTS", 4)
+    monkeypatch.setattr(scale_checkpoints, "TENSORS", 3)
+    out = tmp_path / "out.json"
+    scale.main(["--plots", str(tmp_path / "plots"), "--json", str(out)])
+    measured = json.loads(out.read_text())["measured"]
+    assert len(measured) == len(list((tmp_path / "plots").glob("*.png"))) == 7
+    costs = [cost for costs in measured.values() for cost in costs]
+    assert all(value > 0 for cost in costs for value in cost["measured"].values())
+    assert capsys.readouterr().out.count("| exponent |") == 7

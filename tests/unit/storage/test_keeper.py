@@ -52,6 +52,12 @@ def test_folders(url: str) -> None:
     assert storage.names(url) == ["step-1"]
     assert storage.names(f"{url}/none") == []
     storage.remove_folder(f"{url}/none")
+    for name in ("c", "deep/a"):
+        storage.write(f"{url}/step-1/{name}", b"more")
+    assert storage.sizes(f"{url}/step-1") == {"b": len(b"step-1/b"), "c": 4}
+    assert storage.sizes(f"{url}/none") == {}
+    storage.remove_files([f"{url}/step-1/{name}" for name in ("b", "none", "deep/a")])
+    assert storage.names(f"{url}/step-1") == ["c"]
 
 
 def test_two_keepers_hold_a_blob_and_one_is_enough_to_read_it(

@@ -53,6 +53,21 @@ def test_what_is_written_is_there(s3_folder: str) -> None:
     assert not storage.exists(s3_folder)
 
 
+def test_a_folder_of_many_objects_takes_few_requests(
+    faulty_s3: FaultyProxy, s3_folder: str
+) -> None:
+    for number in range(12):
+        storage.write(f"{s3_folder}/{number:02}", b"x" * number)
+    storage.write(f"{s3_folder}/deep/a", b"x")
+    faulty_s3.behave()
+    assert storage.sizes(s3_folder) == {f"{number:02}": number for number in range(12)}
+    storage.remove_files([f"{s3_folder}/{number:02}" for number in range(2, 20)])
+    assert len(faulty_s3.requests) == 2
+    assert storage.names(s3_folder) == ["00", "01", "deep"]
+    assert storage.sizes(f"{s3_folder}/none") == {}
+    storage.remove_files([])
+
+
 def test_an_open_object_is_a_file(s3_folder: str) -> None:
     url = f"{s3_folder}/file"
     storage.write(url, CONTENT)

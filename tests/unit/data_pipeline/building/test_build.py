@@ -116,7 +116,8 @@ def test_the_dataset_does_not_depend_on_the_number_of_workers(corpus, built, tmp
 
 def test_a_folder_holds_the_dataset_and_nothing_else(built):
     names = {shard.name for shard in Manifest.load(built).shards}
-    assert {path.name for path in built.iterdir()} == {*names, "manifest.json", "tokenizer"}
+    found = {path.name for path in built.iterdir()}
+    assert found == {*names, "manifest.json", "tokenizer", ".cache"}
 
 
 def test_equal_texts_go_to_the_same_split(corpus, tmp_path):

@@ -84,7 +84,8 @@ def plain(config) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.*")}
+    files = [path for path in folder.rglob("*.*") if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_shards_say_where_the_sentences_of_every_document_begin(built) -> None:

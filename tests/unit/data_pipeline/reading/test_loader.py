@@ -4,11 +4,14 @@ go on anywhere.
 
 import hashlib
 import math
+import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -337,19 +340,34 @@ def test_a_small_cache_of_shards_changes_nothing(write_dataset, monkeypatch) -> 
 def test_counts_are_cached_and_a_damaged_or_impossible_cache_does_no_harm(write_dataset) -> None:
     folder = write_dataset()
     expected = global_batches(folder, 2)
-    (cached,) = (folder / ".cache").iterdir()
+    (cached,) = (folder / ".cache").glob("*.counts")
     assert_same(expected, global_batches(folder, 2))
     global_batches(folder, 1, seed=8)  # counts do not depend on the seed
-    assert list(cached.parent.iterdir()) == [cached]
+    assert list(cached.parent.glob("*.counts")) == [cached]
     content = cached.read_bytes()
     for damaged in (b"", content[:-8], content[:40] + b"\x01" + content[41:]):
         cached.write_bytes(damaged)
         assert_same(expected, global_batches(folder, 2))
         assert cached.read_bytes() == content
-    cached.unlink()
-    cached.parent.rmdir()
+    shutil.rmtree(cached.parent)
     cached.parent.write_text("the folder cannot be made")
     assert_same(expected, global_batches(folder, 2))
+
+
+def test_opening_a_dataset_looks_at_no_shard_by_itself(write_dataset, monkeypatch) -> None:
+    few, many = write_dataset("few", shards=2), write_dataset("many", shards=40, documents=4)
+    looked: list[Path] = []
+    stat = Path.stat
+
+    def recorded(path: Path, **how: bool) -> os.stat_result:
+        looked.append(path)
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", recorded)
+    for folder in (few, many):
+        looked.clear()
+        Dataset.open(folder)
+        assert [path for path in looked if path.suffix == ".tar"] == []
 
 
 FEW_FILES = """

@@ -21,9 +21,11 @@ from data_pipeline.reading import batches, prefetch
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache, locked
 from data_pipeline.reading.config import Config
+from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.remote import TOKENIZER_FILES, RemoteDataset
+from tests.faulty_proxy import FaultyProxy
 from tests.waiting import until
 from trainer import storage
 from trainer.errors import ConfigError, DataError
@@ -128,6 +130,35 @@ def test_batches_are_those_of_the_local_folder_with_a_cold_and_a_warm_cache(
     assert digests(make_loader(remote, tmp_path / "cache"), 20) == digests(
         make_loader(dataset, None), 20
     )
+
+
+def requests_of_a_start(proxy: FaultyProxy, url: str, cache: Path) -> int:
+    proxy.behave()
+    ShardCache.open_folder(str(cache)).prepare()
+    dataset = Dataset.open(url, ShardCache.open_folder(str(cache)))
+    assert len(PackedSplit(dataset, "train", PackSpec(128, 1, 1), "concat", seed=3).counts) > 0
+    return len(proxy.requests)
+
+
+def test_requests_of_a_start_do_not_depend_on_the_number_of_shards(
+    write_dataset_to: Any, faulty_s3: FaultyProxy, s3_folder: str, tmp_path: Path
+) -> None:
+    """With the counts of a build; without them, each shard's lengths are requested."""
+    found = {}
+    for shards in (3, 24):
+        folder = write_dataset_to(tmp_path / str(shards), shards=shards, documents=3)
+        (folder / "tokenizer").mkdir()
+        for name in TOKENIZER_FILES:
+            (folder / "tokenizer" / name).write_text("{}")
+        push(folder, plain := f"{s3_folder}/plain-{shards}")
+        PackedSplit(Dataset.open(folder), "train", PackSpec(128, 1, 1), "concat", seed=3)
+        push(folder, counted := f"{s3_folder}/counted-{shards}")
+        for name, url in (("plain", plain), ("counted", counted)):
+            found[name, shards] = requests_of_a_start(
+                faulty_s3, url, tmp_path / f"{name}-{shards}.cache"
+            )
+    assert found["counted", 3] == found["counted", 24] < 16
+    assert found["plain", 24] - found["plain", 3] >= 24 - 3
 
 
 def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
