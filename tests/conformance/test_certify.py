@@ -121,7 +121,7 @@ def test_processes_of_this_machine(start: Start, tmp_path: Path, samestep: Sames
     assert "--processes is 0" in samestep("certify", "--processes", 0).message
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_wrong_matrix_product(tmp_path: Path) -> None:
     content = run(tmp_path, "matmul", on=1)
     assert not content["passed"]
@@ -131,7 +131,7 @@ def test_wrong_matrix_product(tmp_path: Path) -> None:
     assert "matrix product has an error of" in found["bf16 kernels"]
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_wrong_bit_of_one_rank(tmp_path: Path) -> None:
     found = failed(run(tmp_path, "last bit", on=2))
     assert found["fp32 passes"].startswith("rank 2 (")
@@ -139,7 +139,7 @@ def test_wrong_bit_of_one_rank(tmp_path: Path) -> None:
     assert "fp32 kernels" not in found
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_collective_that_drops_an_element(tmp_path: Path) -> None:
     found = failed(run(tmp_path, "all-reduce", on=0))
     assert found["all-reduce"].startswith("rank 0 (")

@@ -22,7 +22,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     return dict(layout.read_files(files))
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_killed_and_continued_elsewhere(
     start: Start, experiment_file: str, tmp_path: Path, precision: str

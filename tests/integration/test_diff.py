@@ -180,7 +180,7 @@ def test_the_first_stage_that_differs() -> None:
     assert first_difference({4: broken}, {4: broken}) is None
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_one_bit_in_a_thousand_steps(train: Any, samestep: Samestep) -> None:
     """Any bit of any weight, after any step: found with at most ten recomputed steps."""
     chance = np.random.default_rng()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.monitoring.costs import CpuEnergy, Usage
 from trainer.studies import inputs, page, results
 from trainer.studies.jobs import Jobs, Result, list_jobs
 from trainer.studies.size import sizes
+from trainer.studies.stages import task
 from trainer.studies.study import Study
 
 EXPERIMENT = {
@@ -314,3 +316,15 @@ def test_a_distance_is_measured_between_two_stages(tmp_path: Path) -> None:
     assert list(command[:4]) == ["checkpoint", "distance", *folders]
     (tmp_path / "scores.json").write_text('{"all": 0.5}')
     assert job.config.scores(tmp_path) == {"all": 0.5}
+
+
+def test_a_task_that_failed_under_an_older_version_is_finished(tmp_path: Path) -> None:
+    """The failed run's folder has another digest, and stays."""
+    suite = tmp_path / "suite"
+    for digest in ("0000aaaa", "ffffbbbb"):
+        (suite / "runs" / "conll" / f"lr-1e-3-seed-0-{digest}").mkdir(parents=True)
+    result = {"task": "conll", "run": "lr-1e-3-seed-0", "settings": {}, "seed": 0}
+    result |= {"digest": "ffffbbbb00000000", "scores": {}, "steps": 1, "seconds": 1.0}
+    (suite / "results.jsonl").write_text(json.dumps(result) + "\n")
+    task.Config(task="conll.yaml", start="stage:pretrain").finish(tmp_path)
+    assert (tmp_path / "model").resolve().name.endswith("-ffffbbbb")

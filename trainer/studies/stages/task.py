@@ -63,14 +63,16 @@ class Config(StageConfig):
         return [["finetune-suite", start, "--tasks", str(file), *chosen, *suite]]
 
     def finish(self, folder: Path) -> None:
-        # The run's folder is named by a digest that only the suite knows.
-        (run,) = (folder / "suite").glob("runs/*/*/")
+        # The run's folder is named by a digest that only the suite knows. One that has failed under
+        # an older version may be there, too.
+        *_, digest = read_results(folder / "suite")
+        (run,) = (folder / "suite").glob(f"runs/*/*-{digest[:8]}/")
         link = folder / self.product
         link.unlink(missing_ok=True)
         link.symlink_to(run.relative_to(folder), target_is_directory=True)
 
     def scores(self, folder: Path) -> Mapping[str, float]:
-        (result,) = read_results(folder / "suite").values()
+        *_, result = read_results(folder / "suite").values()
         learned = {} if result.learned is None else {"learned": float(result.learned)}
         return {**result.scores, **learned, **sizes(folder / self.product)}
 
