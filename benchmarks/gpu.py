@@ -54,7 +54,7 @@ from trainer.inspect.plan.throughput import Predictor
 from trainer.inspect.plan.trace import Step
 from trainer.training.experiment import Experiment
 from trainer.training.forecast import flops_of_step
-from trainer.training.run import build_objectives
+from trainer.training.model import build_objectives
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/benchmarks.md"

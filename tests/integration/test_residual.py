@@ -18,7 +18,7 @@ from trainer.models import Model
 from trainer.models.capabilities import FeedsResidual
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.run import build_model, build_objectives
+from trainer.training.model import build_model, build_objectives
 
 TOLERANCE = 1e-3
 """Largest relative difference of a loss in 8 steps, from the loss with an fp32 stream."""

@@ -28,13 +28,9 @@ from trainer.strategies import Replica
 from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Ledger
+from trainer.training.model import build_objectives
 from trainer.training.phases import phase_of
-from trainer.training.run import (
-    build_objectives,
-    checkpoint_folder,
-    open_loader,
-    write_description,
-)
+from trainer.training.run import checkpoint_folder, open_loader, write_description
 from trainer.training.weights import load_weights
 
 logger = logging.getLogger(__name__)

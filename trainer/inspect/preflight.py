@@ -18,8 +18,9 @@ from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
 from trainer.training import starting
 from trainer.training.experiment import Experiment
+from trainer.training.model import build_model, build_objectives
 from trainer.training.probe_rows import build_probes
-from trainer.training.run import build_model, build_objectives, checkpoint_folder, open_loader
+from trainer.training.run import checkpoint_folder, open_loader
 from trainer.training.teacher import build_teacher
 from trainer.training.weights import check_weights, load_config
 from trainer.vectors.folder import check as check_vectors

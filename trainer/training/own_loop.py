@@ -37,11 +37,11 @@ from trainer.partition import whole_norms
 from trainer.strategies import BuildOptimizer, Replica, Strategy
 from trainer.training.checkpoints import capture, restore
 from trainer.training.experiment import Experiment
+from trainer.training.model import build_objectives
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, phase_of
 from trainer.training.run import (
-    build_objectives,
     only_writer_of,
     open_checkpointer,
     open_loader,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
-from trainer.accelerators import DTYPES
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
 from trainer.checkpoint.lock import only_writer
@@ -36,8 +34,7 @@ from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
 from trainer.training.arithmetic import arithmetic
 from trainer.training.checkpoints import Checkpoints, open_snapshots
-from trainer.training.compatibility import check_best, check_compatibility
-from trainer.training.compiled import compile_units
+from trainer.training.compatibility import check_best
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.fused_attention import fuse_attention
@@ -45,6 +42,7 @@ from trainer.training.initial_embeddings import with_embeddings
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import out_of_memory, with_micro_batch, without_probe
+from trainer.training.model import build_model, build_objectives
 from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
@@ -372,76 +370,6 @@ def _initial_values(
 
 def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:
     return torch.zeros(()).expand(stop - start)
-
-
-def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Objective]:
-    """Builds the objective of each phase. Phases with equal settings share one.
-
-    Raises:
-        ConfigError: the dataset's tokenizer lacks a token, or two phases cannot share a data order.
-    """
-    # The vocabulary comes from the data, so the objective masks with the tokens it was built with.
-    vocabulary = dataset.tokenizer.vocabulary
-    phases, objectives = experiment.resolved_phases(), list[Objective]()
-    for phase in phases:
-        equal = [
-            other.index for other in phases[: phase.index] if other.objective == phase.objective
-        ]
-        objectives.append(objectives[equal[0]] if equal else phase.objective.build(vocabulary))
-    for before, phase in itertools.pairwise(phases):
-        # A position in a data order counts examples, so its examples must be cut alike.
-        length = phase.sequence_length
-        old, new = (objectives[each.index].pack_spec(length) for each in (before, phase))
-        if before.order == phase.order and old != new:
-            raise ConfigError(
-                f"phases.{phase.index} has another objective than the phase before it, which cuts "
-                f"the text into other examples of {length} positions; let "
-                f"phases.{phase.index}.sequence_length differ, or use an objective that reads "
-                "text in the same way"
-            )
-    return objectives
-
-
-def build_model(
-    experiment: Experiment, dataset: AnyDataset, objectives: Sequence[Objective]
-) -> Model:
-    """Builds the model on the meta device: its parameters have no values yet.
-
-    Raises:
-        ConfigError: it is not compatible with the dataset or the objective of a phase.
-    """
-    with torch.device("meta"):
-        model = experiment.build_model()
-    own = [
-        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
-    ]
-    # `to_empty` gives each module memory of its own, so a shared parameter would become two.
-    if len(own) > len(set(own)):
-        raise ConfigError(
-            "two modules of the model share a parameter; let them share the module that has it"
-        )
-    check_compatibility(experiment, dataset, objectives, model)
-    settings = experiment.training
-    model.activation_checkpointing = settings.activation_checkpointing
-    if settings.activation_checkpointing and not model.activation_checkpointing:
-        raise ConfigError(
-            "training.activation_checkpointing is true, and this model has no layers that can "
-            "recompute; set it to false"
-        )
-    if settings.residual != "fp32":
-        model.residual_dtype = DTYPES[settings.residual]
-        if model.residual_dtype is None:
-            raise ConfigError(
-                f"training.residual is {settings.residual}, and this model has no norms or "
-                "embeddings that support it. Set it to fp32."
-            )
-    if settings.fp8:
-        from trainer.training.float8 import use_float8  # needs an extra
-
-        use_float8(model)
-    if settings.compile:
-        compile_units(model, many_widths=experiment.data.group_by_length is not None)
-    return model
 
 
 def checkpoint_folder(experiment: Experiment) -> files.Location:

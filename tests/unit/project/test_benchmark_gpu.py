@@ -17,7 +17,8 @@ from benchmarks.models import initialized
 from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
 from trainer.accelerators import cuda
 from trainer.strategies import Replica
-from trainer.training.run import build_objectives, open_loader
+from trainer.training.model import build_objectives
+from trainer.training.run import open_loader
 
 pytest.importorskip("accelerate", reason="Hugging Face Trainer needs accelerate")
 
