@@ -247,7 +247,7 @@ class Dataset:
 
 
 def _sizes(folder: Path, names: Collection[str]) -> dict[str, int]:
-    """The bytes of those of the named files that are in a folder."""
+    """The bytes of the named files, as far as they are in a folder."""
     # One listing: a network file system answers it with sizes, and single files one by one.
     with os.scandir(folder) as entries:
         found = (entry for entry in entries if entry.name in names and entry.is_file())

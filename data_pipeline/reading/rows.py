@@ -65,7 +65,7 @@ class RowMaker:
         source = self._split.source(at)
         # Keyed by the global number, so the mask of an example does not depend on its row.
         arrays["dropout_key"] = self._dropout_key(number).astype(np.uint32).view(np.int32)
-        # The same in all rows of a step, for masks that the step shares, as those of weights.
+        # The same in all rows of a step, for masks that the step shares, as masks of weights.
         step_key = combine(self._seed, _STEP, first)
         arrays["step_key"] = step_key.astype(np.uint32).view(np.int32)
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}

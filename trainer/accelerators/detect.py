@@ -40,7 +40,7 @@ def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
 def planned_attention(
     config: accelerators.Config | None, width: int, dtype: torch.dtype
 ) -> Callable[..., Tensor] | None:
-    """See `Config.planned_attention`; without a configuration, that of a GPU."""
+    """See `Config.planned_attention`; without a configuration, of a GPU."""
     return (config or cuda.Config()).planned_attention(width, dtype)
 
 

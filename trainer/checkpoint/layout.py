@@ -298,7 +298,7 @@ class Header:
         }
 
     def pieces(self, names: Collection[str] | None = None) -> Iterator[StoredPiece]:
-        """Yields the pieces; with `names`, those of these tensors."""
+        """Yields the pieces; with `names`, only the pieces of these tensors."""
         for key, place in self.places.items():
             if names is not None and place["name"] not in names:
                 continue

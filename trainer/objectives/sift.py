@@ -130,7 +130,7 @@ class Sift(Task):
         logits = model(replace(inputs, noise=noise), clean.outputs)[self.predicts]
         ones = torch.ones(logits.shape[:2], device=logits.device)
         change = self._divergence(logits, clean.logits.detach(), ones)
-        # The gradient of the noise alone: those of the weights stay as they are.
+        # The gradient of the noise alone: gradients of weights stay as they are.
         (slope,) = torch.autograd.grad(change, noise)
         # The step is relative to the largest element of a position, as in the released code.
         largest = slope.abs().amax(-1, keepdim=True)

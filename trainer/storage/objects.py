@@ -53,7 +53,7 @@ def names(url: str) -> list[str]:
 
 
 def sizes(url: str) -> dict[str, int]:
-    """Bytes of the objects in a folder, without those of its subfolders, by name."""
+    """Bytes of the objects in a folder by name, without its subfolders."""
 
     def list_once(fs: AbstractFileSystem, path: str) -> dict[str, int]:
         found = [entry for entry in fs.ls(path, detail=True) if entry["type"] == "file"]

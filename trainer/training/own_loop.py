@@ -327,7 +327,7 @@ def open_parts(
         )
         if any(group.get("begins") for group in prepared.optimizer.param_groups):
             raise ConfigError(
-                "optimizer.unfreeze_every is set, and the steps are those of a loop of one's own. "
+                "optimizer.unfreeze_every is set, and your own loop takes the steps. "
                 "Set it to null, or use samestep.train."
             )
         loaders = _loaders(experiment, dataset, strategy.replica, largest=strategy.largest)

@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
 
 def shuffle(counts: Cooccurrences, path: Path, seed: int, memory: int) -> None:
-    """Writes all pairs in a random order, that of hashes of their keys.
+    """Writes all pairs in a random order, by the hashes of their keys.
 
     Args:
         memory: about the bytes that sorting takes; if the pairs need more, they are read several

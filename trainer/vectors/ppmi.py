@@ -84,7 +84,7 @@ def train(counts: Cooccurrences, dimensions: int, seed: int) -> Tensor:
         for _ in range(_ITERATIONS):
             basis = torch.linalg.qr(matrix.times(basis, progress, transposed=True)).Q
             basis = torch.linalg.qr(matrix.times(basis, progress)).Q
-        # PPMI is about Q Q' PPMI, and Q' PPMI is small: its SVD gives that of the whole.
+        # PPMI is about Q Q' PPMI, and Q' PPMI is small: its SVD gives the SVD of the whole.
         projected = matrix.times(basis, progress, transposed=True).T
     left, values, _ = torch.linalg.svd(projected, full_matrices=False)
     vectors = (basis @ left)[:, :dimensions] * values[:dimensions].sqrt()

@@ -30,7 +30,7 @@ def run(
 ) -> None:
     """Trains the vectors of a dataset, and writes them to a new folder.
 
-    A command that was stopped continues from its last minute; counts are made again from the
+    A command that was stopped continues from its last minute; counting begins anew from the
     beginning if they were not complete.
 
     Args:

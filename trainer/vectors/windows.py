@@ -77,7 +77,7 @@ def windows(
         document[is_word],
         position[is_word],
     )
-    # Positions are those of the whole text, so that a choice does not depend on the blocks.
+    # Positions count through the whole text, so that a choice does not depend on the blocks.
     kept = uniform(combine(seed, _SUBSAMPLE, epoch, position)) < keep[words]
     words, document, position = words[kept], document[kept], position[kept]
     own = 1 + (uniform(combine(seed, _REACH, epoch, position)) * reach).astype(np.int64)

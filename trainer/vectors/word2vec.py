@@ -111,7 +111,7 @@ def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
     rows = outputs.index_select(0, batch.targets.view(-1)).view(*batch.targets.shape, -1)
     scores = (rows * hidden[:, None]).sum(-1)
     before = float((_losses(scores) * batch.weight).sum())
-    # The derivative of softplus(-x) is s(x) - 1, that of softplus(x) is s(x).
+    # The derivative of softplus(-x) is s(x) - 1, and of softplus(x) it is s(x).
     slope = torch.sigmoid(scores)
     slope[:, 0] -= 1
     slope *= batch.weight

@@ -1,4 +1,4 @@
-"""Checks of each device alone: kernels against fp64, passes against those of the other ranks."""
+"""Checks of each device alone: kernels against fp64, passes against the other ranks."""
 
 from __future__ import annotations
 

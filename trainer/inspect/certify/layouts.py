@@ -27,7 +27,7 @@ from trainer.training.passes import Gradients, accumulate_gradients
 from trainer.training.state import state_tensors
 
 _TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 2e-2}
-"""Of losses, against those of a CPU in fp32."""
+"""Of losses, relative to losses of a CPU in fp32."""
 
 Rows: TypeAlias = dict[int, Row]
 
