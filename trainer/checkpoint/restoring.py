@@ -105,7 +105,7 @@ class StoredFiles:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the tensors in some files compare with the tensors of this run; small enough to be gathered.
+    """How the tensors in some files compare with this run's; small enough to be gathered.
 
     Attributes:
         found: which of this run's tensors, in sorted order, have pieces there: one bit each.

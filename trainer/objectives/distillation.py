@@ -276,7 +276,7 @@ class Distillation(Taught):
                 terms[f"{name}_loss"] = coefficient, *of_layers, totals[_COUNTS[name]]
         total, metrics = torch.zeros((), device=logits.device), {}
         if not (config.soft or config.mse or config.hard):
-            # So that the head has gradients, of 0: strategies wait for the gradients of all parameters.
+            # So that the head has gradients, of 0: strategies wait for all parameters.
             total = 0.0 * logits.float().sum()
         for name, (coefficient, values, term_weights, term_count) in terms.items():
             term = (values * term_weights).sum()
