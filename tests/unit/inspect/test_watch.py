@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -51,7 +52,9 @@ def serving(*folders: Path) -> Iterator[Server]:
 
 def get(server: Server, path: str, **headers: str) -> tuple[http.client.HTTPResponse, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
-    connection.request("GET", path, headers=headers)
+    connection.request(
+        "GET", f"{urlsplit(server.url).path}{path.removeprefix('/')}", headers=headers
+    )
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
@@ -301,7 +304,8 @@ def test_a_closed_tab_is_no_error(
     with serving(tmp_path) as server:
         server.daemon_threads = False  # so that its end waits for the answer
         with socket.create_connection(("127.0.0.1", int(server.server_address[1]))) as tab:
-            tab.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            page_path = urlsplit(server.url).path.encode()
+            tab.sendall(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % page_path)
             assert asked.wait(30)
             # Linger for 0 seconds: the connection is reset.
             tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
