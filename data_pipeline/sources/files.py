@@ -22,8 +22,8 @@ Split: TypeAlias = Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
 # zstd's default limit of 128 MiB rejects files of `zstd --long=31`.
 _ZSTD_WINDOW = 2**31
 _BUFFER = 2**16
-# 4 bytes of Zstandard may stand for 128 KiB, so this many may become 128 MiB in one call.
-_ZSTD_INPUT = 2**12
+# 4 bytes of Zstandard may stand for 128 KiB, so this many may become 64 MiB in one call.
+_ZSTD_INPUT = 2**11
 # Text shrinks to a third or a tenth, and a bomb to a thousandth or less.
 _MOST_EXPANSION = 300
 _FREE_BYTES = 2**28  # that any file may expand to

@@ -238,7 +238,8 @@ def littered(folder: Path) -> None:
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:
     """However its own workers end; here they do not save in time."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        elastic = Elastic(1, 2, f"127.0.0.1:{free.getsockname()[1]}")
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    elastic = Elastic(1, 2, address, secrets_folder=tmp_path / "checkpoints")
     gone, left = (
         CONTEXT.Process(target=agent, args=(tmp_path, [[LATE, 0]] * 2, 1, elastic))
         for _ in range(2)
