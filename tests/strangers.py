@@ -159,6 +159,7 @@ class Stranger:
                 b"x" * 2**16,
             ],
             lambda: [chance.choice(_OLD_MESSAGES)],
+            lambda: [b"GET /%x/data HTTP/1.1\r\nHost: localhost\r\n\r\n" % chance.getrandbits(64)],
             lambda: [b"x" * 2**16] * 8,
             lambda: [bytes([byte]) for byte in request[:100]],
         )

@@ -75,6 +75,14 @@ def test_only_the_page_and_its_data_are_served_and_only_to_this_machine(tmp_path
         port = server.server_address[1]
         for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "localhost:9000"):
             assert get(server, "/data", Host=host)[0].status == 200
+        # Another user of the machine, who does not know the token.
+        root = urlsplit(server.url).path
+        for path in ("/", "/data", "/study/0/a", root[:-1], f"{root[:-2]}x/data"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", path)
+            response = connection.getresponse()
+            assert (response.status, b"loss" in response.read()) == (403, False), path
+            connection.close()
         # A name elsewhere that was made to point to this machine, and no name at all.
         for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
             response, text = get(server, "/data", Host=host)

@@ -144,7 +144,7 @@ def test_a_recorded_connection_is_of_no_use(listener: Listener) -> None:
     recorded = record(lambda: dial(listener).send_json({"do": "something"}))
     assert listener.accept(5) is not None
     assert len(recorded) > 64 + HEADER
-    with socket.create_connection(("127.0.0.1", listener.port)) as again:
+    with socket.create_connection(("127.0.0.1", listener.port), 5) as again:
         again.sendall(recorded)
         answer = b""
         with suppress(ConnectionResetError):
