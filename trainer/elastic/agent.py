@@ -30,7 +30,7 @@ from trainer.errors import (
 )
 from trainer.storage import keeper
 from trainer.storage.keeper import Keeper
-from trainer.strategies.neighbor import loopback_only, own_address, own_interface, reachable
+from trainer.strategies.neighbor import interface_of, loopback_only, own_address
 from trainer.strategies.world import PROGRESS
 from trainer.training.preemption import TOGETHER_SECONDS
 
@@ -198,7 +198,7 @@ class _Agent:
         shared = {
             "WORLD_SIZE": str(joined.world_size),
             "LOCAL_WORLD_SIZE": str(self._processes),
-            "MASTER_ADDR": reachable(self._rendezvous.host),
+            "MASTER_ADDR": self._rendezvous.host,
             "MASTER_PORT": str(joined.port),
             # The rendezvous hosts a new store each round; rank 0 must not host another one.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -208,9 +208,8 @@ class _Agent:
         if self._snapshots:
             secret = self._rendezvous.derived_secret("keepers")
             if self._keeper is None:  # one for all rounds, or restarts would lose the snapshots
-                host = self._rendezvous.host
-                own = own_address(reachable(host), joined.port)
-                self._keeper = Keeper(secret, own, own_interface(host))
+                own = own_address(self._rendezvous.host, joined.port)
+                self._keeper = Keeper(secret, own, interface_of(own))
             shared[keeper.ENVIRONMENT] = self._keeper.address
             shared[keeper.SECRET_ENVIRONMENT] = secret.hex()
         return [

@@ -39,7 +39,7 @@ from trainer.storage.channel import (
     connect,
     derive,
 )
-from trainer.strategies.neighbor import keep_alive, own_interface, reachable
+from trainer.strategies.neighbor import interface_of, keep_alive
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Rendezvous:
         fix = "Give each run its own port in --rendezvous, and type the same command on all its "
         try:
             self._connection = connect(
-                reachable(self.host), self._port, key, _MESSAGE_BYTES, _GREETING_SECONDS
+                self.host, self._port, key, _MESSAGE_BYTES, _GREETING_SECONDS
             )
         except WrongSecretError as error:
             raise LaunchError(
@@ -227,7 +227,7 @@ class Rendezvous:
         """Listens at the address; None if it is another machine's, or another agent hosts."""
         try:
             listening = socket.create_server((self.host, self._port))
-            interface = own_interface(self.host)
+            interface = interface_of(self.host)
             if interface != listening.getsockname()[0]:
                 # The name leads to this machine, but others may reach it at another address.
                 listening.close()

@@ -92,7 +92,10 @@ def _stored(place: Location) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageError(f"cannot read {place}: {error.strerror}") from error
+        raise StorageError(
+            f"cannot read {place}: {error.strerror}. Remove it to get a new one, or set "
+            f"{ENVIRONMENT} to a file with a secret"
+        ) from error
 
 
 def _create(place: Location) -> None:

@@ -39,7 +39,8 @@ PORT = 8700
 # Of this machine, seen from itself or through `ssh -L`. A page elsewhere whose name was made to
 # point here (DNS rebinding) has that name in its requests, and gets nothing.
 _HOSTS = ("127.0.0.1", "localhost", "::1")
-_TIMEOUT_SECONDS = 10.0  # without a byte from the browser
+_TIMEOUT_SECONDS = 10.0  # without a byte of the browser's request
+_ANSWER_SECONDS = 300.0  # for a large page over a slow tunnel
 _MOST_REQUESTS = 64  # at the same time
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -116,7 +117,8 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # the browser tab was closed
+        # The browser tab was closed, or does not take the answer.
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
@@ -161,6 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: HTTPStatus, text: str, kind: str = "text/plain", tag: str | None = None
     ) -> None:
         body = text.encode()
+        self.connection.settimeout(_ANSWER_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

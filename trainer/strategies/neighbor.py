@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import time
+from ipaddress import IPv4Address
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = ("localhost", "127.0.0.1")
 """Hosts that stand for this machine alone."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the network interface of collectives; our own ports use it, too."""
+"""Environment variable with the network interface of collectives; ports of ranks are on it, too."""
 
 _CONNECT_SECONDS = 5.0
 # A machine that loses power is detected after 2 + 5 x 1 = 7 s.
@@ -46,9 +47,8 @@ class Neighbor:
         self._store = store
         self._connection: socket.socket | None = None
         self._watchable = size > 1
-        host = os.environ["MASTER_ADDR"]
-        self._listener = socket.create_server((own_interface(host), 0), backlog=1)
-        address = own_address(host, int(os.environ["MASTER_PORT"]))
+        address = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._listener = socket.create_server((interface_of(address), 0), backlog=1)
         store.set(f"address/{rank}", f"{address} {self._listener.getsockname()[1]}")
 
     def dies_within(self, seconds: float) -> bool:
@@ -98,53 +98,43 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine that is valid for machines that can reach `host`."""
-    own, peer = _route(host, port)
-    # If `host` is this machine, its name is valid everywhere, but not the address that it resolves
-    # to here: Debian's /etc/hosts maps a machine's own name to 127.0.1.1.
-    return host if own == peer or own.startswith("127.") else own
-
-
-def own_interface(host: str) -> str:
-    """Address of the interface on which this machine listens for machines that can reach `host`.
-
-    Returns:
-        The loopback's address if `host` is the loopback, so nobody else can connect; "", which is
-        all interfaces, if `host` is another name of this machine. On other machines, the address of
-        the interface that leads to `host`. A named interface goes first, except on the loopback.
+    """The address of this machine that is valid for machines that can reach `host`.
 
     Raises:
-        ConfigError: the named interface does not exist, or has no address.
+        ConfigError: `INTERFACE` names an interface that does not exist, or has no address.
         OSError: the address of `host` is unknown.
     """
-    if host in LOOPBACK:
-        return "127.0.0.1"
-    if named := _named_interface():
+    if host not in LOOPBACK and (named := _named_interface()):
         return named
-    own, _ = _route(host, 1)
-    # Other machines may reach this one at another address than its name has here.
-    return "" if _is_here(host) or ":" in own else own
+    # The route to `host` decides. Connecting a datagram socket sends nothing.
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        own, peer = probe.getsockname()[0], probe.getpeername()[0]
+    # If `host` is this machine, its name is valid everywhere, but not the address that it resolves
+    # to here: Debian's /etc/hosts maps a machine's own name to 127.0.1.1.
+    return host if own == peer or own.startswith("127.") else str(own)
 
 
-def reachable(host: str) -> str:
-    """The address at which this machine reaches `host`.
+def interface_of(address: str) -> str:
+    """Where to listen for machines that connect to this one at `address`.
 
-    That is `host`, unless it is this machine and listens on a named interface only.
+    Returns:
+        The address, or the loopback's for localhost, so that other interfaces stay closed; "",
+        which is all interfaces, for a name, which may lead to different addresses elsewhere.
     """
-    if host in LOOPBACK or not (named := _named_interface()):
-        return host
-    return named if _is_here(host) else host
+    if address in LOOPBACK:
+        return "127.0.0.1"
+    try:
+        return str(IPv4Address(address))
+    except ValueError:
+        return ""
 
 
 def loopback_only(host: str) -> dict[str, str]:
     """Environment variables with which collectives of a single machine listen on its loopback."""
-    is_known = host in LOOPBACK and sys.platform == "linux" and INTERFACE not in os.environ
-    return {INTERFACE: "lo"} if is_known else {}
-
-
-def _is_here(host: str) -> bool:
-    own, peer = _route(host, 1)
-    return own == peer or own.startswith("127.")
+    is_unset = host in LOOPBACK and sys.platform == "linux" and INTERFACE not in os.environ
+    return {INTERFACE: "lo"} if is_unset else {}
 
 
 def _named_interface() -> str:
@@ -165,12 +155,3 @@ def _named_interface() -> str:
                 f"({error.strerror}). Name one that `ip -4 address` lists."
             ) from error
     return socket.inet_ntoa(answer[20:24])
-
-
-def _route(host: str, port: int) -> tuple[str, str]:
-    """Addresses of this machine's and the other end of a connection to `host`."""
-    # Connecting a datagram socket sends nothing.
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0]), str(probe.getpeername()[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.checkpoint.files import Url
 from trainer.elastic import secret
 from trainer.errors import ConfigError, StorageError
 
@@ -51,6 +52,14 @@ def test_one_that_others_can_read_is_noticed(
     assert not (tmp_path / "unused").exists()
     assert created is not None
     assert created.decode() not in caplog.text
+
+
+def test_in_a_bucket(s3_folder: str) -> None:
+    folder = Url(s3_folder)
+    assert secret.read(folder, create=False) is None
+    created = secret.read(folder, create=True)
+    assert created is not None
+    assert secret.read(folder, create=False) == secret.read(folder, create=True) == created
 
 
 def test_files_that_hold_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
