@@ -67,6 +67,6 @@ class WebDataset(jsonl.JsonLines):
                     assert stream is not None, "it is a regular file"
                     number += 1
                     yield number, stream.read()
-                    tar.members = []  # or it would remember all of them
+                    tar.members = []  # type: ignore[attr-defined] # or it would remember all
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark
