@@ -61,6 +61,7 @@ class Server(ThreadingHTTPServer):
         self._report, self._lock = report, Lock()
         self._token = secrets.token_urlsafe(16)
         self._requests: dict[socket.socket, None] = {}  # in the order of arrival
+        self._requests_lock = Lock()  # another one, as reading the runs may take long
         wanted = PORT if port is None else port
         try:
             super().__init__((ADDRESS, wanted), _Handler)
@@ -102,7 +103,7 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answers a request in a thread. If there are too many, the oldest one is dropped."""
-        with self._lock:
+        with self._requests_lock:
             self._requests[request] = None
             if len(self._requests) > _MOST_REQUESTS:
                 oldest = next(iter(self._requests))
@@ -112,7 +113,7 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
+        with self._requests_lock:
             self._requests.pop(request, None)
         super().shutdown_request(request)
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch
 from trainer.monitoring.jsonl import JsonlTracker, RowReader
@@ -296,6 +297,23 @@ def test_studies_show_their_jobs_and_link_to_their_pages_and_runs(tmp_path: Path
     (found,) = Report([str(study)]).data()["studies"]
     assert (found["name"], found["page"], found["runs"][0]["link"]) == ("rates", None, None)
     assert "Which \\u003crate>?" in page.read_text(encoding="utf-8")
+
+
+def test_silent_connections_do_not_keep_the_browser_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watch_module, "_MOST_REQUESTS", 4)
+    monkeypatch.setattr(watch_module._Handler, "timeout", 60)
+    with serving(tmp_path) as server:
+        place = ("127.0.0.1", int(server.server_address[1]))
+        silent = [socket.create_connection(place, 10) for _ in range(8)]
+        assert silent[0].recv(1) == b"", "the oldest is dropped"
+        assert get(server, "/")[0].status == 200
+        monkeypatch.setattr(watch_module._Handler, "timeout", 0.2)
+        silent.append(socket.create_connection(place, 10))
+        assert silent[-1].recv(1) == b"", "its time is over"
+        for each in silent:
+            each.close()
 
 
 def test_a_closed_tab_is_no_error(
