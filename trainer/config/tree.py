@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 
 T = TypeVar("T")
 
-_MOST_VALUES = 100_000
+_MOST_VALUES = 100_000  # in a file, counting those behind each alias
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
