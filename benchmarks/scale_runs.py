@@ -25,11 +25,11 @@ from benchmarks.growth import (
 )
 from launch.submission.submit import prepare
 from trainer.config import load
-from trainer.elastic import rendezvous
 from trainer.elastic.rendezvous import Rendezvous
 from trainer.inspect.plan.plan import STRATEGIES, Planner
 from trainer.inspect.plan.trace import Step
 from trainer.monitoring.jsonl import JsonlTracker, read_metrics
+from trainer.storage.channel import Channel, Message
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import GENESIS, Ledger, chain, intact_rows
 
@@ -85,26 +85,31 @@ def files_of(rows: int) -> Figures:
 def _counted_messages() -> Iterator[list[object]]:
     """Lists the messages that agents and host send."""
     sent: list[object] = []
-    connection = rendezvous._Connection
-    send = connection.send
+    send = Channel.send_json
 
-    def counted(self: rendezvous._Connection, message: rendezvous.Message) -> None:
+    def counted(self: Channel, message: Message) -> None:
         sent.append(message)
         send(self, message)
 
-    connection.send = counted  # type: ignore[method-assign]
+    Channel.send_json = counted  # type: ignore[method-assign]
     try:
         yield sent
     finally:
-        connection.send = send  # type: ignore[method-assign]
+        Channel.send_json = send  # type: ignore[method-assign]
 
 
 def rendezvous_of(machines: int) -> Figures:
     """Joins, loses one machine, and joins again; agents are threads with sockets on loopback."""
-    first = Rendezvous("127.0.0.1:0", machines - 1, machines, "train")
+    with tempfile.TemporaryDirectory() as folder:  # of the secret that the agents share
+        return _rendezvous_of(machines, Path(folder))
+
+
+def _rendezvous_of(machines: int, folder: Path) -> Figures:
+    first = Rendezvous("127.0.0.1:0", machines - 1, machines, "train", folder)
     first._connect()
     address = f"127.0.0.1:{first._port}"
-    others = (Rendezvous(address, machines - 1, machines, "train") for _ in range(machines - 1))
+    number = range(machines - 1)
+    others = (Rendezvous(address, machines - 1, machines, "train", folder) for _ in number)
     agents = [first, *others]
 
     def join(agent: Rendezvous) -> int:

@@ -297,9 +297,12 @@ def _train(args: argparse.Namespace) -> int:
             "--rendezvous is for the machines of an elastic run; add --elastic MIN:MAX"
         )
     snapshots = experiment.checkpoint.snapshot_every is not None
-    elastic = (
-        agent.Elastic.parse(args.elastic, args.rendezvous, snapshots) if args.elastic else None
-    )
+    elastic = None
+    if args.elastic:
+        from trainer.training.run import checkpoint_folder
+
+        folder = checkpoint_folder(experiment)
+        elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots, folder)
     processes = _processes_to_start(args, experiment)
     if processes > 1 or (processes and elastic):
         signals = experiment.training.preemption.numbers

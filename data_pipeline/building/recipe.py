@@ -16,6 +16,7 @@ OF_RUNS = (
     "objective",
     "score",
     "epochs",
+    "unfreeze_epochs",
     "warmup",
     "sequence_length",
     "metrics",

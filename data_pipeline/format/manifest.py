@@ -164,7 +164,7 @@ class Manifest:
         """
         try:
             tree = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # deeply nested brackets
             raise DataError(f"cannot read {path}: {error}. Build the dataset again.") from error
         version = tree.get("format") if isinstance(tree, dict) else None
         if version != FORMAT:

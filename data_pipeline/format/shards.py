@@ -362,9 +362,10 @@ def _read_chunks(
 
 
 def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
-    stream = tar.extractfile(member)
+    # A sparse member of some bytes may declare terabytes of zeros.
+    stream = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if stream is None:
-        raise ValueError(f"{member.name} is no file")
+        raise ValueError(f"{member.name} is no plain file")
     return stream
 
 

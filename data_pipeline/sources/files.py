@@ -22,6 +22,11 @@ Split: TypeAlias = Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
 # zstd's default limit of 128 MiB rejects files of `zstd --long=31`.
 _ZSTD_WINDOW = 2**31
 _BUFFER = 2**16
+# 4 bytes of Zstandard may stand for 128 KiB, so this many may become 64 MiB in one call.
+_ZSTD_INPUT = 2**11
+# Text shrinks to a third or a tenth, and a bomb to a thousandth or less.
+_MOST_EXPANSION = 300
+_FREE_BYTES = 2**28  # that any file may expand to
 
 
 def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ...]:
@@ -109,13 +114,33 @@ def _weights(files: tuple[str, ...]) -> list[int]:
 def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
     """Decompresses a file by its suffix: `.gz`, `.zst`, or plain.
 
-    Reading a truncated file raises EOFError where its data end.
+    Reading a truncated file raises EOFError where its data end, and reading one that expands like a
+    decompression bomb raises BadRecord.
     """
     if name.endswith(".gz"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=disk))
+        return io.BufferedReader(
+            _Bounded(cast(BinaryIO, gzip.GzipFile(fileobj=disk)), disk), _BUFFER
+        )
     if name.endswith(".zst"):
-        return io.BufferedReader(_ZstdFile(disk), _BUFFER)
+        return io.BufferedReader(_Bounded(cast(BinaryIO, _ZstdFile(disk)), disk), _BUFFER)
     return disk
+
+
+class _Bounded(io.RawIOBase):
+    """The decompressed bytes of a file, up to the size that is plausible for text."""
+
+    def __init__(self, content: BinaryIO, disk: BinaryIO) -> None:
+        self._content, self._disk, self._bytes = content, disk, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count: int = self._content.readinto(buffer)  # type: ignore[attr-defined]
+        self._bytes += count
+        if self._bytes > _FREE_BYTES + _MOST_EXPANSION * self._disk.tell():
+            raise BadRecord("decompression bomb")
+        return count
 
 
 class _ZstdFile(io.RawIOBase):
@@ -134,7 +159,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._output:
-            self._input = self._input or self._disk.read(_BUFFER)
+            self._input = self._input or self._disk.read(_ZSTD_INPUT)
             if not self._input:
                 # A frame that is still open at the end of the file was cut off.
                 if self._frame is not None:

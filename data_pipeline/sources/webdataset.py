@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from data_pipeline.sources import Record, decode_utf8, jsonl
+from data_pipeline.sources import BadRecord, Record, decode_utf8, jsonl
 from data_pipeline.sources.files import find, read_records
+
+_META = re.compile(r"__[^/]*__($|/)")
+"""Members that WebDataset keeps for itself."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,22 @@ class WebDataset(jsonl.JsonLines):
         # Imported here: it imports torch, which takes seconds.
         from webdataset import tariterators
 
-        # Members of other suffixes are not even read.
-        def wanted(name: str) -> bool:
-            return bool(tariterators.base_plus_ext(name)[1] == self.member)
-
+        number = 0
         try:
-            members = tariterators.tar_file_iterator(file, select_files=wanted)
-            for number, member in enumerate(members, start=1):
-                yield number, member["data"]
+            # Not the library's own loop: it reads whole a sparse member, of which some bytes may
+            # declare terabytes of zeros.
+            with tarfile.open(fileobj=file, mode="r|*") as tar:
+                for member in tar:
+                    suffix = tariterators.base_plus_ext(member.name)[1]
+                    # Members of other suffixes are not even read.
+                    if suffix != self.member or not member.isreg() or _META.match(member.name):
+                        continue
+                    if member.issparse():
+                        raise BadRecord("sparse member")
+                    stream = tar.extractfile(member)
+                    assert stream is not None, "it is a regular file"
+                    number += 1
+                    yield number, stream.read()
+                    tar.members = []  # type: ignore[attr-defined] # or it would remember all
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark

@@ -74,7 +74,9 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
     for name in listing.split("\0")[:-1]:
         path, place = Path(name), directory / name
         if place.is_file():
-            files.append(path)
+            # A link to a file elsewhere would carry it along, such as a private key.
+            is_inside = place.resolve().is_relative_to(directory.resolve())
+            (files if is_inside else others).append(path)
         elif place.is_symlink() and place.exists():
             links.append(path)
         # A name with a slash at the end is a repository that is no submodule.

@@ -20,18 +20,19 @@ from trainer.storage.keeper import Keeper
 from trainer.training.checkpoints import Checkpoints
 
 ELEMENTS = 10_000
+SECRET = bytes(range(32))
 
 
 @pytest.fixture
 def keepers() -> Iterator[list[Keeper]]:
-    with Keeper() as first, Keeper() as second:
+    with Keeper(SECRET) as first, Keeper(SECRET) as second:
         yield [first, second]
 
 
 def snapshots(
     addresses: list[str], own: int = 0, rank: int = 0, world_size: int = 1
 ) -> Checkpointer:
-    folder = Url(keeper.use(addresses, own))
+    folder = Url(keeper.use(addresses, own, SECRET))
     return Checkpointer(folder, Config(every=1), rank=rank, world_size=world_size, peer_timeout=30)
 
 
@@ -79,7 +80,7 @@ def test_a_damaged_one_is_passed_over(
         taker.save(step, tensors(step), {"state": step})
     taker.wait()
     write_object(
-        f"{keeper.use(addresses, 0)}/step-00000002/rank-00000.safetensors", os.urandom(999)
+        f"{keeper.use(addresses, 0, SECRET)}/step-00000002/rank-00000.safetensors", os.urandom(999)
     )
     again = snapshots(addresses)
     assert again.latest(least=0) == 1

@@ -53,7 +53,7 @@ def test_the_page_follows_runs_and_stays_as_a_file(browser: Any, tmp_path: Path,
         assert watching.stdout is not None
         lines = [watching.stdout.readline() for _ in range(4)]
         assert lines[0] == f"{first} does not exist yet; the page waits for it\n"
-        (url,) = re.findall(r"http://127\.0\.0\.1:\d+/", "".join(lines))
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+/[\w-]+/", "".join(lines))
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         browser.get(url)

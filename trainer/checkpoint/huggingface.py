@@ -61,6 +61,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
         return config, _load_tensors([folder / _WEIGHTS])
     if (folder / _INDEX).exists():  # a large model: maps tensor names to files
         shards = _read_json(folder / _INDEX).get("weight_map", {})
+        _check_names(shards, folder / _INDEX)
         tensors = _load_tensors(folder / shard for shard in sorted(set(shards.values())))
         if absent := sorted(set(shards) - set(tensors)):
             raise CheckpointError(
@@ -77,6 +78,17 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
     raise CheckpointError(
         f"{folder} has neither {_WEIGHTS} nor {_INDEX}. Name a folder that save_pretrained wrote"
     )
+
+
+def _check_names(shards: object, index: Path) -> None:
+    """Rejects an index that names files outside of its folder: it may come from a stranger."""
+    names = list(shards.values()) if isinstance(shards, dict) else [shards]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{index} names the file {name!r}, which is not in its folder. Download the folder "
+                "from a source that you trust"
+            )
 
 
 def is_adapter(folder: Path) -> bool:
@@ -165,7 +177,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 def _read_json(path: Path) -> Tree:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # deeply nested brackets
         raise CheckpointError(
             f"cannot read {path}: {error}. Name a folder that save_pretrained wrote, or download "
             "it again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -12,6 +13,8 @@ from trainer.config import recipes
 from trainer.errors import ConfigError
 
 T = TypeVar("T")
+
+_MOST_VALUES = 100_000  # in a file, counting those behind each alias
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
@@ -37,9 +40,32 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _parse(text: str, where: str) -> object:
     try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError as error:
+        loader = _UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > _MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {_MOST_VALUES} values")
+        return loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
+    """Number of values in a node, counting those behind each alias: ten of ten of ten are 1,000.
+
+    Args:
+        sizes: of the nodes that were visited; receives new ones.
+    """
+    if node not in sizes:
+        sizes[node] = math.inf  # until it is known: a node that contains itself has no end
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        sizes[node] = 1 + sum(_size(child, sizes) for child in children)
+    return sizes[node]
 
 
 def merge(base: Tree, changes: Tree) -> Tree:

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from trainer.checkpoint.files import Location
 from trainer.elastic.rendezvous import Rendezvous, Round, RunEnded
 from trainer.elastic.workers import Exit, Main, Workers
 from trainer.errors import (
@@ -29,7 +30,7 @@ from trainer.errors import (
 )
 from trainer.storage import keeper
 from trainer.storage.keeper import Keeper
-from trainer.strategies.neighbor import own_address
+from trainer.strategies.neighbor import interface_of, loopback_only, own_address
 from trainer.strategies.world import PROGRESS
 from trainer.training.preemption import TOGETHER_SECONDS
 
@@ -49,6 +50,8 @@ class Elastic:
         min_machines: number of machines that the run needs.
         max_machines: number of machines that it may have.
         rendezvous: HOST:PORT where the agents join.
+        secrets_folder: where agents that know the rendezvous find the run's secret; None if there
+            is only this one.
         snapshots: whether agents keep snapshots for their workers, see
             `trainer.training.checkpoints`.
     """
@@ -57,9 +60,16 @@ class Elastic:
     max_machines: int = 1
     rendezvous: str = "127.0.0.1:0"
     snapshots: bool = False
+    secrets_folder: Location | None = None
 
     @classmethod
-    def parse(cls, machines: str, rendezvous: str | None, snapshots: bool = False) -> Elastic:
+    def parse(
+        cls,
+        machines: str,
+        rendezvous: str | None,
+        snapshots: bool = False,
+        secrets_folder: Location | None = None,
+    ) -> Elastic:
         """Reads MIN:MAX (or N for both) and HOST:PORT of the command line.
 
         Raises:
@@ -83,7 +93,9 @@ class Elastic:
                 "--elastic starts the processes of a run, but a launcher has already started this "
                 "one (RANK and WORLD_SIZE are set); leave out one of the two"
             )
-        return cls(least, most, rendezvous or cls.rendezvous, snapshots)
+        if rendezvous is None:
+            return cls(least, most, cls.rendezvous, snapshots)
+        return cls(least, most, rendezvous, snapshots, secrets_folder)
 
 
 def under_launcher() -> bool:
@@ -128,7 +140,11 @@ class _Agent:
     ) -> None:
         settings = elastic or Elastic()
         self._rendezvous = Rendezvous(
-            settings.rendezvous, settings.min_machines, settings.max_machines, run
+            settings.rendezvous,
+            settings.min_machines,
+            settings.max_machines,
+            run,
+            settings.secrets_folder,
         )
         self._workers, self._processes, self._preemption = workers, processes, preemption
         self._is_elastic, self._snapshots = elastic is not None, settings.snapshots
@@ -187,11 +203,15 @@ class _Agent:
             # The rendezvous hosts a new store each round; rank 0 must not host another one.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
+            **loopback_only(self._rendezvous.host),
         }
         if self._snapshots:
+            secret = self._rendezvous.derived_secret("keepers")
             if self._keeper is None:  # one for all rounds, or restarts would lose the snapshots
-                self._keeper = Keeper(own_address(self._rendezvous.host, joined.port))
+                own = own_address(self._rendezvous.host, joined.port)
+                self._keeper = Keeper(secret, own, interface_of(own))
             shared[keeper.ENVIRONMENT] = self._keeper.address
+            shared[keeper.SECRET_ENVIRONMENT] = secret.hex()
         return [
             shared | {"RANK": str(joined.first_rank + index), "LOCAL_RANK": str(index)}
             for index in range(self._processes)

@@ -5,17 +5,17 @@ and the workers form one process group. A round ends when an agent leaves it; th
 when enough agents have joined.
 
 One agent hosts the rendezvous: the first that can listen at the address that all agents know. Each
-agent keeps a TCP connection to the host and exchanges JSON objects, one per line. So the kernel
-reports an agent's death at once. (torch's own rendezvous polls a store for heartbeats, which takes
-10 s, and an agent that comes back hangs unless told otherwise.)
+agent keeps a TCP connection to the host and exchanges JSON objects over a `Channel`, so only agents
+that know the run's secret take part. The kernel reports an agent's death at once. (torch's own
+rendezvous polls a store for heartbeats, which takes 10 s, and an agent that comes back hangs unless
+told otherwise.)
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
+import secrets
 import selectors
 import socket
 import threading
@@ -23,17 +23,26 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from trainer.checkpoint.files import Location
+from trainer.elastic import secret
 from trainer.errors import ConfigError, LaunchError, RendezvousError
-from trainer.strategies.neighbor import keep_alive
+from trainer.storage.channel import (
+    SECRET_BYTES,
+    Channel,
+    Listener,
+    Message,
+    WrongSecretError,
+    connect,
+    derive,
+)
+from trainer.strategies.neighbor import interface_of, keep_alive
 
 logger = logging.getLogger(__name__)
 
-Message: TypeAlias = dict[str, Any]
-"""A JSON object; its keys say what it is about."""
 Event: TypeAlias = Literal["joined", "lost"]
 
 _POLL_SECONDS = 0.1
@@ -42,7 +51,7 @@ _PATIENCE_SECONDS = 600.0
 _GREETING_SECONDS = 10.0
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
-_LINE_BYTES = 4096
+_MESSAGE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,21 @@ class Rendezvous:
         min_agents: number of agents that a round needs.
         max_agents: number of agents that a round may have; others wait until there is room.
         run: text that identifies the run; agents of other runs are rejected.
+        secrets_folder: where the agents of the run find its secret, see `trainer.elastic.secret`;
+            with None there is only this agent, and nobody else learns its secret.
 
     Raises:
         ConfigError: the address is not HOST:PORT.
     """
 
-    def __init__(self, address: str, min_agents: int, max_agents: int, run: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        min_agents: int,
+        max_agents: int,
+        run: str,
+        secrets_folder: Location | None = None,
+    ) -> None:
         self.host, _, port = address.rpartition(":")
         if not self.host or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(
@@ -90,9 +108,9 @@ class Rendezvous:
                 "port on it."
             )
         self._port, self.min_agents, self.max_agents = int(port), min_agents, max_agents
-        # Hashed, as a command line may hold signed URLs, which are secrets.
-        self.run = hashlib.sha256(run.encode()).hexdigest()
-        self._connection: _Connection | None = None
+        self._run, self._folder = run, secrets_folder
+        self._secret = None if secrets_folder else secrets.token_bytes(SECRET_BYTES)
+        self._connection: Channel | None = None
         self._ended: RunEnded | None = None
 
     def join(self, workers: int, cancelled: Callable[[], bool]) -> Round | None:
@@ -154,6 +172,11 @@ class Rendezvous:
         event: Event | None = self._receive(0).get("event")
         return "lost" if self._connection is None else event
 
+    def derived_secret(self, purpose: str) -> bytes:
+        """A secret for one purpose, which all agents of the run derive, once they have joined."""
+        assert self._secret is not None, "it is known before a round"
+        return derive(self._secret, f"{purpose} of {self._run}".encode())
+
     def close(self, code: int, reason: str) -> None:
         """Ends the run for all agents; returns when they have been told."""
         self._send(code=code, reason=reason)
@@ -171,41 +194,61 @@ class Rendezvous:
         Raises:
             LaunchError: another program or another run listens at the address.
         """
-        with suppress(OSError):  # another machine's address, or another agent hosts already
-            listener = socket.create_server((self.host, self._port))
-            if self.host not in ("localhost", "127.0.0.1"):
-                # The name leads to this machine, but others may reach it at another address.
-                listener.close()
-                listener = socket.create_server(("", self._port))
-            self._port = listener.getsockname()[1]
-            _Host(self, listener).start()
+        listening = self._listen()
+        if self._secret is None and self._folder is not None:
+            self._secret = secret.read(self._folder, create=listening is not None)
+        if self._secret is None:
+            return FileNotFoundError(
+                f"the run's secret is not in {self._folder}, which all machines must share"
+            )
+        key = self.derived_secret("rendezvous")
+        if listening is not None:
+            self._port = listening.getsockname()[1]
+            _Host(self, listening, key).start()
+        fix = "Give each run its own port in --rendezvous, and type the same command on all its "
         try:
-            connection = _Connection(socket.create_connection((self.host, self._port), timeout=5))
-            run = connection.receive(_GREETING_SECONDS).get("run")
-        except ConnectionAbortedError:
-            run = None
+            self._connection = connect(
+                self.host, self._port, key, _MESSAGE_BYTES, _GREETING_SECONDS
+            )
+        except WrongSecretError as error:
+            raise LaunchError(
+                f"the agent of another run, or one with another secret than {self._folder} has, "
+                f"listens at {self.host}:{self._port}. {fix}machines, which share that folder."
+            ) from error
+        except ConnectionAbortedError as error:
+            raise LaunchError(
+                f"another program listens at {self.host}:{self._port}. {fix}machines."
+            ) from error
         except OSError as error:
             return error
-        if run != self.run:
-            who = "another program" if run is None else "the agent of another run"
-            raise LaunchError(
-                f"{who} listens at {self.host}:{self._port}. Give each run its own port in "
-                "--rendezvous, and type the same command on all its machines."
-            )
-        self._connection = connection
+        keep_alive(self._connection.socket)
         return None
+
+    def _listen(self) -> socket.socket | None:
+        """Listens at the address; None if it is another machine's, or another agent hosts."""
+        try:
+            listening = socket.create_server((self.host, self._port))
+            interface = interface_of(self.host)
+            if interface != listening.getsockname()[0]:
+                # The name leads to this machine, but others may reach it at another address.
+                listening.close()
+                listening = socket.create_server((interface, self._port))
+        except OSError:
+            return None
+        return listening
 
     def _send(self, **message: object) -> None:
         if self._connection is not None:
-            self._connection.send(message)
+            _send(self._connection, message)
 
     def _receive(self, seconds: float) -> Message:
         """Returns the next message within this time, or {}."""
         if self._connection is None:
             return {}
         try:
-            message = self._connection.receive(seconds)
+            message = self._connection.receive_json(seconds) or {}
         except OSError:
+            self._connection.close()
             self._connection = None
             return {}
         if "code" in message:
@@ -216,13 +259,14 @@ class Rendezvous:
 class _Host(threading.Thread):
     """The rendezvous itself: starts a round once all agents that are here are ready."""
 
-    def __init__(self, settings: Rendezvous, listener: socket.socket) -> None:
+    def __init__(self, settings: Rendezvous, listening: socket.socket, key: bytes) -> None:
         super().__init__(name="rendezvous", daemon=True)
-        self._settings, self._listener = settings, listener
+        self._settings, self._interface = settings, listening.getsockname()[0]
+        self._listener = Listener(listening, key, _MESSAGE_BYTES)
         self._selector = selectors.DefaultSelector()
         # Every connected agent and its number of workers; None while it is not ready for a round.
-        self._agents: dict[_Connection, int | None] = {}
-        self._round: list[_Connection] = []
+        self._agents: dict[Channel, int | None] = {}
+        self._round: list[Channel] = []
         self._round_deadline = math.inf  # by when all agents of a broken round must have left it
         # What the round has been told. A second message would change nothing, and with one for each
         # of N agents that join or leave, N agents would get N * N messages.
@@ -233,19 +277,18 @@ class _Host(threading.Thread):
         self._last_change = time.monotonic()
 
     def run(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ)
         while True:
+            while (agent := self._listener.accept(0)) is not None:
+                keep_alive(agent.socket)
+                self._selector.register(agent.socket, selectors.EVENT_READ, agent)
+                self._agents[agent] = None
             for key, _ in self._selector.select(_POLL_SECONDS):
-                agent: _Connection | None = key.data
+                agent = key.data
                 try:
-                    if agent is None:
-                        self._accept()
-                        continue
-                    while message := agent.receive(0):
+                    while message := agent.receive_json(0):
                         self._handle(agent, message)
                 except OSError:
-                    if agent is not None:
-                        self._drop(agent)
+                    self._drop(agent)
             if time.monotonic() > self._round_deadline:
                 for agent in list(self._round):
                     self._drop(agent)
@@ -253,13 +296,7 @@ class _Host(threading.Thread):
                 self._start_round()
             self._tell_here()
 
-    def _accept(self) -> None:
-        agent = _Connection(self._listener.accept()[0])
-        self._selector.register(agent.socket, selectors.EVENT_READ, agent)
-        self._agents[agent] = None
-        agent.send({"run": self._settings.run})
-
-    def _handle(self, agent: _Connection, message: Message) -> None:
+    def _handle(self, agent: Channel, message: Message) -> None:
         if "code" in message:  # the run has ended
             self._round.clear()
             self._tell(self._agents, message)
@@ -271,16 +308,16 @@ class _Host(threading.Thread):
         elif len(self._round) < self._settings.max_agents:
             self._tell_round("joined")
 
-    def _ready(self) -> list[_Connection]:
+    def _ready(self) -> list[Channel]:
         return [agent for agent, workers in self._agents.items() if workers is not None]
 
-    def _drop(self, agent: _Connection) -> None:
+    def _drop(self, agent: Channel) -> None:
         self._selector.unregister(agent.socket)
-        agent.socket.close()
+        agent.close()
         del self._agents[agent]
         self._leave(agent)
 
-    def _leave(self, agent: _Connection) -> None:
+    def _leave(self, agent: Channel) -> None:
         """Breaks the round if the agent was in it: the others stop their workers and leave, too."""
         if agent in self._round:
             self._round.remove(agent)
@@ -319,54 +356,35 @@ class _Host(threading.Thread):
         if not complete and waited < _LAST_CALL_SECONDS:
             return
         self._round, self._round_deadline, self._told = ready, math.inf, set()
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = _open_store(self._interface)
         # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2
         # and 5 of a world size of 6.
         sizes = [self._agents[agent] or 0 for agent in ready]
         first_rank = 0
         for agent, size in zip(ready, sizes, strict=True):
             self._agents[agent] = None
-            agent.send({"round": asdict(Round(first_rank, sum(sizes), self._store.port))})
+            _send(agent, {"round": asdict(Round(first_rank, sum(sizes), self._store.port))})
             first_rank += size
 
-    def _tell(self, agents: Iterable[_Connection], message: Message) -> None:
+    def _tell(self, agents: Iterable[Channel], message: Message) -> None:
         for agent in agents:
-            agent.send(message)
+            _send(agent, message)
 
 
-class _Connection:
-    """A socket that carries JSON objects, one per line."""
+def _send(agent: Channel, message: Message) -> None:
+    """Sends a message. If the peer is gone, the next `receive_json` raises."""
+    with suppress(OSError):
+        agent.send_json(message)
 
-    def __init__(self, connected: socket.socket) -> None:
-        keep_alive(connected)
-        self.socket = connected
-        self._received = b""
 
-    def send(self, message: Message) -> None:
-        """Sends a message. If the peer is gone, the next `receive` raises."""
-        with suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float) -> Message:
-        """Returns the next message within this time, or {}.
-
-        Raises:
-            OSError: the peer is gone; a ConnectionAbortedError if it speaks another protocol.
-        """
-        self.socket.settimeout(seconds)
-        while b"\n" not in self._received:
-            try:
-                received = self.socket.recv(4096)
-            except (TimeoutError, BlockingIOError):
-                return {}
-            if not received:
-                raise ConnectionResetError("the peer has closed the connection")
-            self._received += received
-            if len(self._received) > _LINE_BYTES:
-                raise ConnectionAbortedError("the peer is no agent")
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            message: Message = dict(json.loads(line))
-        except (TypeError, ValueError) as error:
-            raise ConnectionAbortedError("the peer is no agent") from error
-        return message
+def _open_store(interface: str) -> TCPStore:
+    """Opens a key-value store that listens on one interface; torch's own choice is all of them."""
+    listening = socket.create_server((interface, 0), backlog=1024)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        interface or "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),  # which the store closes
+    )

@@ -1,14 +1,22 @@
-"""`samestep watch`: the report of one or several runs, served live to this machine's browser."""
+"""`samestep watch`: the report of one or several runs, served live to this machine's browser.
+
+Other users of the machine can connect, too. The address of the page begins with a random token, so
+only who has seen the address can open it.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +39,9 @@ PORT = 8700
 # Of this machine, seen from itself or through `ssh -L`. A page elsewhere whose name was made to
 # point here (DNS rebinding) has that name in its requests, and gets nothing.
 _HOSTS = ("127.0.0.1", "localhost", "::1")
+_TIMEOUT_SECONDS = 10.0  # without a byte of the browser's request
+_ANSWER_SECONDS = 300.0  # for a large page over a slow tunnel
+_MOST_REQUESTS = 64  # at the same time
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -38,7 +49,7 @@ _POLICY = (
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `/`, the page, `/data`, its data, and the pages of studies that it links to.
+    """Serves the page, its `data`, and the pages of studies that it links to, all below `url`.
 
     Raises:
         ConfigError: the port is not free or not a port.
@@ -48,6 +59,9 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, report: Report, port: int | None) -> None:
         self._report, self._lock = report, Lock()
+        self._token = secrets.token_urlsafe(16)
+        self._requests: dict[socket.socket, None] = {}  # in the order of arrival
+        self._requests_lock = Lock()  # another one, as reading the runs may take long
         wanted = PORT if port is None else port
         try:
             super().__init__((ADDRESS, wanted), _Handler)
@@ -65,8 +79,14 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page."""
-        return f"http://{ADDRESS}:{self.server_address[1]}/"
+        """Address of the page; who knows it can open the page."""
+        return f"http://{ADDRESS}:{self.server_address[1]}/{self._token}/"
+
+    def below_token(self, path: str) -> str | None:
+        """The part of a request's path after the token; None without the right token."""
+        token, slash, rest = path.removeprefix("/").partition("/")
+        is_right = hmac.compare_digest(token.encode(), self._token.encode())
+        return rest if is_right and slash else None
 
     def data(self) -> Tree:
         """The page's data, now. Each reading continues where the last one ended."""
@@ -81,30 +101,54 @@ class Server(ThreadingHTTPServer):
         """The page of a study or of one of its runs; None if the page has no such link."""
         return self._report.linked(link)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers a request in a thread. If there are too many, the oldest one is dropped."""
+        with self._requests_lock:
+            self._requests[request] = None
+            if len(self._requests) > _MOST_REQUESTS:
+                oldest = next(iter(self._requests))
+                del self._requests[oldest]
+                with suppress(OSError):  # ends its thread
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._requests_lock:
+            self._requests.pop(request, None)
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # the browser tab was closed
+        # The browser tab was closed, or does not take the answer.
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "samestep", ""
+    timeout = _TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        path = urlsplit(self.path).path
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            path = urlsplit(self.path).path
+        except ValueError:  # brackets without an address in them
+            host = path = None
+        below = None if path is None else self.server.below_token(path)
         if host not in _HOSTS:
-            self._send(HTTPStatus.FORBIDDEN, "open this page as http://localhost:PORT/\n")
-        elif path == "/":
-            self._send(HTTPStatus.OK, self.server.page(), "text/html")
-        elif path == "/data":
-            self._send_data()
+            self._send(HTTPStatus.FORBIDDEN, "open this page as http://localhost:PORT/TOKEN/\n")
         elif path == "/favicon.ico":
             self._send(HTTPStatus.NO_CONTENT, "")
-        elif (text := self.server.linked(unquote(path).removeprefix("/"))) is not None:
+        elif below is None:
+            self._send(HTTPStatus.FORBIDDEN, "open the whole address that samestep watch shows\n")
+        elif below == "":
+            self._send(HTTPStatus.OK, self.server.page(), "text/html")
+        elif below == "data":
+            self._send_data()
+        elif (text := self.server.linked(unquote(below))) is not None:
             self._send(HTTPStatus.OK, text, "text/html")
         else:
-            self._send(HTTPStatus.NOT_FOUND, "there is no such page; the one to open is /\n")
+            self._send(HTTPStatus.NOT_FOUND, "the page has no such link\n")
 
     def _send_data(self) -> None:
         data = self.server.data()
@@ -120,12 +164,14 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: HTTPStatus, text: str, kind: str = "text/plain", tag: str | None = None
     ) -> None:
         body = text.encode()
+        self.connection.settimeout(_ANSWER_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Security-Policy", _POLICY)
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")  # it would have the token
         if tag is not None:
             self.send_header("ETag", tag)
         self.end_headers()

@@ -3,136 +3,127 @@
 Each agent of an elastic run holds one `Keeper`. Workers write to two keepers, so a snapshot
 survives the loss of a worker or of one machine, and reads come from the first keeper that answers.
 
-The protocol serves one request per connection. A request is a line of JSON such as
-`{"token": ..., "do": "put", "name": ...}`. The answer is a line of JSON: the size in bytes of each
-blob that the request matched, by name. After a `put` line the content follows in frames, each a
-length in 8 bytes (little-endian) and that many bytes; an empty frame ends it, and the name appears
-only then. After the answer to a `get` follow the requested bytes.
+The protocol serves one request per connection, in messages of a `Channel`, so only processes that
+know the secret get an answer. A request is a JSON object such as `{"do": "put", "name": ...}`.
+The answer is a JSON object: the size in bytes of each blob that the request matched, by name. After
+a `put` the content follows in messages; an empty one ends it, and the name appears only then. After
+the answer to a `get` follow messages with the requested bytes.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
+import hashlib
 import logging
-import mmap
-import secrets
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from socketserver import StreamRequestHandler, ThreadingTCPServer
-from typing import BinaryIO, TypeAlias
+from contextlib import AbstractContextManager, suppress
+from typing import TypeAlias
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from trainer.storage.channel import Channel, Content, Listener, Message, connect
+from trainer.storage.local import CHUNK_BYTES
+
 logger = logging.getLogger(__name__)
 
-Blob: TypeAlias = list[mmap.mmap]
+Blob: TypeAlias = list[Content]
 Entry: TypeAlias = dict[str, str | int]
 Sizes: TypeAlias = dict[str, int]
 
 ENVIRONMENT = "SAMESTEP_KEEPER"
 """Environment variable with the address of the keeper on a worker's machine."""
+SECRET_ENVIRONMENT = "SAMESTEP_KEEPER_SECRET"
+"""Environment variable with the secret of all keepers of the run, in hexadecimal digits."""
 COPIES = 2
 """Number of keepers that hold each blob."""
 
 _TIMEOUT_SECONDS = 10.0  # without progress by the other side
-_REQUEST_BYTES = 4096
-_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Keeper(AbstractContextManager["Keeper"]):
     """Serves named blobs from this process's memory, in threads, until it is closed.
 
     Args:
-        host: name or address by which other machines reach this one. With a loopback address,
-            only this machine can connect.
+        secret: of the run; requests of processes that do not know it get no answer.
+        host: name or address by which other machines reach this one.
+        interface: address of the interface to listen on; "" listens on all of them.
 
     Attributes:
-        address: HOST PORT TOKEN. The token is a secret: requests without it get no answer.
+        address: HOST PORT.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._server = _Server(("127.0.0.1" if host in _LOOPBACK else "", 0), _Handler)
-        self.address = f"{host} {self._server.server_address[1]} {self._server.token}"
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, args=(0.1,), name="keeper", daemon=True).start()
+    def __init__(
+        self, secret: bytes, host: str = "127.0.0.1", interface: str = "127.0.0.1"
+    ) -> None:
+        listening = socket.create_server((interface, 0), backlog=128)
+        self._listener = Listener(listening, secret, CHUNK_BYTES)
+        self._blobs: dict[str, Blob] = {}
+        self.address = f"{host} {self._listener.port}"
+        threading.Thread(target=self._run, name="keeper", daemon=True).start()
 
     @property
     def bytes(self) -> int:
         """Total size of all blobs."""
-        return sum(map(_length, list(self._server.blobs.values())))
+        return sum(map(_length, list(self._blobs.values())))
 
     def close(self) -> None:
         """Stops serving and frees all blobs."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._server.blobs.clear()
+        self._listener.close()
+        self._blobs.clear()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _run(self) -> None:
+        while (channel := self._listener.accept()) is not None:
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
 
-class _Server(ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
+    def _serve(self, channel: Channel) -> None:
+        # Workers may be killed while they write or read, which is nothing to report.
+        with channel, suppress(OSError):
+            self._answer(channel, _expect_json(channel))
 
-    def __init__(self, address: tuple[str, int], handler: type[StreamRequestHandler]) -> None:
-        super().__init__(address, handler)
-        self.token = secrets.token_hex(16)
-        self.blobs: dict[str, Blob] = {}
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Workers may be killed while they write or read, which is nothing to report."""
-        logger.debug("a request from %s has failed", client_address, exc_info=True)
-
-
-class _Handler(StreamRequestHandler):
-    server: _Server
-    timeout = _TIMEOUT_SECONDS
-
-    def handle(self) -> None:
-        request = json.loads(self.rfile.readline(_REQUEST_BYTES))
-        if not hmac.compare_digest(request["token"], self.server.token):
-            return
-        blobs, do, name = self.server.blobs, request["do"], request["name"]
+    def _answer(self, channel: Channel, request: Message) -> None:
+        do, name = request["do"], request["name"]
         # `list` copies in one step: other threads add and remove blobs meanwhile.
         matches = {
             key: blob
-            for key, blob in list(blobs.items())
+            for key, blob in list(self._blobs.items())
             if key == name or key.startswith(f"{name}/")
         }
         if do == "put":
-            blobs[name] = self._receive_blob()
+            self._blobs[name] = _receive_blob(channel)
         elif do == "remove":
             for key in matches:
-                blobs.pop(key, None)
-        sizes = {key: _length(blob) for key, blob in matches.items()}
-        self.request.sendall(json.dumps(sizes).encode() + b"\n")
+                self._blobs.pop(key, None)
+        channel.send_json({key: _length(blob) for key, blob in matches.items()})
         if do == "get":
             for part in _range(matches.get(name, []), request["start"], request["stop"]):
-                self.request.sendall(part)
+                channel.send(part)
 
-    def _receive_blob(self) -> Blob:
-        # One anonymous mapping per frame: unlike heap memory, the kernel gets it back at once
-        # when the last reference is gone.
-        blob: Blob = []
-        length = bytearray(8)
-        while True:
-            self._fill(length)
-            size = int.from_bytes(length, "little")
-            if size == 0:
-                return blob
-            frame = mmap.mmap(-1, size)
-            self._fill(frame)
-            blob.append(frame)
 
-    def _fill(self, buffer: bytearray | mmap.mmap) -> None:
-        if self.rfile.readinto(buffer) != len(buffer):
-            raise ConnectionError("the client closed the connection within a frame")
+def _receive_blob(channel: Channel) -> Blob:
+    blob: Blob = []
+    while frame := _expect(channel):
+        blob.append(frame)
+    return blob
+
+
+def _expect(channel: Channel) -> Content:
+    content = channel.receive(_TIMEOUT_SECONDS)
+    if content is None:
+        raise TimeoutError("the other side makes no progress")
+    return content
+
+
+def _expect_json(channel: Channel) -> Message:
+    message = channel.receive_json(_TIMEOUT_SECONDS)
+    if message is None:
+        raise TimeoutError("the other side makes no progress")
+    return message
 
 
 def _length(blob: Blob) -> int:
@@ -150,7 +141,9 @@ def _range(blob: Blob, start: int, stop: int) -> Iterator[memoryview]:
         start, stop = start - len(frame), stop - len(frame)
 
 
-def request(address: str, do: str, name: str, start: int = 0, stop: int = 0) -> tuple[Sizes, bytes]:
+def request(
+    address: str, secret: bytes, do: str, name: str, start: int = 0, stop: int = 0
+) -> tuple[Sizes, bytes]:
     """Sends a request to the keeper at an address.
 
     Args:
@@ -164,80 +157,76 @@ def request(address: str, do: str, name: str, start: int = 0, stop: int = 0) -> 
     Raises:
         OSError: the keeper does not answer, or only in part.
     """
-    with (
-        _connect(address, do, name, start=start, stop=stop) as connection,
-        connection.makefile("rb") as answer,
-    ):
-        sizes = _read_sizes(answer)
+    with _connect(address, secret, do, name, start=start, stop=stop) as channel:
+        sizes: Sizes = _expect_json(channel)
         wanted = max(0, min(stop, sizes.get(name, 0)) - start)
-        content = answer.read(wanted)
-    if len(content) != wanted:
-        raise ConnectionError(f"{len(content)} of {wanted} bytes came")
-    return sizes, content
+        parts: list[Content] = []
+        while sum(map(len, parts)) < wanted:
+            parts.append(_expect(channel))
+    return sizes, b"".join(parts)
 
 
 class Upload:
     """A file that is written to several keepers at once; it appears in each when it is closed."""
 
-    def __init__(self, addresses: tuple[str, ...], name: str) -> None:
+    def __init__(self, addresses: tuple[str, ...], secret: bytes, name: str) -> None:
         self.closed = False
-        self._connections = [_connect(address, "put", name) for address in addresses]
+        self._channels = [_connect(address, secret, "put", name) for address in addresses]
 
     def write(self, content: bytes | memoryview) -> None:
-        """Sends one frame; a memoryview must be of bytes."""
-        for connection in self._connections:
-            connection.sendall(len(content).to_bytes(8, "little"))
-            connection.sendall(content)
+        """Sends at most CHUNK_BYTES; a memoryview must be of bytes."""
+        if not len(content):  # would end the file
+            return
+        digest = hashlib.sha256(content).digest()
+        for channel in self._channels:
+            channel.send(content, digest)
 
     def close(self) -> None:
-        """Sends the last frame and waits until all keepers confirm.
+        """Sends the end of the file and waits until all keepers confirm.
 
         Raises:
             OSError: a keeper does not answer; others may have the file.
         """
         # End the content everywhere first: the keepers then work at the same time.
-        for connection in self._connections:
-            connection.sendall(bytes(8))
-        for connection in self._connections:
-            with connection.makefile("rb") as answer:
-                _read_sizes(answer)
+        for channel in self._channels:
+            channel.send(b"")
+        for channel in self._channels:
+            _expect_json(channel)
         self.discard()
 
     def discard(self) -> None:
         """Closes the connections; keepers that do not have the whole file forget it."""
         self.closed = True
-        for connection in self._connections:
-            connection.close()
+        for channel in self._channels:
+            channel.close()
 
 
-def _connect(address: str, do: str, name: str, **details: int) -> socket.socket:
-    host, port, token = address.split()
-    connection = socket.create_connection((host, int(port)), _TIMEOUT_SECONDS)
-    line = json.dumps({"token": token, "do": do, "name": name, **details})
-    connection.sendall(line.encode() + b"\n")
-    return connection
+def _connect(address: str, secret: bytes, do: str, name: str, **details: int) -> Channel:
+    host, port = address.split()
+    channel = connect(host, int(port), secret, CHUNK_BYTES, _TIMEOUT_SECONDS)
+    channel.send_json({"do": do, "name": name, **details})
+    return channel
 
 
-def _read_sizes(answer: BinaryIO) -> Sizes:
-    line = answer.readline()
-    if not line:
-        raise ConnectionError("the keeper closed the connection")
-    sizes: Sizes = json.loads(line)
-    return sizes
+def own_secret() -> bytes:
+    """The secret of the run's keepers, which the agent gave to this worker."""
+    return bytes.fromhex(os.environ[SECRET_ENVIRONMENT])
 
 
-def use(keepers: Sequence[str], own: int) -> str:
+def use(keepers: Sequence[str], own: int, secret: bytes) -> str:
     """Registers keeper:// URLs for this process.
 
     Args:
         keepers: addresses of all keepers, in the same order in every process.
         own: index of the keeper on this machine. This process writes to it and to the next one.
+        secret: of all keepers.
 
     Returns:
         The URL of the folder for snapshots.
     """
     fsspec.register_implementation("keeper", KeeperFileSystem, clobber=True)
-    fsspec.config.conf["keeper"] = {"keepers": (*keepers[own:], *keepers[:own])}
+    options = {"keepers": (*keepers[own:], *keepers[:own]), "secret": secret}
+    fsspec.config.conf["keeper"] = options
     return "keeper://snapshots"
 
 
@@ -251,13 +240,14 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     Args:
         keepers: addresses, the nearest first.
+        secret: of all keepers.
     """
 
     protocol = "keeper"
 
-    def __init__(self, keepers: Sequence[str], **options: object) -> None:
+    def __init__(self, keepers: Sequence[str], secret: bytes, **options: object) -> None:
         super().__init__(**options)
-        self.keepers = tuple(keepers)
+        self.keepers, self._secret = tuple(keepers), secret
 
     def info(self, path: str, **_: object) -> dict[str, str | int]:
         for sizes, _content in self._ask_each("find", path):
@@ -308,7 +298,7 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **_: object) -> Upload | _File:
         if mode == "wb":
-            return Upload(self.keepers[:COPIES], path)
+            return Upload(self.keepers[:COPIES], self._secret, path)
         return _File(self, path, cache_type="none")
 
     def _ask_each(
@@ -316,10 +306,9 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> Iterator[tuple[Sizes, bytes]]:
         for keeper in self.keepers:
             try:
-                yield request(keeper, do, path, start, stop)
+                yield request(keeper, self._secret, do, path, start, stop)
             except OSError as error:
-                host_and_port = ":".join(keeper.split()[:2])  # not the token
-                logger.info("the keeper at %s does not answer: %s", host_and_port, error)
+                logger.info("the keeper at %s does not answer: %s", keeper, error)
 
 
 class _File(AbstractBufferedFile):  # type: ignore[misc]

@@ -5,11 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
+import sys
 import time
+from ipaddress import IPv4Address
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from trainer.errors import ConfigError
+
 logger = logging.getLogger(__name__)
+
+LOOPBACK = ("localhost", "127.0.0.1")
+"""Hosts that stand for this machine alone."""
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of collectives; ports of ranks are on it, too."""
 
 _CONNECT_SECONDS = 5.0
 # A machine that loses power is detected after 2 + 5 x 1 = 7 s.
@@ -37,8 +47,8 @@ class Neighbor:
         self._store = store
         self._connection: socket.socket | None = None
         self._watchable = size > 1
-        self._listener = socket.create_server(("", 0), backlog=1)
         address = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._listener = socket.create_server((interface_of(address), 0), backlog=1)
         store.set(f"address/{rank}", f"{address} {self._listener.getsockname()[1]}")
 
     def dies_within(self, seconds: float) -> bool:
@@ -88,7 +98,14 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine that is valid for machines that can reach `host`."""
+    """The address of this machine that is valid for machines that can reach `host`.
+
+    Raises:
+        ConfigError: `INTERFACE` names an interface that does not exist, or has no address.
+        OSError: the address of `host` is unknown.
+    """
+    if host not in LOOPBACK and (named := _named_interface()):
+        return named
     # The route to `host` decides. Connecting a datagram socket sends nothing.
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -97,3 +114,44 @@ def own_address(host: str, port: int) -> str:
     # If `host` is this machine, its name is valid everywhere, but not the address that it resolves
     # to here: Debian's /etc/hosts maps a machine's own name to 127.0.1.1.
     return host if own == peer or own.startswith("127.") else str(own)
+
+
+def interface_of(address: str) -> str:
+    """Where to listen for machines that connect to this one at `address`.
+
+    Returns:
+        The address, or the loopback's for localhost, so that other interfaces stay closed; "",
+        which is all interfaces, for a name, which may lead to different addresses elsewhere.
+    """
+    if address in LOOPBACK:
+        return "127.0.0.1"
+    try:
+        return str(IPv4Address(address))
+    except ValueError:
+        return ""
+
+
+def loopback_only(host: str) -> dict[str, str]:
+    """Environment variables with which collectives of a single machine listen on its loopback."""
+    is_unset = host in LOOPBACK and sys.platform == "linux" and INTERFACE not in os.environ
+    return {INTERFACE: "lo"} if is_unset else {}
+
+
+def _named_interface() -> str:
+    """The IPv4 address of the interface that the user names; "" if none is named."""
+    name = os.environ.get(INTERFACE, "").partition(",")[0]
+    if not name or sys.platform != "linux":
+        return ""
+    import fcntl
+
+    # netdevice(7): the request is a struct ifreq, whose address begins at byte 20.
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            raise ConfigError(
+                f"{INTERFACE} is {name}, which is no network interface with an IPv4 address "
+                f"({error.strerror}). Name one that `ip -4 address` lists."
+            ) from error
+    return socket.inet_ntoa(answer[20:24])

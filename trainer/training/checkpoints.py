@@ -109,7 +109,7 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
     # ranks, addresses is [a, a, b, b] and the ring is [a, b].
     ring = list(dict.fromkeys(addresses))
     return Checkpointer(
-        Url(keeper.use(ring, ring.index(addresses[world.rank]))),
+        Url(keeper.use(ring, ring.index(addresses[world.rank]), keeper.own_secret())),
         Config(every=every, asynchronous=experiment.checkpoint.asynchronous),
         rank=world.rank,
         world_size=world.size,

@@ -59,6 +59,17 @@ def test_parts_with_an_index(tmp_path: Path):
         load_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../part.safetensors", "/etc/passwd", "a/b", 1, None])
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: object):
+    save_file(dict(TENSORS), tmp_path / "part.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="which is not in its folder"):
+        load_folder(folder)
+
+
 def test_damaged_folders_are_refused_by_name(saved: Path):
     weights = saved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -70,7 +81,7 @@ def test_damaged_folders_are_refused_by_name(saved: Path):
     (saved / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained"):
         load_folder(saved)
-    for content in ("[1]", "{"):
+    for content in ("[1]", "{", 10**5 * "["):
         (saved / "config.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"config\.json"):
             load_folder(saved)

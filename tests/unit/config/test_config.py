@@ -52,6 +52,38 @@ def test_values_decode_by_declared_type(tmp_path: Path) -> None:
     assert isinstance(root.steps, int)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "steps: !!python/object/apply:os.system ['touch touched']",
+        "steps: !!python/name:os.system",
+        "steps: !!python/object/new:os.system ['touch touched']",
+    ],
+)
+def test_no_tag_makes_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"a\.yaml is not valid YAML: could not determine"):
+        load(Root, write(tmp_path, "a.yaml", text))
+    with pytest.raises(ConfigError, match="could not determine"):
+        load(Root, write(tmp_path, "a.yaml", "steps: 1"), [text.replace(": ", "=", 1)])
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_small_file_cannot_stand_for_a_large_one(tmp_path: Path) -> None:
+    lists = ["- &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lists += [f"- &a{i + 1} [{', '.join(10 * [f'*a{i}'])}]" for i in range(9)]
+    texts = {
+        "aliases": "\n".join(lists),
+        "cycle": "steps: &a [*a]",
+        "brackets": "steps: " + 10_000 * "[",
+    }
+    for name, text in texts.items():
+        with pytest.raises(ConfigError, match=f"{name} is not valid YAML: (its aliases|maximum)"):
+            load(Root, write(tmp_path, name, text))
+    shared = "table: &a {x: 1}\nsteps: 1\ninner: {names: &b [a], limit: 1}"
+    assert load(Root, write(tmp_path, "few", shared)).table == {"x": 1}
+
+
 def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "steps: 1\ninner: {rate: 2, limit: 5}\n")
     path = write(tmp_path, "a.yaml", "base: base.yaml\nsteps: 2\ninner: {rate: 3}\n")

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,7 @@ HANG = 1001
 DEAF = 1002  # hang, whatever signal comes
 LATE = 1004  # until it is stopped by a signal, and then exit as one whose checkpoint takes too long
 COLLECT = 1005  # garbage, and be done
+LISTEN = 1006  # write down the addresses on which this process and its agent listen, and be done
 STUCK = 1003  # go on from the step of this round's number, but no later one than 2, and crash
 
 
@@ -59,6 +61,14 @@ def act(arguments: list[str]) -> int:
     if code == COLLECT:
         gc.collect()
         return EXIT_DONE
+    if code == LISTEN:
+        world = World.start(20)
+        world.connect("gloo")
+        agent_pid = int(Path(f"/proc/{os.getppid()}/stat").read_text().split()[3])
+        found = listening(os.getpid()) + listening(agent_pid)
+        (Path(folder) / f"listening-{rank}").write_text("\n".join(found))
+        world.close()
+        return EXIT_DONE
     if code == STUCK:
         World.start(20).tell_progress(min(round_number, 2))
         return EXIT_CRASHED
@@ -69,6 +79,21 @@ def act(arguments: list[str]) -> int:
             time.sleep(0.01)  # or the others may be stopped before they have counted this round
         os.kill(os.getpid(), -code)
     return code
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses on which a process listens, as the kernel writes them: 0100007F:910F."""
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(link))
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if "socket" in link}
+    rows = [
+        row.split()
+        for table in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
 def agent(
@@ -140,6 +165,16 @@ def test_a_crash_leaves_the_stacks_that_led_to_it(tmp_path: Path) -> None:
     stacks = (tmp_path / "stderr").read_text()
     assert "Segmentation fault" in stacks
     assert " in act" in stacks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_single_machine_listens_on_its_loopback_only(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [LISTEN], [LISTEN]) == EXIT_DONE
+    for rank in range(2):
+        found = (tmp_path / f"listening-{rank}").read_text().split()
+        # The rendezvous, the store, the rank's own port and its collectives.
+        assert len(found) >= 4
+        assert [address for address in found if not address.startswith("0100007F:")] == []
 
 
 def test_a_worker_that_cannot_know_of_a_death_is_stopped(tmp_path: Path) -> None:
@@ -238,7 +273,8 @@ def littered(folder: Path) -> None:
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:
     """However its own workers end; here they do not save in time."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        elastic = Elastic(1, 2, f"127.0.0.1:{free.getsockname()[1]}")
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    elastic = Elastic(1, 2, address, secrets_folder=tmp_path / "checkpoints")
     gone, left = (
         CONTEXT.Process(target=agent, args=(tmp_path, [[LATE, 0]] * 2, 1, elastic))
         for _ in range(2)

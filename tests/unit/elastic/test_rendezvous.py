@@ -6,13 +6,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from trainer.elastic import rendezvous
+from trainer.elastic import rendezvous, secret
 from trainer.elastic.rendezvous import Event, Rendezvous, Round, RunEnded
 from trainer.errors import ConfigError, LaunchError, RendezvousError
+from trainer.storage.channel import Channel
 
 Join = Callable[[Rendezvous, int], "Future[Round | None]"]
 
@@ -25,13 +27,22 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
         yield lambda agent, workers: pool.submit(agent.join, workers, lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def _secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_text(32 * "s")
+    file.chmod(0o600)
+    monkeypatch.setenv(secret.ENVIRONMENT, str(file))
+
+
+def agent(port: int, min_agents: int, max_agents: int, run: str = "train") -> Rendezvous:
+    return Rendezvous(f"127.0.0.1:{port}", min_agents, max_agents, run, Path("checkpoints"))
+
+
 def agents(count: int, min_agents: int, max_agents: int) -> list[Rendezvous]:
-    address = "127.0.0.1:0"
-    first = Rendezvous(address, min_agents, max_agents, "train")
+    first = agent(0, min_agents, max_agents)
     first._connect()
-    address = f"127.0.0.1:{first._port}"
-    others = [Rendezvous(address, min_agents, max_agents, "train") for _ in range(count - 1)]
-    return [first, *others]
+    return [first, *(agent(first._port, min_agents, max_agents) for _ in range(count - 1))]
 
 
 def event_of(agent: Rendezvous) -> Event | None:
@@ -124,13 +135,13 @@ def test_each_agent_gets_a_few_messages_however_many_there_are(
 ) -> None:
     """All join, one is lost, the others join again, and another one comes."""
     sent: list[dict[str, object]] = []
-    send = rendezvous._Connection.send
+    send = Channel.send_json
 
-    def recorded(connection: rendezvous._Connection, message: dict[str, object]) -> None:
+    def recorded(channel: Channel, message: dict[str, object]) -> None:
         sent.append(message)
-        send(connection, message)
+        send(channel, message)
 
-    monkeypatch.setattr(rendezvous._Connection, "send", recorded)
+    monkeypatch.setattr(Channel, "send_json", recorded)
     members = agents(count, count - 1, count)
     with ThreadPoolExecutor(count) as pool:
 
@@ -144,7 +155,7 @@ def test_each_agent_gets_a_few_messages_however_many_there_are(
         lost._connection.socket.close()
         assert list(pool.map(event_of, members)) == ["lost"] * len(members)
         assert join_all() == [count - 1] * len(members)
-        late = Rendezvous(f"127.0.0.1:{members[0]._port}", count - 1, count, "train")
+        late = agent(members[0]._port, count - 1, count)
         waiting = pool.submit(late.join, 1, lambda: False)
         assert list(pool.map(event_of, members)) == ["joined"] * len(members)
         members[0].close(0, "done")
@@ -156,9 +167,9 @@ def test_each_agent_gets_a_few_messages_however_many_there_are(
 def test_agents_of_another_run_are_rejected(join: Join) -> None:
     (first,) = agents(1, 1, 2)
     assert join(first, 1).result(5) is not None
-    other = Rendezvous(f"127.0.0.1:{first._port}", 1, 2, "train other.yaml")
+    other = agent(first._port, 1, 2, "train other.yaml")
     with pytest.raises(
-        LaunchError, match=r"the agent of another run listens at .* Give each run its own port"
+        LaunchError, match=r"the agent of another run, .* listens at .* Give each run its own port"
     ):
         join(other, 1).result(5)
     other.close(1, "turned away")
@@ -169,8 +180,7 @@ def test_agents_of_another_run_are_rejected(join: Join) -> None:
 def test_a_port_that_is_taken(join: Join, monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
     monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        agent = Rendezvous(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, "train")
-        refused = join(agent, 1)
+        refused = join(agent(server.getsockname()[1], 1, 2), 1)
         connection, _ = server.accept()
         with connection:
             connection.sendall(greeting)

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch
 from trainer.monitoring.jsonl import JsonlTracker, RowReader
@@ -51,7 +53,9 @@ def serving(*folders: Path) -> Iterator[Server]:
 
 def get(server: Server, path: str, **headers: str) -> tuple[http.client.HTTPResponse, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
-    connection.request("GET", path, headers=headers)
+    connection.request(
+        "GET", f"{urlsplit(server.url).path}{path.removeprefix('/')}", headers=headers
+    )
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
@@ -72,6 +76,14 @@ def test_only_the_page_and_its_data_are_served_and_only_to_this_machine(tmp_path
         port = server.server_address[1]
         for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "localhost:9000"):
             assert get(server, "/data", Host=host)[0].status == 200
+        # Another user of the machine, who does not know the token.
+        root = urlsplit(server.url).path
+        for path in ("/", "/data", "/study/0/a", root[:-1], f"{root[:-2]}x/data"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", path)
+            response = connection.getresponse()
+            assert (response.status, b"loss" in response.read()) == (403, False), path
+            connection.close()
         # A name elsewhere that was made to point to this machine, and no name at all.
         for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
             response, text = get(server, "/data", Host=host)
@@ -287,6 +299,23 @@ def test_studies_show_their_jobs_and_link_to_their_pages_and_runs(tmp_path: Path
     assert "Which \\u003crate>?" in page.read_text(encoding="utf-8")
 
 
+def test_silent_connections_do_not_keep_the_browser_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watch_module, "_MOST_REQUESTS", 4)
+    monkeypatch.setattr(watch_module._Handler, "timeout", 60)
+    with serving(tmp_path) as server:
+        place = ("127.0.0.1", int(server.server_address[1]))
+        silent = [socket.create_connection(place, 10) for _ in range(8)]
+        assert silent[0].recv(1) == b"", "the oldest is dropped"
+        assert get(server, "/")[0].status == 200
+        monkeypatch.setattr(watch_module._Handler, "timeout", 0.2)
+        silent.append(socket.create_connection(place, 10))
+        assert silent[-1].recv(1) == b"", "its time is over"
+        for each in silent:
+            each.close()
+
+
 def test_a_closed_tab_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -301,7 +330,8 @@ def test_a_closed_tab_is_no_error(
     with serving(tmp_path) as server:
         server.daemon_threads = False  # so that its end waits for the answer
         with socket.create_connection(("127.0.0.1", int(server.server_address[1]))) as tab:
-            tab.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            page_path = urlsplit(server.url).path.encode()
+            tab.sendall(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % page_path)
             assert asked.wait(30)
             # Linger for 0 seconds: the connection is reset.
             tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -55,6 +55,7 @@ def test_links(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixtur
         "hidden": "ignored",
         "dangling": "nowhere",
         "run/link": tmp_path / "elsewhere",
+        "key": tmp_path / "elsewhere" / "big",
     }.items():
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).symlink_to(target)
@@ -62,7 +63,7 @@ def test_links(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixtur
         ("file", "linked/part.py", "deep/absolute/part.py", "own/part.py"), "own/part.py"
     )
     assert taken(repository) == {**part, ".gitignore": "ignored\n"}
-    assert "the snapshot of the code is without hidden, outside:" in caplog.text
+    assert "the snapshot of the code is without key, hidden, outside:" in caplog.text
 
 
 def test_submodules(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

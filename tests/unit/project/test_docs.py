@@ -44,6 +44,21 @@ def test_links_lead_somewhere(page: Path):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_every_threat_has_a_test_that_exists():
+    """In a table of docs/security.md: the last column names tests, `none`, or `the same`."""
+    prose = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    tables = prose.partition("### Threats on the network")[2].partition("## What is not done")[0]
+    cells = [line.rstrip("|").rpartition("|")[2] for line in tables.splitlines() if "|" in line]
+    cells = [cell.strip() for cell in cells if cell.strip() not in ("test", "---")]
+    named = [re.findall(r"`([\w/.]+)::(\w+)`", cell) for cell in cells]
+    assert len(named) > 30
+    for cell, tests in zip(cells, named, strict=True):
+        assert tests or cell in ("none: not prevented", "the same"), cell
+        for file, name in tests:
+            found = (ROOT / file).read_text(encoding="utf-8")
+            assert re.search(rf"^def {name}\(", found, re.MULTILINE), f"{file}::{name}"
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Blobs in another process's memory: complete or absent, only with the token, and freed."""
+"""Blobs in another process's memory: complete or absent, only with the secret, and freed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import pytest
 from trainer import storage
 from trainer.errors import StorageError
 from trainer.storage import keeper
+from trainer.storage.channel import WrongSecretError
 from trainer.storage.keeper import Keeper, Upload, request
+
+SECRET = bytes(range(32))
 
 
 @pytest.fixture
 def keepers() -> Iterator[list[Keeper]]:
-    with Keeper() as first, Keeper() as second, Keeper() as third:
+    with Keeper(SECRET) as first, Keeper(SECRET) as second, Keeper(SECRET) as third:
         yield [first, second, third]
 
 
 @pytest.fixture
 def url(keepers: list[Keeper]) -> str:
     """A folder in the keepers, the first of which is on this process's machine."""
-    return keeper.use([each.address for each in keepers], own=0)
+    return keeper.use([each.address for each in keepers], own=0, secret=SECRET)
 
 
 def test_content_comes_back_whole_and_in_ranges(url: str) -> None:
@@ -77,18 +80,17 @@ def test_two_keepers_hold_a_blob_and_one_is_enough_to_read_it(
 
 def test_a_write_that_breaks_off_leaves_the_former_content(keepers: list[Keeper]) -> None:
     for content, ends in ((b"former", True), (b"newer", False)):
-        upload = Upload((keepers[0].address,), "name")
+        upload = Upload((keepers[0].address,), SECRET, "name")
         upload.write(content)
         upload.close() if ends else upload.discard()
     time.sleep(0.1)
-    assert request(keepers[0].address, "get", "name", 0, 99) == ({"name": 6}, b"former")
+    assert request(keepers[0].address, SECRET, "get", "name", 0, 99) == ({"name": 6}, b"former")
     assert keepers[0].bytes == 6
 
 
-def test_a_token_is_needed(keepers: list[Keeper]) -> None:
-    host, port, _ = keepers[0].address.split()
-    with pytest.raises(ConnectionError):
-        request(f"{host} {port} guess", "find", "name")
+def test_the_secret_is_needed(keepers: list[Keeper]) -> None:
+    with pytest.raises(WrongSecretError):
+        request(keepers[0].address, bytes(32), "find", "name")
 
 
 def test_memory_is_freed(url: str, keepers: list[Keeper]) -> None:

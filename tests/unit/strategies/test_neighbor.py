@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
+
 import pytest
 from torch.distributed import HashStore
 
-from trainer.strategies.neighbor import Neighbor, own_address
+from trainer.errors import ConfigError
+from trainer.strategies.neighbor import (
+    INTERFACE,
+    Neighbor,
+    interface_of,
+    loopback_only,
+    own_address,
+)
 
 
 def test_the_end_of_a_rank_is_noticed_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +38,40 @@ def test_the_address_for_others() -> None:
     assert own_address("127.0.0.1", 1) == "127.0.0.1"
     assert own_address("localhost", 1) == "localhost"
     assert own_address("127.0.1.1", 1) == "127.0.1.1"  # as a machine's own name may lead to
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the address")
+def test_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is listened on is what others are told."""
+    monkeypatch.setenv(INTERFACE, "lo,eth7")
+    assert own_address("192.0.2.77", 1) == own_address("no such host", 1) == "127.0.0.1"
+    assert own_address("localhost", 1) == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.77")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    store = HashStore()
+    with closing(Neighbor(store, 0, 2)) as first, closing(Neighbor(store, 1, 2)) as second:
+        assert first._listener.getsockname()[0] == "127.0.0.1"
+        assert not first.dies_within(0.05)
+        second.close()
+        assert first.dies_within(5)
+    monkeypatch.setenv(INTERFACE, "none7")
+    with pytest.raises(ConfigError, match="is none7, which is no network interface"):
+        own_address("192.0.2.77", 1)
+
+
+def test_where_to_listen() -> None:
+    assert [interface_of(host) for host in ("localhost", "127.0.0.1")] == 2 * ["127.0.0.1"]
+    assert interface_of("192.0.2.7") == "192.0.2.7"
+    assert interface_of("node0") == interface_of("fd00::2") == ""
+
+
+def test_collectives_of_a_single_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv(INTERFACE, raising=False)
+    assert loopback_only("localhost") == {INTERFACE: "lo"}
+    assert loopback_only("node0") == {}
+    monkeypatch.setenv(INTERFACE, "eth7")
+    assert loopback_only("localhost") == {}, "the user's choice"
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:

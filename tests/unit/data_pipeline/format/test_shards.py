@@ -12,6 +12,7 @@ import webdataset
 
 from data_pipeline.format import shards
 from data_pipeline.format.shards import Shard, write_shard
+from tests.damage import sparse_tar
 from trainer.errors import DataError
 from trainer.storage import atomic_write
 
@@ -143,6 +144,30 @@ def test_a_tar_of_something_else_is_refused(tmp_path):
         pass
     with pytest.raises(DataError, match="is empty"):
         Shard.open(tmp_path / "a.tar", UINT16)
+
+
+def test_a_member_cannot_declare_more_than_there_is(tmp_path):
+    for name in ("000000.tokens.npy", "000000.rows.jsonl"):
+        (tmp_path / "a.tar").write_bytes(sparse_tar(name, 2**50))
+        with pytest.raises(DataError, match=r"is no plain file|no member"):
+            Shard.open(tmp_path / "a.tar", UINT16)
+
+
+def test_arrays_of_objects_are_refused(tmp_path):
+    """They are pickles, which may run code."""
+    array = io.BytesIO()
+    np.save(array, np.array([Evil()], dtype=object), allow_pickle=True)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        member = tarfile.TarInfo("000000.tokens.npy")
+        member.size = len(array.getvalue())
+        tar.addfile(member, io.BytesIO(array.getvalue()))
+    with pytest.raises(DataError, match="holds object, not uint16"):
+        Shard.open(tmp_path / "a.tar", UINT16)
+
+
+class Evil:
+    def __reduce__(self):
+        return pytest.fail, ("the pickle was read",)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):

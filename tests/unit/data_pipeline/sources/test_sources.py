@@ -4,13 +4,15 @@ import json
 import random
 import string
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from data_pipeline.building.config import Config as BuildConfig
-from data_pipeline.sources import BadRecord, jsonl, python_docs, text, webdataset
+from data_pipeline.sources import BadRecord, files, jsonl, python_docs, text, webdataset
+from tests.damage import sparse_tar
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, DataError
 
@@ -262,3 +264,29 @@ def test_a_truncated_webdataset_is_noticed(tmp_path):
     assert 0 < len(documents) < 8
     assert {text for _, _, text in documents} == {"word " * 300}
     assert last == ("a.tar", len(documents) + 1, "! truncated file")
+
+
+def test_a_sparse_member_is_not_expanded(tmp_path):
+    (tmp_path / "a.tar").write_bytes(sparse_tar("0001.txt", 2**50))
+    (record,) = webdataset.Config((f"{tmp_path}/a.tar",)).build().records()
+    assert record.problem == "sparse member"
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_decompression_bomb_ends_before_it_fills_the_memory(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(files, "_FREE_BYTES", 2**20)
+    zeros = bytes(2**28)
+    bomb = gzip.compress(zeros) if suffix == ".gz" else zstandard.compress(zeros)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(b"".join([one_line(suffix), bomb]))
+    tracemalloc.start()
+    first, last = jsonl.Config((f"{tmp_path}/a.jsonl{suffix}",)).build().records()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert first.problem is None
+    assert last.problem == "decompression bomb"
+    assert peak < len(zeros), "a part of it was enough"
+
+
+def one_line(suffix: str) -> bytes:
+    line = b'{"text": "a"}\n'
+    return gzip.compress(line) if suffix == ".gz" else zstandard.compress(line)

@@ -1,0 +1,81 @@
+"""The secret of a run: where it comes from, and who can read it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint.files import Url
+from trainer.elastic import secret
+from trainer.errors import ConfigError, StorageError
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(secret.ENVIRONMENT, raising=False)
+
+
+def test_the_host_creates_it_and_the_others_wait(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    assert secret.read(folder, create=False) is None
+    assert not folder.exists()
+    before = os.umask(0)
+    try:
+        created = secret.read(folder, create=True)
+    finally:
+        os.umask(before)
+    assert created is not None
+    assert len(created) >= 32
+    assert stat.S_IMODE((folder / secret.NAME).stat().st_mode) == 0o600
+    assert os.listdir(folder) == [secret.NAME]
+    assert secret.read(folder, create=False) == secret.read(folder, create=True) == created
+    assert secret.read(tmp_path / "other", create=True) != created
+
+
+def test_one_that_others_can_read_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run's folder, where the file system may know no modes, it is a warning."""
+    created = secret.read(tmp_path, create=True)
+    file = tmp_path / secret.NAME
+    file.chmod(0o644)
+    assert secret.read(tmp_path, create=False) == created
+    assert "can be read by other users" in caplog.text
+    monkeypatch.setenv(secret.ENVIRONMENT, str(file))
+    with pytest.raises(ConfigError, match=r"which every user can read\. Change its mode to 600"):
+        secret.read(tmp_path, create=False)
+    file.chmod(0o440)  # as Kubernetes mounts it
+    assert secret.read(tmp_path / "unused", create=True) == created
+    assert not (tmp_path / "unused").exists()
+    assert created is not None
+    assert created.decode() not in caplog.text
+
+
+def test_in_a_bucket(s3_folder: str) -> None:
+    folder = Url(s3_folder)
+    assert secret.read(folder, create=False) is None
+    created = secret.read(folder, create=True)
+    assert created is not None
+    assert secret.read(folder, create=False) == secret.read(folder, create=True) == created
+
+
+def test_files_that_hold_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    monkeypatch.setenv(secret.ENVIRONMENT, str(file))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        secret.read(tmp_path, create=True)
+    file.write_text("password\n")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds no secret of at least 32 bytes") as error:
+        secret.read(tmp_path, create=True)
+    assert "password" not in str(error.value)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text(64 * "x")
+    (tmp_path / secret.NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="cannot read"):
+        secret.read(tmp_path, create=True)
