@@ -155,7 +155,8 @@ replicas.
 |---|---|---|---|---|
 {chr(10).join(rows)}
 
-{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, {processor()}. Other processors have other digests.
+{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, {processor()}. Another processor has other digests, and so has
+another dataset: the training of its tokenizer breaks ties by chance.
 """  # noqa: E501
 
 
