@@ -80,7 +80,7 @@ def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ports]:
 
 
 @pytest.mark.parametrize(
-    "count", [100, pytest.param(4000, marks=pytest.mark.long)], ids=["short", "long"]
+    "count", [100, pytest.param(4000, marks=pytest.mark.chaos)], ids=["short", "long"]
 )
 def test_strangers_get_nothing_and_break_nothing(ports: Ports, tmp_path: Path, count: int) -> None:
     agent = ports.agent()
