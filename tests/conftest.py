@@ -44,11 +44,11 @@ def make_dataset(
 
     A `unigram` tokenizer has 100 sentinels besides.
     """
-    from data_pipeline.format.manifest import Manifest, ShardInfo
+    from data_pipeline.format.manifest import ShardInfo
     from data_pipeline.format.shards import write_shard
     from data_pipeline.tokenizers.sentences import split, splitter_version
     from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-    from data_pipeline.tokenizers.tokenizer import Tokenizer
+    from tests.datasets import save_manifest
 
     folder.mkdir()
     paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][
@@ -71,18 +71,9 @@ def make_dataset(
 
     train = tuple(write(f"train-{i:06d}.tar", slice(1 + i, None, 6)) for i in range(5))
     heldout = (write("heldout-000000.tar", slice(None, None, 60)),)
-    Manifest(
-        format=1,
-        tokenizer_fingerprint=Tokenizer.load(folder / "tokenizer").fingerprint,
-        vocab_size=tokenizer.vocabulary.size,
-        dtype="uint16",
-        source={},
-        files=("topics",),
-        documents_in=len(documents),
-        documents_rejected={},
-        splits={"train": train, "heldout": heldout},
-        settings={"sentences": splitter_version("rules")},
-    ).save(folder)
+    settings = {"sentences": splitter_version("rules")}
+    splits = {"train": train, "heldout": heldout}
+    save_manifest(folder, "topics", len(documents), splits, settings)
     return folder
 
 

@@ -11,15 +11,23 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, log
-from trainer.command import OVERRIDES, Commands, add_command
+from trainer.command import OVERRIDES, Commands, add_command, add_processes
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.inference.cli import register_fill
-from trainer.inspect.cli import add_doctor, add_fetch, add_recipes, add_report, add_watch
+from trainer.inspect.cli import (
+    add_certify,
+    add_doctor,
+    add_fetch,
+    add_recipes,
+    add_report,
+    add_watch,
+)
 from trainer.publish.cli import register_average, register_export, register_publish
 from trainer.vectors.cli import register as register_vectors
 
@@ -57,16 +65,6 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
-def _add_processes(parser: argparse.ArgumentParser, without_gpus: str = "one") -> None:
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes on this machine (default: one a GPU, or else "
-        f"{without_gpus}); ignored under torchrun",
-    )
-
-
 def _add_train(commands: Commands) -> None:
     train = add_command(
         commands,
@@ -76,7 +74,7 @@ def _add_train(commands: Commands) -> None:
         "example:\n  samestep train configs/debug/bert_mini.yaml --processes 2 training.steps=1000",
     )
     _add_experiment(train)
-    _add_processes(train)
+    add_processes(train)
     train.add_argument(
         "--elastic",
         metavar="MIN:MAX",
@@ -115,37 +113,6 @@ def _add_config(commands: Commands) -> None:
         "--elsewhere",
         action="store_true",
         help="the run's folders are not on this machine: check data only if it has an address",
-    )
-
-
-def _add_certify(commands: Commands) -> None:
-    certify = add_command(
-        commands,
-        "certify",
-        _certify,
-        "prove that the devices here compute the same bits, or name the one that does not",
-        "examples:\n  samestep certify\n"
-        "  samestep certify --processes 4 --against one.json\n"
-        "  torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 "
-        "--no-python samestep certify",
-        "Checks matrix products, kernels and the passes of a model on each device, the collectives "
-        "between them, and training under DDP, FSDP2 and HSDP, in fp32 and bf16: bit for bit among "
-        "ranks and strategies, and against losses of a CPU. Takes a minute. Exits with 1 if a "
-        "check fails.",
-    )
-    _add_processes(certify, without_gpus="two")
-    certify.add_argument(
-        "--output",
-        type=Path,
-        default=Path("certificate.json"),
-        metavar="FILE",
-        help="the certificate to write (default: certificate.json)",
-    )
-    certify.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE",
-        help="a certificate of any number of devices, whose bits must be the same",
     )
 
 
@@ -203,7 +170,7 @@ def _add_evaluate(commands: Commands) -> None:
     help_ = "files of pairs in the format of the run's dataset (default: its held-out split)"
     generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
     generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")
-    _add_processes(evaluate)
+    add_processes(evaluate)
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
@@ -228,7 +195,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     for add in (
         _add_train,
         _add_config,
-        _add_certify,
+        partial(add_certify, run=_certify),
         _add_evaluate,
         register_export,
         register_publish,

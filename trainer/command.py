@@ -42,3 +42,18 @@ def add_group(commands: Commands, name: str, summary: str) -> Commands:
     """Adds a sub-command that has sub-commands of its own; returns these, none yet."""
     parser = commands.add_parser(name, help=summary, description=summary)
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def add_processes(parser: argparse.ArgumentParser, without_gpus: str = "one") -> None:
+    """Adds --processes.
+
+    Args:
+        without_gpus: the default number on a machine without GPUs, as a word.
+    """
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: one a GPU, or else "
+        f"{without_gpus}); ignored under torchrun",
+    )

@@ -18,7 +18,7 @@ from tests.integration.commands import Samestep, Start
 from tests.processes import run_ranks
 from trainer.accelerators import cpu
 from trainer.inspect.certify import layouts
-from trainer.inspect.certify.ranks import Ranks
+from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
 from trainer.strategies import single
 from trainer.strategies.world import World
@@ -165,7 +165,7 @@ def _train() -> list[float]:
 def test_whom_to_blame() -> None:
     ranks = Ranks(0, ("a", "a", "b"), None)  # type: ignore[arg-type]
     equal = {"x": "1", "y": "2"}
-    assert ranks.odd_ones_out([equal, equal, equal]) is None
-    assert ranks.odd_ones_out([equal, equal, {"x": "1", "y": "3"}]) == ("y", [2])
-    assert ranks.odd_ones_out([equal, {"x": "5", "y": "3"}]) == ("x", [0, 1])
+    assert first_odd([equal, equal, equal]) is None
+    assert first_odd([equal, equal, {"x": "1", "y": "3"}]) == ("y", [2])
+    assert first_odd([equal, {"x": "5", "y": "3"}]) == ("x", [0, 1])
     assert ranks.named([1, 2]) == "rank 1 (a) and rank 2 (b)"

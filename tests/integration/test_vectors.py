@@ -149,7 +149,7 @@ import sys, time
 from trainer import cli
 from trainer.vectors import word2vec, glove, work
 
-word2vec._BLOCK, glove._BLOCK = 1000, 100
+word2vec.BLOCK, glove.BLOCK = 1000, 100
 work._SAVE_EVERY = 0.0
 save = work.State.save
 
@@ -172,8 +172,8 @@ def test_one_that_is_killed_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     method: str,
 ) -> None:
-    monkeypatch.setattr("trainer.vectors.word2vec._BLOCK", 1000)
-    monkeypatch.setattr("trainer.vectors.glove._BLOCK", 100)
+    monkeypatch.setattr("trainer.vectors.word2vec.BLOCK", 1000)
+    monkeypatch.setattr("trainer.vectors.glove.BLOCK", 100)
     ask = ("vectors", planted / "topics", "--method", method, "--dimensions", 8, "--epochs", 2)
     assert samestep(*ask, "--output", tmp_path / "whole").code == 0
     output = tmp_path / "killed"

@@ -63,14 +63,17 @@ class Config(ABC):
             ConfigError: the device is not available.
         """
 
-    @property
-    def varies(self) -> str | None:
-        """What to set, so that the same work gives the same bits each time; None: nothing."""
-        return None
-
     def repeatable(self) -> Config:
         """These settings, changed so that the same work gives the same bits each time."""
         return self
+
+    @property
+    def varies(self) -> str | None:
+        """What to set to make them `repeatable`, as YAML; None: nothing."""
+        now, wanted = vars(self), vars(self.repeatable())
+        changed = [f"{name}: {wanted[name]}".lower() for name in now if now[name] != wanted[name]]
+        kind = type(self).__module__.rpartition(".")[2]
+        return f"{{kind: {kind}, {', '.join(changed)}}}" if changed else None
 
     def processes(self) -> list[dict[str, str]]:
         """The processes that use all devices of this machine: environment variables of each.

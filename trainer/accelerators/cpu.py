@@ -20,12 +20,8 @@ class Config(accelerators.Config):
 
     threads: int | None = None
 
-    @property
-    def varies(self) -> str | None:
-        # By default there are as many threads as cores for each process of a machine.
-        return "{kind: cpu, threads: 1}" if self.threads is None else None
-
     def repeatable(self) -> Config:
+        # By default there are as many threads as cores for each process of a machine.
         return replace(self, threads=self.threads or 1)
 
     def build(self) -> CpuAccelerator:

@@ -60,10 +60,6 @@ class Config(accelerators.Config):
     tf32: bool = False
     deterministic: bool = False
 
-    @property
-    def varies(self) -> str | None:
-        return None if self.deterministic else "{kind: cuda, deterministic: true}"
-
     def repeatable(self) -> Config:
         return replace(self, deterministic=True)
 

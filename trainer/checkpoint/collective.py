@@ -13,12 +13,16 @@ from trainer.errors import CheckpointError
 T = TypeVar("T")
 
 
-def gather(item: T, world_size: int) -> list[T]:
-    """Returns every rank's item, on every rank."""
+def gather(item: T, world_size: int, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns every rank's item, on every rank.
+
+    Args:
+        group: all ranks; None: the default group.
+    """
     if world_size == 1:
         return [item]
     items = [item] * world_size  # placeholders
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group)
     return items
 
 

@@ -75,13 +75,9 @@ def resumable(output: Path, made_of: dict[str, Any]) -> Iterator[Resumable]:
     partial = output.with_name(f"{output.name}.partial")
     progress = output.with_name(f"{output.name}.progress")
     with open(partial, "ab+") as file:
-        # The lock ends with the process, so one that was killed does not block the next.
-        try:
-            flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another process writes {output}; wait for it, or name another file"
-            ) from error
+        flock.lock_or_reject(
+            file, f"another process writes {output}; wait for it, or name another file"
+        )
         done = Resumable(file, progress, made_of)
         try:
             yield done

@@ -6,9 +6,10 @@ import argparse
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from trainer.command import OVERRIDES, Commands, add_command
+from trainer.command import OVERRIDES, Commands, add_command, add_processes
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 
@@ -70,6 +71,38 @@ def add_watch(commands: Commands) -> None:
     watch.add_argument("--once", action="store_true", help="only write the file, and end")
     help_ = "the file to write at the end (default: report.html, in RUN if one)"
     watch.add_argument("-o", "--output", metavar="HTML", help=help_)
+
+
+def add_certify(commands: Commands, run: Callable[[argparse.Namespace], int]) -> None:
+    """Adds `certify` to the `samestep` command; `run` starts the processes."""
+    certify = add_command(
+        commands,
+        "certify",
+        run,
+        "prove that the devices here compute the same bits, or name the one that does not",
+        "examples:\n  samestep certify\n"
+        "  samestep certify --processes 4 --against one.json\n"
+        "  torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 "
+        "--no-python samestep certify",
+        "Checks matrix products, kernels and the passes of a model on each device, the collectives "
+        "between them, and training under DDP, FSDP2 and HSDP, in fp32 and bf16: bit for bit among "
+        "ranks and strategies, and against losses of a CPU. Takes a minute. Exits with 1 if a "
+        "check fails.",
+    )
+    add_processes(certify, without_gpus="two")
+    certify.add_argument(
+        "--output",
+        type=Path,
+        default=Path("certificate.json"),
+        metavar="FILE",
+        help="the certificate to write (default: certificate.json)",
+    )
+    certify.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="a certificate of any number of devices, whose bits must be the same",
+    )
 
 
 def add_doctor(commands: Commands) -> None:

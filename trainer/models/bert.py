@@ -193,19 +193,15 @@ class Config(Family):
                 f"causal is true, but a {self.head} head pools the first position, which sees no "
                 "other. Set causal to false: the weights of a left-to-right model fit."
             )
-        if self.scalar_mix and (self.head == "language_model" or self.virtual_tokens):
-            raise ConfigError(
-                "scalar_mix is for a task's head, without a prompt or prefix. Set head to "
-                "classification or another task, and model.peft to null or lora."
-            )
-
         if self.head_lstm < 0:
             raise ConfigError(f"head_lstm is {self.head_lstm}. Use a number of layers, or 0.")
-        if self.head_lstm and (self.head == "language_model" or self.virtual_tokens):
-            raise ConfigError(
-                "head_lstm is for a task's head, without a prompt or prefix. Set head to tagging "
-                "or another task, and model.peft to null or lora."
-            )
+        if self.head == "language_model" or self.virtual_tokens:
+            for name in ("scalar_mix", "head_lstm"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name} is for a task's head, without a prompt or prefix. Set head to "
+                        "classification or another task, and model.peft to null or lora."
+                    )
         if self.crf and self.head != "tagging":
             raise ConfigError(f"crf is true, but head is {self.head}. Set head to tagging.")
 

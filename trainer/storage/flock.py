@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import IO
 
+from trainer.errors import ConfigError
+
 try:
     import fcntl
 except ImportError:  # nothing keeps two processes of such a system from one folder
@@ -24,4 +26,17 @@ else:
         fcntl.flock(file, how)
 
 
-__all__ = ["LOCK_EX", "LOCK_NB", "LOCK_SH", "LOCK_UN", "flock"]
+def lock_or_reject(file: IO[bytes], message: str) -> None:
+    """Locks a file for this process until it ends or the file is closed.
+
+    Raises:
+        ConfigError: with the message, if another process holds the lock.
+    """
+    # The lock ends with the process, so one that was killed does not block the next.
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except OSError as error:
+        raise ConfigError(message) from error
+
+
+__all__ = ["LOCK_EX", "LOCK_NB", "LOCK_SH", "LOCK_UN", "flock", "lock_or_reject"]

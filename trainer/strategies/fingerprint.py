@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -151,7 +151,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     return (sums * _factors(sums.shape[1], sums.device)).sum(1)
 
 
-def odd_ones_out(values: Sequence[int], partitions: int) -> list[int]:
+def odd_ones_out(values: Sequence[Hashable], partitions: int = 1) -> list[int]:
     """The ranks whose value differs from most of their replicas; all, if there is no majority.
 
     Args:

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.partition import state_like
-from trainer.partition.digest import digests, hexadecimal, signed
+from trainer.partition.digest import digests, hexadecimal
 from trainer.strategies import Strategy
 from trainer.training.ledger import Ledger
 from trainer.training.passes import Gradients, MicroBatches, loss_and_norm
+from trainer.training.recorder import over_replicas
 
 Row: TypeAlias = dict[str, Any]
 
@@ -89,7 +90,7 @@ class Digests:
         if not self._is_due(step):
             return
         own = sum(int(batch["digest"].sum()) for batch in micro_batches)
-        batch = int(self._strategy.all_reduce(torch.tensor([signed(own)])))
+        (batch,) = over_replicas(self._strategy, own)
         loss, _ = loss_and_norm(gradients, self._strategy)
         tensors = digests(state())
         self.row = {

@@ -175,7 +175,11 @@ class Recorder:
             self._digest = int(state["digest"], 16)
 
     def _over_replicas(self, *mine: int) -> list[int]:
-        """Sums integers over all replicas, modulo 2**64 (int64 on the device, so signed)."""
-        own = torch.tensor([signed(value) for value in mine])
-        sums: list[int] = self._strategy.all_reduce(own).tolist()
-        return sums
+        return over_replicas(self._strategy, *mine)
+
+
+def over_replicas(strategy: Strategy, *mine: int) -> list[int]:
+    """Sums integers over all replicas, modulo 2**64 (int64 on the device, so signed)."""
+    own = torch.tensor([signed(value) for value in mine])
+    sums: list[int] = strategy.all_reduce(own).tolist()
+    return sums

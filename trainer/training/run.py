@@ -297,13 +297,14 @@ def prepare(
     fuse_attention(model, strategy.accelerator, precision, world.size)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
-    initial, origin = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
+    whole = copy.deepcopy(model)
+    initial, origin = _initial_values(experiment, dataset, whole, strategy, weights)
     embeddings = None
     if weights is None and to_restore:
         initial = _zeros
     elif experiment.init_embeddings is not None:
         vectors = WordVectors.load(experiment.init_embeddings)
-        initial = with_embeddings(initial, copy.deepcopy(model), vectors, dataset)
+        initial = with_embeddings(initial, whole, vectors, dataset)
         embeddings = vectors.origin
     own = partial(
         experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)

@@ -51,6 +51,21 @@ def register(commands: Commands) -> None:
         "model need (default: words)",
     )
     add("--min-count", type=int, metavar="N", help="leave out rarer words (default: 5)")
+    _add_training(parser)
+    add("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
+    add("--workers", type=int, default=2, metavar="N", help="threads that read (default: 2)")
+    add(
+        "--memory",
+        default="1GB",
+        metavar="SIZE",
+        help="about the memory for the counts of glove and ppmi (default: 1GB)",
+    )
+    add("--text", action="store_true", help="also write vectors.txt in word2vec's format")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Adds the settings of training, which not all methods have."""
+    add = parser.add_argument
     add(
         "--epochs",
         type=int,
@@ -88,15 +103,6 @@ def register(commands: Commands) -> None:
         metavar="B",
         help="predictions, or GloVe's pairs, computed with the same vectors (default: 1024)",
     )
-    add("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
-    add("--workers", type=int, default=2, metavar="N", help="threads that read (default: 2)")
-    add(
-        "--memory",
-        default="1GB",
-        metavar="SIZE",
-        help="about the memory for the counts of glove and ppmi (default: 1GB)",
-    )
-    add("--text", action="store_true", help="also write vectors.txt in word2vec's format")
 
 
 def _vectors(args: argparse.Namespace) -> int:

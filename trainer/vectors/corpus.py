@@ -127,6 +127,19 @@ class Splitter:
         start, length = shard.start[documents], shard.length[documents]
         tokens = shard.tokens[ranges(start, length)].astype(np.int64)
         document = np.repeat(np.arange(len(length)), length)
+        first, count = self.split(tokens, document)
+        if not len(first):
+            return _Occurrences(np.empty(0, np.uint64), document, first, first, tokens)
+        # The place of a token in its word counts: "ab ##c" and "c ##ab" are different words. Two
+        # of n words have the same key with a probability of n * n / 2**65.
+        place = np.arange(len(tokens)) - np.repeat(first, count)
+        keys = np.add.reduceat(mix(tokens + (place << 32)), first)
+        words = self.is_word(tokens[first])
+        first, count = first[words], count[words]
+        return _Occurrences(keys[words], document[first], first, count, tokens)
+
+    def split(self, tokens: Int64, document: Int64) -> tuple[Int64, Int64]:
+        """The ranges of words, and of special tokens: first token and number of tokens."""
         special = self._special[tokens]
         # A word ends before a token that begins one, at the end of a document, and on both sides of
         # a special token: [UNK] stands for a word of its own.
@@ -134,16 +147,11 @@ class Splitter:
         begins[1:] |= special[:-1] | (document[1:] != document[:-1])
         begins[:1] = True
         first = np.flatnonzero(begins)
-        if not len(first):
-            return _Occurrences(np.empty(0, np.uint64), document, first, first, tokens)
-        count = np.diff(first, append=len(tokens))
-        # The place of a token in its word counts: "ab ##c" and "c ##ab" are different words. Two
-        # of n words have the same key with a probability of n * n / 2**65.
-        place = np.arange(len(tokens)) - np.repeat(first, count)
-        keys = np.add.reduceat(mix(tokens + (place << 32)), first)
-        words = ~special[first]
-        first, count = first[words], count[words]
-        return _Occurrences(keys[words], document[first], first, count, tokens)
+        return first, np.diff(first, append=len(tokens))
+
+    def is_word(self, tokens: Int64) -> npt.NDArray[np.bool_]:
+        """Whether tokens are not special."""
+        return ~self._special[tokens]
 
     def distinct(self, shard: Shard, documents: slice) -> _Distinct:
         """Counts the words of a block of documents."""
@@ -155,13 +163,12 @@ class Splitter:
 
 def words_in(text: str, tokenizer: Tokenizer) -> list[str]:
     """The words of a short text, as they are in a dataset of the tokenizer."""
-    vocabulary = tokenizer.vocabulary
-    tokens = tokenizer.encode_batch([text])[0]
-    special = np.isin(tokens, [*vocabulary.special, *vocabulary.sentinels])
-    begins = ~np.isin(tokens, vocabulary.continuing or ()) | special
-    parts = np.split(tokens, np.flatnonzero(begins)[1:])
-    known = [part for part in parts if not np.isin(part, vocabulary.special).any()]
-    return [word for part in known for word in WORD.findall(tokenizer.decode(part))]
+    splitter = Splitter(tokenizer, "words")
+    tokens = tokenizer.encode_batch([text])[0].astype(np.int64)
+    first, count = splitter.split(tokens, np.zeros_like(tokens))
+    is_word = splitter.is_word(tokens[first])
+    parts = [tokens[at : at + n] for at, n in zip(first[is_word], count[is_word], strict=True)]
+    return [word for part in parts for word in WORD.findall(tokenizer.decode(part.tolist()))]
 
 
 @dataclass

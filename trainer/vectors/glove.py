@@ -21,12 +21,12 @@ from trainer.progress import Progress
 from trainer.storage import atomic_write
 from trainer.vectors.cooccurrence import Cooccurrences
 from trainer.vectors.settings import Settings
-from trainer.vectors.work import State, check_finite
+from trainer.vectors.work import State, check_finite, random_table
 
 _ORDER = name_key("vectors.order")
 _INITIAL = name_key("vectors.glove")
 _EXPONENT = 0.75
-_BLOCK = 2**18  # pairs
+BLOCK = 2**18  # pairs
 _ENTRY = np.dtype([("i", "<i4"), ("j", "<i4"), ("count", "<f4")])
 _BYTES_PER_ENTRY = 48  # in memory while they are sorted: hash, order, entry, and copies
 
@@ -56,7 +56,7 @@ def shuffle(counts: Cooccurrences, path: Path, seed: int, memory: int) -> None:
     with Progress("shuffling pairs", parts * total) as progress, atomic_write(path) as file:
         for part in range(parts):
             hashes, entries = [], []
-            for i, j, count in counts.blocks(_BLOCK):
+            for i, j, count in counts.blocks(BLOCK):
                 hashed = combine(seed, _ORDER, i, j)
                 # With 3 parts, those with the lowest third of hashes come first: the order is that
                 # of all hashes, whatever the number of parts.
@@ -110,9 +110,8 @@ def initial_vectors(words: int, dimensions: int, seed: int) -> dict[str, Tensor]
     width = dimensions + 1
     vectors = {}
     for kind, name in enumerate(("words", "contexts")):
-        elements = uniform(combine(seed, _INITIAL, kind, np.arange(words * width)))
-        values = ((elements - 0.5) / dimensions).astype(np.float32).reshape(words, width)
-        vectors[name] = torch.from_numpy(values)
+        keys = combine(seed, _INITIAL, kind, np.arange(words * width))
+        vectors[name] = random_table(keys, words, dimensions)
         vectors[f"{name}.squares"] = torch.ones(words, width)
     return vectors
 
@@ -138,10 +137,10 @@ def train(
     vectors = state.load(lambda: initial_vectors(words, settings.dimensions, settings.seed))
     # Pairs are read in the order of the file, in every epoch, so memory holds one block.
     entries = np.memmap(path, _ENTRY, mode="r")
-    blocks = -(-len(entries) // _BLOCK)
+    blocks = -(-len(entries) // BLOCK)
     for number in range(state.done, settings.epochs * blocks):
-        first = number % blocks * _BLOCK
-        block = np.asarray(entries[first : first + _BLOCK])
+        first = number % blocks * BLOCK
+        block = np.asarray(entries[first : first + BLOCK])
         i, j = (torch.from_numpy(block[name].astype(np.int64)) for name in ("i", "j"))
         columns = Batch(i, j, torch.from_numpy(block["count"].astype(np.float32)))
         # A slice of tensors costs less than an array for each batch.
@@ -153,9 +152,3 @@ def train(
         state.save(number + 1, vectors)
         advance(len(block), f"cost {total / len(block):.4f}")
     return vectors["words"][:, :-1] + vectors["contexts"][:, :-1]
-
-
-def pairs_in(pairs: int, done: int) -> int:
-    """Number of pairs in the first `done` blocks of the training; there are `pairs` in an epoch."""
-    epochs, blocks = divmod(done, -(-pairs // _BLOCK))
-    return epochs * pairs + blocks * _BLOCK

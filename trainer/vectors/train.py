@@ -106,7 +106,7 @@ def _numbered(dataset: Dataset, settings: Settings, folder: Path, workers: int) 
 
 def _word2vec(content: Ids, words: Words, settings: Settings, folder: Path) -> Tensor:
     state = State(folder / "state.safetensors")
-    done = word2vec.words_in(content, state.done)
+    done = state.seen(len(content), word2vec.BLOCK)
     with _training(settings.epochs * len(content), done) as advance:
         return word2vec.train(content, words, settings, state, advance)
 
@@ -133,7 +133,7 @@ def _from_counts(
     if not shuffled.exists():
         glove.shuffle(counts, shuffled, settings.seed, memory)
     state = State(folder / "state.safetensors")
-    with _training(settings.epochs * size, glove.pairs_in(size, state.done)) as advance:
+    with _training(settings.epochs * size, state.seen(size, glove.BLOCK)) as advance:
         return glove.train(shuffled, len(words.names), settings, state, advance)
 
 

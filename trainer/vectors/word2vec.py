@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.hashing import combine, name_key, uniform
+from trainer.hashing import combine, name_key
 from trainer.vectors.corpus import Ids, Words
 from trainer.vectors.settings import Settings
 from trainer.vectors.windows import (
@@ -24,10 +24,10 @@ from trainer.vectors.windows import (
     keep_probabilities,
     windows,
 )
-from trainer.vectors.work import State, check_finite
+from trainer.vectors.work import State, check_finite, random_table
 
 _INPUT = name_key("vectors.input")
-_BLOCK = 2**16  # words; windows end with a block, as they do after 1,000 words in word2vec.c
+BLOCK = 2**16  # words; windows end with a block, as they do after 1,000 words in word2vec.c
 _LOWEST_RATE = 1e-4  # relative to the first one
 
 
@@ -60,8 +60,8 @@ def batch_of(
     """
     center, context = found.center[first:end], found.context[first:end]
     if cbow:
-        begins = np.flatnonzero(np.diff(center, prepend=-1))
-        row = np.cumsum(np.diff(center, prepend=-1) > 0) - 1
+        is_first = np.diff(center, prepend=-1) > 0
+        begins, row = np.flatnonzero(is_first), np.cumsum(is_first) - 1
         inputs, right, keys = context, center[begins], found.keys[center[begins]]
     else:
         row = np.arange(len(center))
@@ -83,17 +83,6 @@ def _losses(scores: Tensor) -> Tensor:
     return torch.cat([F.softplus(-scores[:, :1]), F.softplus(scores[:, 1:])], dim=1)
 
 
-def _hidden(inputs: Tensor, batch: Batch) -> Tensor:
-    """The mean input vector of each prediction: fp32 [P, D]."""
-    total = inputs.new_zeros(len(batch.targets), inputs.shape[1])
-    total = total.index_add(0, batch.row, inputs.index_select(0, batch.inputs))
-    return total / _sizes(batch)[:, None]
-
-
-def _sizes(batch: Batch) -> Tensor:
-    return torch.bincount(batch.row, minlength=len(batch.targets)).float()
-
-
 def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
     """Takes a step of gradient descent, in place; returns the loss before it.
 
@@ -107,7 +96,9 @@ def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
         inputs, outputs: fp32 [V, D].
     """
     # Written out instead of autograd, which would make a gradient for every word of the vocabulary.
-    hidden = _hidden(inputs, batch)
+    sizes = torch.bincount(batch.row, minlength=len(batch.targets)).float()[:, None]
+    total = inputs.new_zeros(len(batch.targets), inputs.shape[1])
+    hidden = total.index_add(0, batch.row, inputs.index_select(0, batch.inputs)) / sizes
     rows = outputs.index_select(0, batch.targets.view(-1)).view(*batch.targets.shape, -1)
     scores = (rows * hidden[:, None]).sum(-1)
     before = float((_losses(scores) * batch.weight).sum())
@@ -115,7 +106,7 @@ def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
     slope = torch.sigmoid(scores)
     slope[:, 0] -= 1
     slope *= batch.weight
-    of_hidden = torch.bmm(slope[:, None], rows)[:, 0] / _sizes(batch)[:, None]
+    of_hidden = torch.bmm(slope[:, None], rows)[:, 0] / sizes
     of_rows = (slope[:, :, None] * hidden[:, None]).flatten(0, 1)
     outputs.index_add_(0, batch.targets.view(-1), of_rows, alpha=-rate)
     inputs.index_add_(0, batch.inputs, of_hidden.index_select(0, batch.row), alpha=-rate)
@@ -124,9 +115,8 @@ def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
 
 def initial_vectors(words: int, dimensions: int, seed: int) -> dict[str, Tensor]:
     """The vectors at the start: inputs uniform in (-0.5, 0.5) / D, outputs 0, as in word2vec.c."""
-    elements = uniform(combine(seed, _INPUT, np.arange(words * dimensions)))
-    inputs = ((elements - 0.5) / dimensions).astype(np.float32).reshape(words, dimensions)
-    return {"inputs": torch.from_numpy(inputs), "outputs": torch.zeros(words, dimensions)}
+    inputs = random_table(combine(seed, _INPUT, np.arange(words * dimensions)), words, dimensions)
+    return {"inputs": inputs, "outputs": torch.zeros(words, dimensions)}
 
 
 def train(
@@ -151,12 +141,12 @@ def train(
     )
     inputs, outputs = vectors["inputs"], vectors["outputs"]
     keep, negatives = keep_probabilities(words.counts, settings.subsample), Negatives(words.counts)
-    blocks = -(-len(text) // _BLOCK)
+    blocks = -(-len(text) // BLOCK)
     total = settings.epochs * len(text)
     for number in range(state.done, settings.epochs * blocks):
         # Blocks are numbered through all epochs: a stopped training continues with the next one.
-        epoch, first = number // blocks, number % blocks * _BLOCK
-        numbers = np.asarray(text[first : first + _BLOCK])
+        epoch, first = number // blocks, number % blocks * BLOCK
+        numbers = np.asarray(text[first : first + BLOCK])
         found = windows(numbers, first, keep, settings.window, settings.seed, epoch)
         summed, predictions = 0.0, 0
         bounds = _bounds(found, settings.batch_size, settings.method == "cbow")
@@ -173,12 +163,6 @@ def train(
         state.save(number + 1, vectors)
         advance(len(numbers), f"loss {summed / max(1, predictions):.3f}")
     return inputs
-
-
-def words_in(text: Ids, done: int) -> int:
-    """Number of words in the first `done` blocks of the training."""
-    epochs, blocks = divmod(done, -(-len(text) // _BLOCK))
-    return epochs * len(text) + blocks * _BLOCK
 
 
 def _bounds(found: Windows, size: int, cbow: bool) -> Int64:

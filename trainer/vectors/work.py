@@ -11,11 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from trainer.errors import ConfigError, DataError, StorageError
+from trainer.hashing import U64, uniform
 from trainer.storage import atomic_write, flock, make_folder, write_text
 from trainer.vectors.settings import Settings
 
@@ -46,13 +49,9 @@ def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
             f"cannot write in {folder}: {error.strerror}; name another --output"
         ) from error
     with lock:
-        # The lock ends with the process, so one that was killed does not block the next.
-        try:
-            flock.flock(lock, flock.LOCK_EX | flock.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another process makes {output}; wait for it, or name another --output"
-            ) from error
+        flock.lock_or_reject(
+            lock, f"another process makes {output}; wait for it, or name another --output"
+        )
         before = json.loads(begun.read_text()) if begun.exists() else dict(made_of)
         if changed := [name for name, value in made_of.items() if before.get(name) != value]:
             raise ConfigError(
@@ -84,6 +83,12 @@ def check_finite(loss: float, settings: Settings) -> None:
         )
 
 
+def random_table(keys: U64, words: int, dimensions: int) -> Tensor:
+    """Initial vectors, uniform in (-0.5, 0.5) / D, from a key for each element: fp32 [V, ...]."""
+    values = ((uniform(keys) - 0.5) / dimensions).astype(np.float32)
+    return torch.from_numpy(values.reshape(words, -1))
+
+
 class State:
     """The arrays of a training, in a file from which the same command continues.
 
@@ -98,6 +103,16 @@ class State:
         with suppress(FileNotFoundError), safe_open(path, framework="pt") as stored:
             self.done, names = int(stored.metadata()["done"]), list(stored.keys())
             self._arrays = {name: stored.get_tensor(name).clone() for name in names}
+
+    def seen(self, items: int, block: int) -> int:
+        """Number of words or pairs in the blocks that are done.
+
+        Args:
+            items: in an epoch.
+            block: in a block; the last one of an epoch may have fewer.
+        """
+        epochs, blocks = divmod(self.done, -(-items // block))
+        return epochs * items + blocks * block
 
     def load(self, initial: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the stored arrays, or the initial ones."""

@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from data_pipeline.format.manifest import Manifest, ShardInfo
+from data_pipeline.format.manifest import ShardInfo
 from data_pipeline.format.shards import write_shard
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
+from tests.datasets import save_manifest
 
 Algorithm = Literal["wordpiece", "bpe", "unigram"]
 
@@ -36,18 +37,8 @@ def write_dataset(
         chosen = [documents[line] for line in own]
         return write_shard(folder / f"train-{number:06d}.tar", chosen, origin, np.dtype(np.uint16))
 
-    Manifest(
-        format=1,
-        tokenizer_fingerprint=Tokenizer.load(folder / "tokenizer").fingerprint,
-        vocab_size=tokenizer.vocabulary.size,
-        dtype="uint16",
-        source={},
-        files=("texts",),
-        documents_in=len(documents),
-        documents_rejected={},
-        splits={"train": tuple(map(write, range(shards)))} if len(documents) else {"train": ()},
-        settings={},
-    ).save(folder)
+    train = tuple(map(write, range(shards))) if len(documents) else ()
+    save_manifest(folder, "texts", len(documents), {"train": train})
     return folder
 
 

@@ -101,7 +101,7 @@ def test_one_pair_at_a_time_is_the_online_algorithm(counts: Cooccurrences) -> No
 def test_every_pair_is_shuffled_once_in_any_memory(
     counts: Cooccurrences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(glove, "_BLOCK", 50)
+    monkeypatch.setattr(glove, "BLOCK", 50)
     contents = []
     for memory in (10**9, 48 * 30, 48):
         shuffle(counts, tmp_path / "shuffled", 0, memory)

@@ -11,12 +11,13 @@ from torch import Tensor
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.findings import Finding
 from trainer.inspect.certify import problem
-from trainer.inspect.certify.ranks import Ranks
+from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.models import Inputs
 from trainer.partition.digest import digests
 from trainer.strategies import Replica
 
 _REPEATS = 3
+_FIX = "take this device out of use"
 _TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 """Of a kernel's largest error, as a share of its largest result."""
 
@@ -58,7 +59,7 @@ def products(accelerator: Accelerator, ranks: Ranks, precision: Precision) -> It
         if rows:
             wrong = f"{len(rows)} of {size} rows are wrong, the first is row {rows[0]}"
             break
-    yield _verdict(f"{precision} product", ranks, wrong, f"{size} x {size}, exact")
+    yield ranks.verdict(f"{precision} product", wrong, f"{size} x {size}, exact", _FIX)
 
 
 def against_fp64(accelerator: Accelerator, ranks: Ranks, precision: Precision) -> Iterator[Finding]:
@@ -73,7 +74,7 @@ def against_fp64(accelerator: Accelerator, ranks: Ranks, precision: Precision) -
         worst = max(worst, error)
         if not error <= _TOLERANCES[precision] and not wrong:
             wrong = f"{name} has an error of {error:.1e} of its largest result"
-    yield _verdict(f"{precision} kernels", ranks, wrong, f"largest error {worst:.1e}")
+    yield ranks.verdict(f"{precision} kernels", wrong, f"largest error {worst:.1e}", _FIX)
 
 
 def passes(accelerator: Accelerator, ranks: Ranks, precision: Precision) -> Iterator[Finding]:
@@ -82,13 +83,11 @@ def passes(accelerator: Accelerator, ranks: Ranks, precision: Precision) -> Iter
     changed = [name for name in own[0] if len({each[name] for each in own}) > 1]
     wrong = f"{changed[0]} has other bits when it is computed again" if changed else ""
     subject = f"{precision} passes"
-    finding = _verdict(subject, ranks, wrong, "")
-    if finding.state == "failed":
-        yield finding
-        return
-    odd = ranks.odd_ones_out(ranks.gather(own[0]))
-    if odd is None:
-        yield Finding(subject, "ok", f"{len(own[0])} tensors have the same bits on every rank")
+    equal = f"{len(own[0])} tensors have the same bits on every rank"
+    repeated = ranks.verdict(subject, wrong, equal, _FIX)
+    odd = first_odd(ranks.gather(own[0]))
+    if repeated.state == "failed" or odd is None:
+        yield repeated
         return
     name, blamed = odd
     others = "the others" if len(blamed) < len(ranks.nodes) else "each other"
@@ -125,15 +124,3 @@ def _passes(accelerator: Accelerator, precision: Precision) -> dict[str, str]:
     }
     hidden = {f"output of {name}": outputs[name] for name in states}
     return digests({**hidden, "loss": loss.detach(), **gradients})
-
-
-def _verdict(subject: str, ranks: Ranks, wrong: str, fine: str) -> Finding:
-    """The finding about what each rank has found wrong; empty for nothing."""
-    all_wrong = ranks.gather(wrong)
-    for rank, text in enumerate(all_wrong):
-        if text:
-            count = sum(map(bool, all_wrong))
-            more = f" (and on {count - 1} more ranks)" if count > 1 else ""
-            found = f"{ranks.named([rank])}: {text}{more}"
-            return Finding(subject, "failed", found, "take this device out of use")
-    return Finding(subject, "ok", fine)

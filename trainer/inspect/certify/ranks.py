@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from trainer.checkpoint import collective
+from trainer.findings import Finding
+from trainer.strategies.fingerprint import odd_ones_out
 
 T = TypeVar("T")
 
@@ -30,33 +33,40 @@ class Ranks:
     @classmethod
     def meet(cls, rank: int, size: int, group: dist.ProcessGroup) -> Ranks:
         """Learns the machines of all ranks. Collective."""
-        nodes: list[str] = [""] * size
-        dist.all_gather_object(nodes, platform.node(), group)
-        return cls(rank, tuple(nodes), group)
+        return cls(rank, tuple(collective.gather(platform.node(), size, group)), group)
 
     def gather(self, item: T) -> list[T]:
         """Every rank's item, on every rank. Collective."""
-        items = [item] * len(self.nodes)
-        dist.all_gather_object(items, item, self.group)
-        return items
+        return collective.gather(item, len(self.nodes), self.group)
 
     def named(self, ranks: Sequence[int]) -> str:
         """The ranks with their machines, as "rank 3 (node-1)"."""
         return " and ".join(f"rank {rank} ({self.nodes[rank]})" for rank in ranks)
 
-    def odd_ones_out(self, found: Sequence[Mapping[str, str]]) -> tuple[str, list[int]] | None:
-        """The first name whose value is not the same on all ranks, and the ranks to blame.
-
-        These are the ranks that differ from the majority; all, if there is none.
+    def verdict(self, subject: str, wrong: str, found: str, fix: str) -> Finding:
+        """The finding of a check that each rank has made alone. Collective.
 
         Args:
-            found: by rank; the names of all ranks are the same, and in the same order.
+            wrong: what this rank has found wrong; empty for nothing.
+            found: the observation if no rank has found anything wrong.
+            fix: advice otherwise.
         """
-        for name in found[0]:
-            values = [each[name] for each in found]
-            value, count = Counter(values).most_common(1)[0]
-            if count < len(values):
-                is_majority = 2 * count > len(values)
-                odd = [rank for rank, each in enumerate(values) if each != value]
-                return name, odd if is_majority else list(range(len(values)))
-        return None
+        every = self.gather(wrong)
+        failed = [rank for rank, text in enumerate(every) if text]
+        if not failed:
+            return Finding(subject, "ok", found)
+        more = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        text = f"{self.named(failed[:1])}: {every[failed[0]]}{more}"
+        return Finding(subject, "failed", text, fix)
+
+
+def first_odd(found: Sequence[Mapping[str, str]]) -> tuple[str, list[int]] | None:
+    """The first name whose value is not the same on all ranks, and the ranks to blame.
+
+    Args:
+        found: by rank; the names of all ranks are the same, and in the same order.
+    """
+    for name in found[0]:
+        if odd := odd_ones_out([each[name] for each in found]):
+            return name, odd
+    return None

@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from trainer.config import Tree, decode
-from trainer.config.renamed import read_stored
+from trainer.config import decode
 from trainer.config.tree import differences, of_kinds
 from trainer.errors import ConfigError, DataError, SamestepError
 from trainer.inspect.replay.difference import Difference, Row, Rows, first_difference
-from trainer.inspect.replay.past import open_past, settings_at
+from trainer.inspect.replay.past import open_past, settings_at, stored_settings
 from trainer.monitoring.jsonl import read_rows
 from trainer.partition.digest import digests
 from trainer.strategies import single
@@ -74,7 +73,7 @@ def diff(folders: Sequence[str], most_steps: int) -> Diff:
         ConfigError: a folder is no run, or the models differ.
         DataError: a run has no digests.
     """
-    trees = [_settings(folder) for folder in folders]
+    trees = [{**stored_settings(folder), "output": ""} for folder in folders]
     changed = of_kinds(differences(trees[0], trees[1]))
     rows = [_recorded(folder) for folder in folders]
     common = rows[0].keys() & rows[1].keys()
@@ -102,15 +101,6 @@ def diff(folders: Sequence[str], most_steps: int) -> Diff:
             one, two = recomputed.values()
             first = first_difference(one.rows, two.rows)
     return Diff(changed, max(common), found, recomputed, first, reason)
-
-
-def _settings(folder: str) -> Tree:
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} is no run (no config.yaml in it). Name the output folder of a run"
-        )
-    return {**read_stored(path), "output": ""}
 
 
 def _recorded(folder: str) -> dict[int, Row]:

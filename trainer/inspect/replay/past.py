@@ -18,6 +18,7 @@ from trainer.config.renamed import read_stored
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError, DataError
 from trainer.examples import LoaderState
+from trainer.partition.digest import hexadecimal
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.loop import Trainer
@@ -27,17 +28,26 @@ from trainer.training.run import build_trainer, checkpoint_folder, open_loader, 
 logger = logging.getLogger(__name__)
 
 
-def settings_at(folder: str, step: int, overrides: Sequence[str]) -> Tree:
-    """Returns the run's settings at a step: of the first checkpoint since, or else the newest.
+def stored_settings(folder: str, overrides: Sequence[str] = ()) -> Tree:
+    """Returns the settings in a run's folder, with some overridden.
 
-    A run that is resumed may get other settings from then on.
+    Raises:
+        ConfigError: it is no folder of a run.
     """
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ConfigError(
             f"{folder} is no run (no config.yaml in it). Name the output folder of a run"
         )
-    tree: Tree = {**read_stored(path, overrides), "output": folder}
+    return read_stored(path, overrides)
+
+
+def settings_at(folder: str, step: int, overrides: Sequence[str]) -> Tree:
+    """Returns the run's settings at a step: of the first checkpoint since, or else the newest.
+
+    A run that is resumed may get other settings from then on.
+    """
+    tree: Tree = {**stored_settings(folder, overrides), "output": folder}
     root = checkpoint_folder(decode(Experiment, tree))
     # Settings of the first checkpoint at or after the step were in force when it was taken.
     for since in integrity.committed_steps(root):
@@ -114,7 +124,7 @@ class Past:
         with self.open_loader(first, self.excluded(last)) as loader:
             for micro_batches in islice(loader, last - first + 1):
                 digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
-        found = f"{digest % 2**64:016x}"
+        found = hexadecimal(digest)
         if found != row["digest"]:
             raise DataError(
                 f"the recomputed batches of steps {first} to {last} have the digest {found}, and "
