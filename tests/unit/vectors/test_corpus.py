@@ -94,6 +94,17 @@ def test_a_word_that_the_tokenizer_does_not_know_is_left_out(tmp_path: Path) -> 
     assert documents == [["the", "cat", "the", "cat"]] * 3
 
 
+def test_a_short_text_with_an_unknown_character_inside_of_a_word(tmp_path: Path) -> None:
+    """The unknown token ends the word, and the rest is another one, as in a dataset."""
+    write_dataset(tmp_path / "a", TEXTS, 1, "unigram", 40)
+    tokenizer = Tokenizer.load(tmp_path / "a" / "tokenizer")
+    text = "the c\u4e2dat sat"
+    folder = write_dataset(tmp_path / "b", [text] * 3, tokenizer=tokenizer)
+    _, documents = read(folder, "words")
+    assert "at" in documents[0]
+    assert words_in(text, tokenizer) == documents[0]
+
+
 @pytest.mark.parametrize("algorithm", ["wordpiece", "bpe", "unigram"])
 def test_tokens(tmp_path: Path, algorithm: Algorithm) -> None:
     folder = write_dataset(
