@@ -202,6 +202,6 @@ def test_a_size_that_is_not_measured_is_a_warning(
 def test_layers_are_unfrozen_by_runs_only(experiment_file: str, tmp_path: Path) -> None:
     settings = [f"output={tmp_path / 'run'}", "optimizer.unfreeze_every=2", "strategy=single"]
     experiment = library.load_experiment(experiment_file, settings)
-    message = "unfreeze_every is set, and the steps are those of a loop of one's own"
+    message = "unfreeze_every is set, and your own loop takes the steps"
     with pytest.raises(library.ConfigError, match=message), library.open_parts(experiment):
         pass
