@@ -45,9 +45,17 @@ def train(
     lowercase: bool,
     min_frequency: int,
 ) -> tokenizers.Tokenizer:
-    """Trains "wordpiece" as for BERT, or "bpe", byte-level, as for RoBERTa."""
+    """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa."""
     trainer: trainers.Trainer
-    if algorithm == "wordpiece":
+    if algorithm == "words":
+        backend = _of_words(models.WordLevel({}, unk_token="[UNK]"), lowercase)
+        trainer = trainers.WordLevelTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            special_tokens=_BERT_SPECIAL,
+            show_progress=False,
+        )
+    elif algorithm == "wordpiece":
         backend = _wordpiece({token: i for i, token in enumerate(_BERT_SPECIAL)}, lowercase)
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
@@ -255,10 +263,16 @@ def _mask_token(name: str) -> tokenizers.AddedToken:
 
 def _wordpiece(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
     """Makes BERT's own tokenizer (Devlin et al. 2019)."""
-    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend = _of_words(models.WordPiece(vocab, unk_token="[UNK]"), lowercase)
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _of_words(model: models.Model, lowercase: bool) -> tokenizers.Tokenizer:
+    """Makes a tokenizer that splits text at white space and around signs, as BERT's does."""
+    backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
     return backend
 
 

@@ -34,12 +34,14 @@ class Config:
 
     Attributes:
         path: its folder, a SentencePiece model, or hf://NAME[@REVISION] on the Hugging Face Hub.
-        algorithm: "wordpiece" (BERT); "bpe" (byte-level, RoBERTa and GPT-2); or SentencePiece's
-            "unigram" (T5) or "sentencepiece_bpe".
+        algorithm: "wordpiece" (BERT); "bpe" (byte-level, RoBERTa and GPT-2); "words", the most
+            frequent words and signs as they are (ELMo); or SentencePiece's "unigram" (T5) or
+            "sentencepiece_bpe".
         vocab_size: number of ids, special tokens included, but not `sentinels`.
         lowercase: convert the text to lower case and, for WordPiece, remove accents (BERT
             "uncased").
-        min_frequency: pairs of tokens seen less often are not merged; not for SentencePiece.
+        min_frequency: pairs of tokens seen less often are not merged, and words seen less often
+            have no token; not for SentencePiece.
         sample: fraction of the documents, chosen by hash, that it is trained on.
         sample_size: for SentencePiece, which keeps its text in memory: maximum size of the text
             that it is trained on, chosen by hash.
@@ -51,7 +53,7 @@ class Config:
     """
 
     path: str
-    algorithm: Literal["wordpiece", "bpe", "unigram", "sentencepiece_bpe"] = "wordpiece"
+    algorithm: Literal["wordpiece", "bpe", "words", "unigram", "sentencepiece_bpe"] = "wordpiece"
     vocab_size: int = 30_522
     lowercase: bool = False
     min_frequency: int = 2
@@ -62,9 +64,11 @@ class Config:
     sentinels: int = 100
 
     def __post_init__(self) -> None:
-        # WordPiece: 5 special tokens and one more. Byte-level BPE: 5 and 256 bytes. SentencePiece:
-        # 3 and one more, or 3, 256 bytes and one more.
-        least = {"wordpiece": 6, "bpe": 261}.get(self.algorithm, 260 if self.byte_fallback else 4)
+        # WordPiece and words: 5 special tokens and one more. Byte-level BPE: 5 and 256 bytes.
+        # SentencePiece: 3 and one more, or 3, 256 bytes and one more.
+        least = {"wordpiece": 6, "words": 6, "bpe": 261}.get(
+            self.algorithm, 260 if self.byte_fallback else 4
+        )
         if not least <= self.vocab_size <= 2**31:
             raise ConfigError(
                 f"vocab_size must be at least {least} for {self.algorithm}, not {self.vocab_size}"
@@ -89,7 +93,7 @@ class Config:
             ConfigError: SentencePiece cannot train a vocabulary of this size on the text.
             DataError: there is no text for it.
         """
-        if self.algorithm in ("wordpiece", "bpe"):
+        if self.algorithm in ("wordpiece", "bpe", "words"):
             settings = (self.algorithm, self.vocab_size, self.lowercase, self.min_frequency)
             return Tokenizer(HuggingFace(train(texts, *settings), {}))
         model = train_sentencepiece(
@@ -244,6 +248,10 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """Returns a token as the vocabulary spells it; "<id>" for an id without token."""
         return self._backend.token(int(token_id)) or f"<{token_id}>"
+
+    def spellings(self) -> list[str]:
+        """Returns all tokens as the vocabulary spells them, by id."""
+        return [self.token(token_id) for token_id in range(self.vocabulary.size)]
 
 
 def _read_backend(path: Path) -> Backend:

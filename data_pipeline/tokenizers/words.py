@@ -1,9 +1,9 @@
 r"""Tokenizes each distinct word once: words repeat, and a look-up is faster than tokenization.
 
-A word here is a match of `\s*\S+`, white space included. WordPiece with BERT's pre-tokenizer and
-byte-level BPE never form a token across the end of such a word, so the ids of a text are the ids of
-its words, one after the other. Other tokenizers, and texts with control characters that Python and
-`tokenizers` classify differently, are not split into words.
+A word here is a match of `\s*\S+`, white space included. WordPiece and words with BERT's
+pre-tokenizer, and byte-level BPE, never form a token across the end of such a word, so the ids of a
+text are the ids of its words, one after the other. Other tokenizers, and texts with control
+characters that Python and `tokenizers` classify differently, are not split into words.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ends_tokens_with_words(backend: tokenizers.Tokenizer) -> bool:
     splitter = settings["pre_tokenizer"] or {}
     if splitter.get("type") == "BertPreTokenizer":
         known = (None, "Lowercase", "BertNormalizer")
-        return model["type"] == "WordPiece" and normalizer in known
+        return model["type"] in ("WordPiece", "WordLevel") and normalizer in known
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     if not splitter.items() >= byte_level.items():
         return False

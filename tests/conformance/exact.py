@@ -33,7 +33,7 @@ BITWISE = (
     "accelerator={kind: cpu, threads: 1}",
 )
 DROPOUT = "model.attention_dropout=0.1"
-WITHOUT_ATTENTION = ("lstm", "bilm")
+WITHOUT_ATTENTION = ("lstm", "bilm", "elmo")
 
 
 def train(file: str, overrides: list[str], resume: bool) -> tuple[Pieces, list[float], Row]:

@@ -79,6 +79,12 @@ TASKS = {
         "model={kind: bilm, vocab_size: 600, layers: 2, hidden_size: 32, proj_size: 24, "
         "embedding_width: 24, dropout: 0.1}",
     ],
+    "elmo": [
+        "objective={kind: bilm}",
+        "model={kind: bilm, vocab_size: 600, layers: 2, hidden_size: 32, proj_size: 24, "
+        "embedding_width: 24, dropout: 0.1, tied: false, characters: {longest: 8, width: 6, "
+        "filters: [[1, 8], [2, 8], [3, 16]], highways: 1}}",
+    ],
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
@@ -113,6 +119,7 @@ FAMILIES = {
     "deberta_v3": "best_fit",
     "lstm": "best_fit",
     "bilm": "best_fit",
+    "elmo": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
     "ul2": "best_fit",

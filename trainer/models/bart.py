@@ -216,7 +216,7 @@ class Config(Family):
             return LanguageModelHead(self, bias=True)
         if self.head == "classification":
             return PooledHead(self, self.classes, dropout_first=True)
-        return TokenHead(self, self.classes)
+        return TokenHead(self.width, self.classes)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:

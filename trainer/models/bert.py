@@ -246,7 +246,8 @@ class Config(Family):
         if "pooler" in self.task_names[self.head]:
             drops_first = self.head == "classification" and self.classification_drops_first
             return PooledHead(self, self.classes, drops_first, self.pooler_activation)
-        return TokenHead(self, self.classes, drops=self.head in self.heads_with_dropout)
+        drops = self.head in self.heads_with_dropout
+        return TokenHead(self.width, self.classes, self.head_dropout if drops else 0.0)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:

@@ -1,8 +1,8 @@
 """Bidirectional language models of LSTMs: the biLM of ELMo (Peters et al. 2018, section 3.1).
 
 One stack of layers reads a text forward and predicts the next tokens, another reads it backward and
-predicts the previous ones. They share the token embeddings and the output matrix. ELMo itself
-embeds the characters of a word by convolutions; here the tokens are sub-words.
+predicts the previous ones. They share the token embeddings and the output matrix. ELMo
+embeds words by their characters (`model.characters`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from trainer.models import Inputs, Model, Outputs
 from trainer.models.attention import take
 from trainer.models.base import layer_numbers
-from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
 from trainer.models.lstm_layers import resets
 from trainer.models.recurrent import RecurrentConfig, RecurrentModel
@@ -62,35 +61,36 @@ class BiLM(RecurrentModel):
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
-        embedded, matrix, keys, head_key = self.embed(inputs)
-        numbers = layer_numbers(outputs)
-        if "hidden" in outputs:
-            numbers.append(self.config.layers)
+        embedded = self.embed(inputs)
+        numbers = self.numbers(outputs)
+        is_task = self.config.head in outputs
+        reads_last = is_task or "hidden" in outputs
         found: dict[str, Tensor] = {}
         both: list[list[Tensor]] = []
-        pools = "classification" in outputs
-        pooled: list[Tensor] = []
         for output, stack, own in zip(
-            ("next_tokens", "previous_tokens"), self.stacks, keys, strict=True
+            ("next_tokens", "previous_tokens"), self.stacks, embedded.keys, strict=True
         ):
-            if not (numbers or pools or output in outputs):
+            if not (numbers or reads_last or output in outputs):
                 continue
             is_reversed = output == "previous_tokens"
-            states = self._states(stack, embedded, inputs.segments, own, numbers, is_reversed)
-            both.append(states[:-1])
+            states = self._states(
+                stack, embedded.hidden, inputs.segments, own, numbers, is_reversed
+            )
+            both.append(states)
             if output in outputs:
                 # The state at position t + 1 predicts the token at position t.
                 hidden = states[-1][:, 1:] if is_reversed else states[-1]
-                read, target = take(hidden, inputs.predicted), inputs.targets.get(output)
-                found |= answer(output, self.head, target, self.config.vocab_size, read, matrix)
-            if pools:
-                pooled.append(_pool(states[-1], inputs.segments, is_reversed))
-        if pools:
-            found["classification"] = self.head(torch.cat(pooled, -1), head_key)[:, None]
-        pairs = [torch.cat(pair, -1) for pair in zip(*both, strict=True)]
+                hidden, target = take(hidden, inputs.predicted), inputs.targets.get(output)
+                size, matrix = self.config.vocab_size, embedded.matrix
+                found |= answer(output, self.head, target, size, hidden, matrix)
+        if not (numbers or reads_last):
+            return found | self.task_outputs(None, {}, inputs, outputs, embedded)
+        *of_layers, last = [torch.cat(pair, -1) for pair in zip(*both, strict=True)]
+        of_number = dict(zip(numbers, of_layers, strict=True))
         if "hidden" in outputs:
-            found["hidden"] = pairs.pop()
-        return found | {f"layer.{n}": pair for n, pair in zip(numbers, pairs, strict=False)}
+            found["hidden"] = last
+        found |= {f"layer.{n}": of_number[n] for n in layer_numbers(outputs)}
+        return found | self.task_outputs(last, of_number, inputs, outputs, embedded)
 
     def _states(
         self,
@@ -113,10 +113,3 @@ class BiLM(RecurrentModel):
         else:
             found = [stack.run(hidden, None, None, context)]
         return [each.flip(1) for each in found] if is_reversed else found
-
-
-def _pool(hidden: Tensor, segments: Tensor | None, is_reversed: bool) -> Tensor:
-    """The pooled states of one direction, [B, 3 P]; its last state is the one that it read last."""
-    if is_reversed:
-        hidden, segments = hidden.flip(1), None if segments is None else segments.flip(1)
-    return concat_pool(hidden, segments)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @runtime_checkable
@@ -38,3 +38,18 @@ class FeedsResidual(Protocol):
     """
 
     stream_dtype: torch.dtype | None
+
+
+@runtime_checkable
+class ReadsSpellings(Protocol):
+    """A module that computes with the characters of tokens."""
+
+    def read_spellings(self, spellings: Sequence[str]) -> None:
+        """Takes the spelling of each token, before the first forward pass."""
+
+
+def give_spellings(model: nn.Module, load: Callable[[], Sequence[str]]) -> None:
+    """Gives the spelling of each token, from `load`, to the modules that read it."""
+    for module in model.modules():
+        if isinstance(module, ReadsSpellings):
+            module.read_spellings(load())

@@ -36,6 +36,20 @@ def concat_pool(hidden: Tensor, segments: Tensor | None) -> Tensor:
     return torch.cat([take(hidden, last)[:, 0], highest, mean], -1)
 
 
+def pool_directions(hidden: Tensor, segments: Tensor | None, directions: int) -> Tensor:
+    """Pools each direction by itself, in the order in which it has read: [B, S, D] -> [B, 3 D].
+
+    Args:
+        segments: see `concat_pool`.
+        directions: 2: the second half of D are states of a backward LSTM; 1: there is none.
+    """
+    if directions == 1:
+        return concat_pool(hidden, segments)
+    ahead, back = hidden.chunk(2, -1)
+    flipped = None if segments is None else segments.flip(1)
+    return torch.cat([concat_pool(ahead, segments), concat_pool(back.flip(1), flipped)], -1)
+
+
 class ConcatPoolHead(nn.Module):
     """Scores sequences by their pooled states: two linear layers with ReLU between them.
 

@@ -102,7 +102,7 @@ class Config(Family):
         lm_head = LanguageModelHead(self)
         if self.head == "language_model":
             return Transformer(self, lm_head)
-        head = TokenHead(self, self.classes, bias=False)
+        head = TokenHead(self.width, self.classes, bias=False)
         return Transformer(self, head, lm_head=lm_head)
 
     @classmethod

@@ -91,7 +91,7 @@ def answer(
     target: Target | None,
     vocabulary: int,
     hidden: Tensor,
-    matrix: Tensor,
+    matrix: Tensor | None,
     *columns: Tensor | None,
 ) -> dict[str, Tensor]:
     """Runs the head of an output.
@@ -212,16 +212,16 @@ class PooledHead(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """Scores each position separately: a classifier, after dropout if `drops`."""
+    """Scores each position separately: a classifier, after dropout."""
 
-    def __init__(
-        self, config: TransformerConfig, classes: int, drops: bool = False, bias: bool = True
-    ) -> None:
+    def __init__(self, width: int, classes: int, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
-        self.dropout = config.head_dropout if drops else 0.0
-        self.classifier = nn.Linear(config.width, classes, bias=bias)
+        self.dropout = dropout
+        self.classifier = nn.Linear(width, classes, bias=bias)
 
-    def forward(self, hidden: Tensor, _embedding: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, _embedding: Tensor | None, key: Tensor | None = None
+    ) -> Tensor:
         """[B, S, D] -> logits [B, S, C]; key: int32 [B], None means no dropout."""
         logits: Tensor = self.classifier(dropout(hidden, self.dropout, key))
         return logits

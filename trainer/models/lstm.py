@@ -17,7 +17,6 @@ from trainer.models import Inputs, Model, Outputs
 from trainer.models.attention import take
 from trainer.models.base import layer_numbers
 from trainer.models.cache import Cache
-from trainer.models.concat_pooling import concat_pool
 from trainer.models.heads import answer
 from trainer.models.lstm_layers import StateCache, resets
 from trainer.models.recurrent import RecurrentConfig, RecurrentModel
@@ -51,26 +50,25 @@ class Lstm(RecurrentModel):
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
-        hidden, matrix, (keys,), head_key = self.embed(inputs)
+        embedded = self.embed(inputs)
+        hidden, (keys,) = embedded.hidden, embedded.keys
         columns = {} if inputs.segments is None else {"resets": resets(inputs.segments)}
         context = Context(sites=self.config.dropout_sites, keys=keys, columns=columns)
-        numbers, found = layer_numbers(outputs), {}
+        numbers = self.numbers(outputs)
         if numbers:
             hidden, states, _ = self.layers.states(
                 hidden, None, None, context, numbers, len(self.layers)
             )
-            found = {f"layer.{n}": states[n] for n in numbers}
         else:
-            hidden = self.layers.run(hidden, None, None, context)
+            hidden, states = self.layers.run(hidden, None, None, context), {}
+        found = {f"layer.{n}": states[n] for n in layer_numbers(outputs)}
         if "hidden" in outputs:
             found["hidden"] = hidden
-        if "classification" in outputs:
-            pooled = concat_pool(hidden, inputs.segments)
-            found["classification"] = self.head(pooled, head_key)[:, None]
+        found |= self.task_outputs(hidden, states, inputs, outputs, embedded)
         if "next_tokens" in outputs:
-            read, target = take(hidden, inputs.predicted), inputs.targets.get("next_tokens")
-            size = self.config.vocab_size
-            found |= answer("next_tokens", self.head, target, size, read, matrix)
+            hidden, target = take(hidden, inputs.predicted), inputs.targets.get("next_tokens")
+            size, matrix = self.config.vocab_size, embedded.matrix
+            found |= answer("next_tokens", self.head, target, size, hidden, matrix)
         return found
 
     @torch.no_grad()

@@ -13,19 +13,24 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models import Inputs, Model, ModelConfig, Outputs, Role, Start, Stored
-from trainer.models.base import matrix_flops
-from trainer.models.concat_pooling import ConcatPoolHead
+from trainer.models.base import layer_numbers, matrix_flops
+from trainer.models.characters import CharacterEmbeddings, Characters
+from trainer.models.concat_pooling import ConcatPoolHead, pool_directions
 from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import look_up
-from trainer.models.heads import Factors, VocabularyHead
+from trainer.models.head_lstm import HeadLstm
+from trainer.models.heads import Factors, ScalarMix, TokenHead, VocabularyHead
 from trainer.models.initialization import initial_values
 from trainer.models.lstm_layers import RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
 _RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
 
-Head: TypeAlias = Literal["language_model", "classification"]
+Head: TypeAlias = Literal["language_model", "classification", "tagging", "question_answering"]
+
+_OPTIONAL = ("mix", "head_lstm", "tag_transitions")
+"""Parts beside a task's head that a setting adds; weights of other heads lack them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class RecurrentConfig(ModelConfig):
         proj_size: P, to which the output of a layer is projected (Sak et al. 2014); 0: it is H
             wide.
         embedding_width: E, of the token embeddings.
+        characters: computes the token embeddings from the characters of tokens
+            (`trainer.models.characters`); null: each token has its own.
         residual: adds the input of each layer but the first to its output.
         norm: layer normalization of the output of each layer.
         norm_eps: added to the variance in norms.
@@ -54,10 +61,16 @@ class RecurrentConfig(ModelConfig):
         tied: the output matrix is the token embeddings'. If a layer's output is not E wide, it is
             projected to E first.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a sequence
-            from all of its states (`classification`, see `trainer.models.concat_pooling`).
+            from all of its states (`classification`, see `trainer.models.concat_pooling`), a tag
+            of each word (`tagging`), or an answer's first and last token (`question_answering`).
         labels: names of classes; `classification` with a single label is a regression.
-        head_width: hidden units of the classifier.
-        head_dropout: dropout rates of the pooled states and of these hidden units.
+        head_width: hidden units of the classifier of sequences.
+        head_dropout: dropout rates of the pooled states and of these hidden units; the first, of
+            the states that other heads read.
+        scalar_mix: whether a task's head reads a learned mean of all layers instead of the last
+            one (ELMo), for frozen layers.
+        head_lstm: number of bidirectional LSTM layers between states and a task's head.
+        crf: scores transitions between tags, for `tagging` with `objective.crf`.
     """
 
     vocab_size: int
@@ -66,6 +79,7 @@ class RecurrentConfig(ModelConfig):
     last_hidden_size: int = 0
     proj_size: int = 0
     embedding_width: int = 650
+    characters: Characters | None = None
     residual: bool = False
     norm: bool = False
     norm_eps: float = 1e-5
@@ -80,6 +94,9 @@ class RecurrentConfig(ModelConfig):
     labels: tuple[str, ...] = ()
     head_width: int = 50
     head_dropout: tuple[float, float] = (0.4, 0.1)
+    scalar_mix: bool = False
+    head_lstm: int = 0
+    crf: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "hidden_size", "embedding_width", "head_width"):
@@ -107,6 +124,34 @@ class RecurrentConfig(ModelConfig):
                 f"head_dropout is {list(self.head_dropout)}. Use two numbers in [0, 1)."
             )
         check_labels(self.head, self.labels)
+        if self.characters is not None and self.tied:
+            raise ConfigError(
+                "tied is true, but embeddings of characters have no matrix of tokens. Set tied to "
+                "false."
+            )
+        self._check_task_parts()
+
+    def _check_task_parts(self) -> None:
+        if self.head_lstm < 0:
+            raise ConfigError(f"head_lstm is {self.head_lstm}. Use a number of layers, or 0.")
+        for name in ("scalar_mix", "head_lstm"):
+            if getattr(self, name) and self.head == "language_model":
+                raise ConfigError(
+                    f"{name} is for a task's head. Set head to classification or another task."
+                )
+        if self.scalar_mix and len(self.mixed_layers) <= self.layers:
+            raise ConfigError(
+                "scalar_mix adds up layers, and these have different widths. Set embedding_width "
+                f"to a layer's width, {self.output_width}, or scalar_mix to false."
+            )
+        if self.crf and self.head != "tagging":
+            raise ConfigError(f"crf is true, but head is {self.head}. Set head to tagging.")
+
+    @property
+    def mixed_layers(self) -> list[int]:
+        """Layers that are as wide as the last one; 0 is the embeddings."""
+        widths = [*self.input_widths, self.output_width]
+        return [n for n, width in enumerate(widths) if width == self.output_width]
 
     @property
     def predicts(self) -> str:
@@ -114,16 +159,24 @@ class RecurrentConfig(ModelConfig):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        return {"classification": "model.head=classification"}
+        settings = {head: f"model.head={head}" for head in get_args(Head)[1:]}
+        return {**settings, "tag_transitions": "model.crf=true"}
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
-        if others := needs.intersection(get_args(TaskHead)) - {"classification"}:
+        heads: tuple[Head, ...] = get_args(Head)
+        if others := needs.intersection(get_args(TaskHead)).difference(heads):
             raise ConfigError(
                 f"a model of kind {self.model_type} has no {min(others)} head. Use objective "
-                "classification or regression, or another kind of model, as bert."
+                "classification, regression, tagging or question_answering, or another kind of "
+                "model, as bert."
             )
-        head: Head = "classification" if "classification" in needs else "language_model"
+        head: Head = next((head for head in heads if head in needs), "language_model")
         return replace(self, head=head, labels=labels)
+
+    @property
+    def classes(self) -> int:
+        """C, the outputs of a task's head."""
+        return 2 if self.head == "question_answering" else len(self.labels)
 
     @property
     def output_width(self) -> int:
@@ -170,11 +223,14 @@ class RecurrentConfig(ModelConfig):
 
 
 class RecurrentEmbeddings(nn.Module):
-    """Token embeddings, with dropout of tokens and of elements."""
+    """Token embeddings, from a table or from characters; dropout of tokens and of elements."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.embedding_width)
+        size, width = config.vocab_size, config.embedding_width
+        spelled = config.characters
+        self.tokens = nn.Embedding(size, width) if spelled is None else None
+        self.characters = CharacterEmbeddings(spelled, size, width) if spelled else None
         own = config.embedding_dropout
         self.dropout = config.dropout if own is None else own
         self.variational = config.variational
@@ -182,13 +238,18 @@ class RecurrentEmbeddings(nn.Module):
 
     def forward(
         self, tokens: Tensor, token_key: Tensor | None = None, key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """int [B, S] -> [B, S, E], and the token embeddings [V, E] for a tied head.
+    ) -> tuple[Tensor, Tensor | None]:
+        """int [B, S] -> [B, S, E], and the table [V, E], if there is one, for a tied head.
 
         Args:
             token_key, key: int32 [B], of dropout of tokens and of elements; None: no dropout.
         """
-        hidden, matrix = look_up(self.tokens.weight, tokens)
+        matrix: Tensor | None = None
+        if self.tokens is not None:
+            hidden, matrix = look_up(self.tokens.weight, tokens)
+        else:
+            assert self.characters is not None
+            hidden = self.characters(tokens)
         if token_key is not None and self.token_dropout:
             # Element t of a mask of V elements, so that a token is dropped wherever it occurs.
             ones = hidden.new_ones(*tokens.shape, 1)
@@ -207,10 +268,11 @@ class RecurrentHead(VocabularyHead):
         self.decoder = None if config.tied else nn.Linear(inputs, config.vocab_size, bias=False)
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
-    def factors(self, hidden: Tensor, embedding: Tensor, *_columns: Any) -> Factors:
+    def factors(self, hidden: Tensor, embedding: Tensor | None, *_columns: Any) -> Factors:
         if self.projection is not None:
             hidden = self.projection(hidden)
         matrix = embedding if self.decoder is None else self.decoder.weight
+        assert matrix is not None, "a tied head needs a table of tokens"
         return hidden, matrix, self.bias
 
 
@@ -219,15 +281,16 @@ class Embedded(NamedTuple):
 
     Attributes:
         hidden: [B, S, E].
-        matrix: [V, E], the token embeddings.
+        matrix: [V, E], the token embeddings; None if they are computed from characters.
         keys: for each stack the dropout keys of its layers, int32 [layers, sites, B], or None.
-        head_key: of the head, int32 [B], or None.
+        head_key, lstm_key: of the head and the LSTM below it, int32 [B], or None.
     """
 
     hidden: Tensor
-    matrix: Tensor
+    matrix: Tensor | None
     keys: Sequence[Tensor | None]
     head_key: Tensor | None = None
+    lstm_key: Tensor | None = None
 
 
 class RecurrentModel(Model):
@@ -249,12 +312,25 @@ class RecurrentModel(Model):
             self.offers = hidden_outputs(config) | set(predicts)
             self.trains = dict.fromkeys(predicts, "")
         else:
-            classes = len(config.labels)
+            self.offers = hidden_outputs(config) | {config.head}
+            self.trains = {config.head: "model.head=language_model"}
+        if config.head == "classification":
             inputs = 3 * config.width
-            self.head = ConcatPoolHead(inputs, config.head_width, classes, config.head_dropout)
+            rates = config.head_dropout
+            self.head = ConcatPoolHead(inputs, config.head_width, config.classes, rates)
             # It reads all positions, whichever of them an objective pools.
-            self.offers = hidden_outputs(config) | {config.head, "first_position", "last_position"}
-            self.trains = {"classification": "model.head=language_model"}
+            self.offers |= {"first_position", "last_position"}
+        elif config.head != "language_model":
+            self.head = TokenHead(config.width, config.classes, config.head_dropout[0])
+        self.mix = ScalarMix(config.layers + 1) if config.scalar_mix else None
+        top = config.head_lstm
+        self.head_lstm = HeadLstm(top, config.width, config.dropout) if top else None
+        # Of a conditional random field, see `trainer.objectives.crf`.
+        tags = len(config.labels) + 1
+        self.tag_transitions = nn.Parameter(torch.empty(tags, tags)) if config.crf else None
+        if config.crf:
+            self.offers |= {"tag_transitions"}
+            self.trains = {**self.trains, "tag_transitions": "model.crf=false"}
 
     @property
     @abstractmethod
@@ -267,13 +343,55 @@ class RecurrentModel(Model):
         if not self.training or inputs.dropout_key is None:
             hidden, matrix = self.embeddings(inputs.tokens)
             return Embedded(hidden, matrix, [None] * stacks)
-        keys = split_key(inputs.dropout_key, 3 + stacks * layers)
+        keys = split_key(inputs.dropout_key, 4 + stacks * layers)
         hidden, matrix = self.embeddings(inputs.tokens, keys[0], keys[1])
-        of_layers = keys[2:-1].view(stacks, layers, 1, -1)
+        of_layers = keys[2:-2].view(stacks, layers, 1, -1)
         if self.config.weight_dropout:
             of_step = split_key(inputs.extra["step_key"], stacks * layers)
             of_layers = torch.cat([of_layers, of_step.view_as(of_layers)], 2)
-        return Embedded(hidden, matrix, list(of_layers), keys[-1])
+        return Embedded(hidden, matrix, list(of_layers), keys[-2], keys[-1])
+
+    def numbers(self, outputs: Outputs) -> list[int]:
+        """The layers whose states are needed: for `layer.N`, or for a mean of all layers."""
+        if self.mix is not None and self.config.head in outputs:
+            return self.config.mixed_layers
+        return layer_numbers(outputs)
+
+    def task_outputs(
+        self,
+        last: Tensor | None,
+        states: Mapping[int, Tensor],
+        inputs: Inputs,
+        outputs: Outputs,
+        embedded: Embedded,
+    ) -> dict[str, Tensor]:
+        """Computes the outputs of a task's head.
+
+        Args:
+            last: states after the last layer, [B, S, D]; None if no output reads them.
+            states: by layer, those in `numbers`.
+        """
+        head, found = self.config.head, dict[str, Tensor]()
+        if "tag_transitions" in outputs:
+            assert self.tag_transitions is not None, "the model was built without crf"
+            # A copy, as a strategy may free the gathered parameter after this pass.
+            found["tag_transitions"] = self.tag_transitions.clone()
+        if head == "language_model" or head not in outputs:
+            return found
+        assert last is not None, "a task's head reads the last layer"
+        hidden = last
+        if self.mix is not None:
+            hidden = self.mix([states[n] for n in self.config.mixed_layers])
+        directions = len(self.stacks)
+        if self.head_lstm is not None:
+            hidden = self.head_lstm(hidden, inputs.segments, embedded.lstm_key)
+            directions = 2
+        if head == "classification":
+            pooled = pool_directions(hidden, inputs.segments, directions)
+            found[head] = self.head(pooled, embedded.head_key)[:, None]
+        else:
+            found[head] = self.head(hidden, embedded.matrix, embedded.head_key)
+        return found
 
     @property
     def max_sequence_length(self) -> int:
@@ -281,6 +399,8 @@ class RecurrentModel(Model):
 
     @property
     def token_embeddings(self) -> Tensor:
+        if self.embeddings.tokens is None:
+            return super().token_embeddings  # an error
         return self.embeddings.tokens.weight
 
     def sharding_units(self) -> list[nn.Module]:
@@ -308,7 +428,11 @@ class RecurrentModel(Model):
         shape = self.get_parameter(name).shape
         std = shape[-1] ** -0.5
         values = initial_values(name, start, stop, seed=seed, std=std, bound=WHOLE_NORMAL)
-        if self.layer_of(name) is not None and self.role(name).kind == "bias":
+        if name.startswith("mix."):
+            values[:] = 0  # all layers alike
+        elif ".highways." in name and name.endswith("gate.bias"):
+            values[:] = 2  # most of the input passes (ELMo's code)
+        elif self.layer_of(name) is not None and self.role(name).kind == "bias":
             # The second of four gates: elements [H, 2 H), counted from `start`.
             first, last = (max(0, at * shape[0] // 4 - start) for at in (1, 2))
             values[first:last] = 1
@@ -320,6 +444,10 @@ class RecurrentModel(Model):
         Each direction predicts, so a head of two directions counts twice.
         """
         layers = sum(matrix_flops(layer) for layer in self.sharding_units())
+        if self.embeddings.characters is not None:
+            layers += self.embeddings.characters.flops()
+        if self.head_lstm is not None:
+            layers += matrix_flops(self.head_lstm)
         head = matrix_flops(self.head)
         if self.config.head == "language_model":
             tied = 6 * self.token_embeddings.numel() if self.config.tied else 0
@@ -336,9 +464,13 @@ class RecurrentModel(Model):
         same = (config.head, config.labels) == (before.head, before.labels)
         if config.head == "language_model" or same:
             return Start(sources)
-        new = "head." if config.head != before.head else "head.classifier."
+        other = config.head != before.head
+        new = ("head.", "tag_transitions") if other else ("head.classifier.", "tag_transitions")
+        own = {name for name in sources if name.partition(".")[0] in _OPTIONAL}
+        sources |= dict.fromkeys(own - stored.shapes.keys())
         sources |= {name: None for name in sources if name.startswith(new)}
-        unused = frozenset(name for name in stored.shapes if name.startswith("head."))
+        parts = {"head", *_OPTIONAL}
+        unused = frozenset(name for name in stored.shapes if name.partition(".")[0] in parts)
         return Start(sources, unused, f"model.head is {config.head}")
 
     def compiled_units(self) -> Sequence[nn.Module]:
@@ -348,6 +480,4 @@ class RecurrentModel(Model):
 
 def hidden_outputs(config: RecurrentConfig) -> Outputs:
     """The outputs `hidden` and `layer.N`; of layers that are as wide as the last one."""
-    widths = [*config.input_widths, config.output_width]
-    same = [n for n, width in enumerate(widths) if width == config.output_width]
-    return frozenset({"hidden", *(f"layer.{n}" for n in same)})
+    return frozenset({"hidden", *(f"layer.{n}" for n in config.mixed_layers)})

@@ -243,7 +243,8 @@ class Config(Family):
             return LanguageModelHead(self, scale=self.width**-0.5)
         if self.head in ("classification", "multiple_choice"):
             return PooledHead(self, self.classes, dropout_first=True)
-        return TokenHead(self, self.classes, drops=self.head == "tagging")
+        drops = self.head == "tagging"
+        return TokenHead(self.width, self.classes, self.head_dropout if drops else 0.0)
 
     def _bias(self, bidirectional: bool) -> RelativeBias:
         return RelativeBias(self.relative_buckets, self.max_distance, self.heads, bidirectional)

@@ -11,6 +11,7 @@ from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.accelerators import DTYPES
 from trainer.errors import ConfigError
 from trainer.models import Model
+from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective
 from trainer.training.compatibility import check_compatibility
 from trainer.training.compiled import compile_units
@@ -65,6 +66,7 @@ def build_model(
         )
     check_compatibility(experiment, dataset, objectives, model)
     settings = experiment.training
+    give_spellings(model, dataset.tokenizer.spellings)
     model.activation_checkpointing = settings.activation_checkpointing
     if settings.activation_checkpointing and not model.activation_checkpointing:
         raise ConfigError(

@@ -9,6 +9,7 @@ import torch
 from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
+from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
 from trainer.training.compatibility import check_virtual_tokens
@@ -39,6 +40,7 @@ def attach_teacher(
         return None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
     model = build_teacher(experiment, weights.config)
+    give_spellings(model, dataset.tokenizer.spellings)
     precision, world = experiment.training.precision, strategy.world
     fuse_attention(model, strategy.accelerator, precision, world.size)
     values = stored_values(weights, model, dataset)

@@ -24,6 +24,7 @@ from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Outputs, Stored
+from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
@@ -108,6 +109,7 @@ class Weights:
             )
         every = model.named_parameters(remove_duplicate=False)
         model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
+        give_spellings(model, lambda: self.load_tokenizer().spellings())
         return model.eval()
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:

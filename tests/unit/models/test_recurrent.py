@@ -321,8 +321,8 @@ def test_what_recurrent_models_cannot_do_is_rejected() -> None:
         ConfigError, match=r"training\.compile is true, and this model has no layers"
     ):
         compile_units(LSTM.build())
-    with pytest.raises(ConfigError, match="a model of kind lstm has no tagging head"):
-        LSTM.for_needs(frozenset({"tagging"}))
+    with pytest.raises(ConfigError, match="a model of kind lstm has no multiple_choice head"):
+        LSTM.for_needs(frozenset({"multiple_choice"}))
     with pytest.raises(ConfigError, match="lstm has no Hugging Face format"):
         LSTM.to_huggingface()
     with torch.device("meta"):

@@ -68,6 +68,7 @@ def saved(backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
 MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
     "wordpiece": lambda _: Config("", "wordpiece", 400).train(LINES),
     "wordpiece-lowercase": lambda _: Config("", "wordpiece", 400, lowercase=True).train(LINES),
+    "words": lambda _: Config("", "words", 400).train(LINES),
     "bpe": lambda _: Config("", "bpe", 400).train(LINES),
     "bpe-lowercase": lambda _: Config("", "bpe", 400, lowercase=True).train(LINES),
     "gpt2": gpt2,

@@ -24,7 +24,10 @@ HARD = (
 )
 
 
-@pytest.fixture(scope="module", params=["wordpiece", "wordpiece-lowercase", "bpe", "bpe-lowercase"])
+@pytest.fixture(
+    scope="module",
+    params=["wordpiece", "wordpiece-lowercase", "words", "words-lowercase", "bpe", "bpe-lowercase"],
+)
 def tokenizer(request) -> Tokenizer:
     algorithm, _, lowercase = request.param.partition("-")
     return Config("unused", algorithm, vocab_size=3000, lowercase=bool(lowercase)).train(
