@@ -210,6 +210,8 @@ def bart(parameters: int, peak: float, warmup: int) -> Promise:
     )
 
 
+ELMO_FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256), (6, 512), (7, 1024))
+
 PROMISES = {
     "bert_tiny": Promise(4_433_468, SEQUENCES, bert()),
     "bert_mini": Promise(11_267_900, SEQUENCES, bert()),
@@ -383,8 +385,13 @@ PROMISES = {
         optimizer={"kind": "adamw", "betas": (0.7, 0.99), "eps": 1e-8, "bias_correction": True},
     ),
     "elmo": Promise(
-        2 * 30_522 * 512 + 30_522 + 4 * (4 * 4096 * (512 + 512 + 1) + 4096 * 512),
-        ((1_000_000, 72, 128),),
+        793_472 * 513  # the output matrix
+        + 4 * (4 * 4096 * (512 + 512 + 1) + 4096 * 512)
+        + 259 * 16
+        + sum((16 * w + 1) * n for w, n in ELMO_FILTERS)
+        + 2 * 2 * (2048 + 1) * 2048
+        + (2048 + 1) * 512,
+        ((1_000_000, 60, 128),),
         decay(1e-3, 2000, 1_000_000),
         masked=1.0,
         decay=0.0,
