@@ -85,6 +85,8 @@ class PackSpec:
         truncate_sources, truncate_targets: of pairs of texts, truncates one that is too long.
         parts: set if documents must be rows of a task; `sequence_length` then is the length of
             each of an example's sequences.
+        of_pairs: the layout of datasets of pairs of texts, if the objective reads plain text as
+            well (`multi_task`).
     """
 
     sequence_length: int
@@ -96,6 +98,7 @@ class PackSpec:
     truncate_sources: bool = False
     truncate_targets: bool = False
     parts: Parts | None = None
+    of_pairs: PackSpec | None = None
 
     @property
     def positions(self) -> int:
@@ -188,6 +191,8 @@ class Examples:
         isolated: whether the chunks of a row are sequences of their own.
         random: bool [B], under `pairs`, where each row has the chunks A and B: whether B is not the
             text after A (see `PairTask`). None under other policies.
+        paired: bool [B], whether the chunks of a row are sources and targets in turn; None if there
+            are no such rows.
         labels: set if examples are rows of a task.
     """
 
@@ -200,6 +205,7 @@ class Examples:
     isolated: bool
     random: npt.NDArray[np.bool_] | None = None
     labels: Labels | None = None
+    paired: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,34 @@ class Weights:
     weights: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Proportional:
+    """Mixing in proportion to the sizes of datasets (Raffel et al. 2020, section 3.5.2).
+
+    A dataset of n documents, or pairs, has the rate min(n, limit) ^ (1 / temperature). Its weight
+    is a factor of this rate.
+
+    Attributes:
+        limit: the size that counts for larger datasets, so that they do not crowd out small ones;
+            null: there is none.
+        temperature: 1 mixes in proportion; larger values bring the rates closer together.
+    """
+
+    limit: int | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit is {self.limit}. Use 1 or more, as 65536, or null.")
+        if not 1 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}. Use 1 or more, as 2.")
+
+    def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """The rate of each dataset by its size."""
+        limit = math.inf if self.limit is None else self.limit
+        return {name: min(size, limit) ** (1 / self.temperature) for name, size in sizes.items()}
+
+
 def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None:
     """Rejects sources with equal names, and weights that are incomplete or out of order.
 

@@ -15,6 +15,13 @@ from trainer.errors import ConfigError, DataError
 from trainer.examples import PackSpec, Parts, Policy
 
 
+def layout_of(manifest: Manifest, spec: PackSpec) -> PackSpec:
+    """The layout of a dataset's examples: of a mixture's, those of pairs have their own."""
+    if spec.of_pairs is not None and manifest.target_file is not None:
+        return spec.of_pairs
+    return spec
+
+
 def packing_digest(spec: PackSpec, policy: Policy) -> str:
     """Hex digest of a packing. With equal seeds, equal digests mean equal examples."""
     text = f"{PACKING_VERSION} {policy} {spec.sequence_length} {spec.prefix} {spec.suffix}"
@@ -28,12 +35,15 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
         text += " order"
     if spec.parts is not None:
         text += f" {_description(spec.parts)}"
+    if spec.of_pairs is not None:
+        text += f" of_pairs {packing_digest(spec.of_pairs, policy)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def count_digest(spec: PackSpec, policy: Policy) -> str:
     """Hex digest of a packing, equal for packings with equal numbers of examples."""
     # `concat` and `padded` fill the first side only: T5's objectives share their counts.
+    spec = replace(spec, of_pairs=None)
     if policy in ("concat", "padded") and not spec.text_pairs:
         spec = replace(spec, sides=None)
     return packing_digest(spec, policy)
@@ -54,6 +64,7 @@ def check_rows(manifest: Manifest, name: str, spec: PackSpec) -> None:
     Raises:
         DataError: it holds documents, or rows of another task.
     """
+    spec = layout_of(manifest, spec)
     if spec.text_pairs and manifest.target_file is None:
         raise DataError(
             f"the objective reads pairs of texts, and {name} holds documents; build a dataset "
@@ -80,6 +91,7 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
         DataError: the dataset lacks what the objective or the policy needs.
     """
     check_rows(manifest, name, spec)
+    spec = layout_of(manifest, spec)
     if spec.text_pairs and policy not in ("best_fit", "padded"):
         raise ConfigError(
             f"data.packing is {policy}, and the objective reads pairs of texts; use "

@@ -197,6 +197,7 @@ def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float
     tokens = ranges((np.cumsum(length) - length)[pieces], length[pieces])
     by_row = np.argsort(np.concatenate(rows))
     random = [each.random for each in examples if each.random is not None]
+    paired = [each.paired for each in examples if each.paired is not None]
     return Examples(
         tokens=np.concatenate([each.tokens for each in examples])[tokens],
         row=row[pieces],
@@ -206,6 +207,7 @@ def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float
         weight=weight,
         isolated=examples[0].isolated,
         random=np.concatenate(random)[by_row] if random else None,
+        paired=np.concatenate(paired)[by_row] if len(paired) == len(examples) else None,
         labels=_merge_labels([each.labels for each in examples if each.labels is not None], by_row),
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from data_pipeline.order.mixture import Source, Weights, check_sources
+from data_pipeline.order.mixture import Proportional, Source, Weights, check_sources
 from data_pipeline.reading.cache import DEFAULT_SIZE, ShardCache
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatDataset
 from data_pipeline.reading.dataset import Dataset
@@ -23,6 +24,8 @@ class Config:
             are downloaded when they are needed.
         sources: several datasets to mix, instead of `path`.
         weights: changes of the sources' weights after given steps.
+        proportional: weights are factors of rates that follow from the sizes of the sources; null:
+            weights are the rates themselves.
         on_change: reaction if a continued run has other datasets, or other weights at its current
             step, than before: error rejects; accept continues with the new ones from there.
         sequence_length: positions of an example, special tokens included.
@@ -49,6 +52,7 @@ class Config:
     path: str | None = None
     sources: tuple[Source, ...] = ()
     weights: tuple[Weights, ...] = ()
+    proportional: Proportional | None = None
     on_change: Literal["error", "accept"] = "error"
     sequence_length: int = 128
     packing: Policy = "concat"
@@ -70,6 +74,10 @@ class Config:
                 "(and path=null)."
             )
         check_sources(self.sources, self.weights)
+        if self.proportional is not None and not self.sources:
+            raise ConfigError(
+                "proportional is set, and there is one dataset. Set sources, or null."
+            )
         for name, least in (
             ("sequence_length", 1),
             ("lanes", 1),
@@ -92,6 +100,20 @@ class Config:
     def paths(self) -> tuple[str, ...]:
         """The locations of the datasets."""
         return tuple(source.path for source in self.sources) if self.path is None else (self.path,)
+
+    def rates(self, named: Mapping[str, Dataset]) -> list[tuple[int, dict[str, float]]]:
+        """The rates of the datasets after step 0, and after each change of weights."""
+        first = {source.label: source.weight for source in self.sources}
+        weights = [(0, first or dict.fromkeys(named, 1.0))]
+        weights += [(change.step, change.weights) for change in self.weights]
+        if self.proportional is None:
+            return weights
+        shards = {name: dataset.manifest.splits["train"] for name, dataset in named.items()}
+        sizes = {name: sum(shard.documents for shard in own) for name, own in shards.items()}
+        rates = self.proportional.rates(sizes)
+        return [
+            (step, {name: w * rates[name] for name, w in each.items()}) for step, each in weights
+        ]
 
     def open(self) -> AnyDataset:
         """Opens the dataset at `path`, or the `sources`.

@@ -26,6 +26,7 @@ from data_pipeline.packing.policy import (
     check_policy,
     count_digest,
     count_shard,
+    layout_of,
     needs_parts,
     plan_shard,
 )
@@ -289,6 +290,7 @@ class PackedSplit:
         self, dataset: Dataset, split: str, spec: PackSpec, policy: Policy, seed: int
     ) -> None:
         check_policy(dataset.manifest, dataset.name, spec, policy)
+        spec = layout_of(dataset.manifest, spec)
         self._dataset = dataset
         self._shards = dataset.shards(split)
         self._spec = spec
@@ -375,6 +377,7 @@ class PackedSplit:
             if is_pairs
             else None,
             labels=None if self._spec.parts is None else gather_labels(shards, at.index),
+            paired=np.full(len(shards), self._spec.text_pairs),
         )
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -204,7 +204,7 @@ class StreamingLoader:
         )
         # Weights change at steps, but a mixture counts examples.
         example_after = self._order.example_after or (lambda step: step * self._batch_size)
-        return Mixture(_schedule(config, keys, example_after), orders, keys)
+        return Mixture(_schedule(config, self._named, example_after), orders, keys)
 
     def _keep_shards_open(
         self, config: Config, mixture: Mixture, reach: tuple[int, int, int]
@@ -452,14 +452,12 @@ def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
 
 
 def _schedule(
-    config: Config, keys: dict[str, str], example_after: Callable[[int], int]
+    config: Config, named: Mapping[str, Dataset], example_after: Callable[[int], int]
 ) -> Schedule:
-    """The configured weights over time; `keys`: name -> key of a source."""
-    weights = [
-        (0, {source.label: source.weight for source in config.sources} or dict.fromkeys(keys, 1.0))
-    ]
-    weights += [(example_after(change.step), change.weights) for change in config.weights]
-    return Schedule.weighted(weights, keys)
+    """The rates of the sources over time."""
+    keys = {name: source.manifest.digest for name, source in named.items()}
+    rates = [(example_after(step) if step else 0, each) for step, each in config.rates(named)]
+    return Schedule.weighted(rates, keys)
 
 
 _SAME_AGAIN = {

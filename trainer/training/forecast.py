@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from trainer.models import Model
 from trainer.monitoring.forecast import Schedule, TimeLeft
 from trainer.monitoring.throughput import Throughput
@@ -98,7 +99,7 @@ def _schedule(experiment: Experiment, trainer: Trainer, flops: Callable[[int], f
     )
 
 
-def report(experiment: Experiment, trainer: Trainer) -> None:
+def report(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> None:
     """Logs, before the first step, what is about to run."""
     settings, accelerator = experiment.training, trainer.strategy.accelerator
     devices, first = trainer.strategy.replica.count, trainer.state.step
@@ -108,7 +109,7 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     if accelerator.attention_kernels:
         logger.info("attention    %s", accelerator.attention_kernels)
     _report_parameters(trainer)
-    _report_sources(experiment)
+    _report_sources(experiment, dataset)
     for phase in trainer.phases:
         _report_batch(trainer, phase)
     done = flops_until(experiment, trainer)
@@ -132,18 +133,23 @@ def _report_parameters(trainer: Trainer) -> None:
     logger.info("model        %s parameters%s", f"{total:,}", share)
 
 
-def _report_sources(experiment: Experiment) -> None:
-    """Logs the weights of a mixture's sources, and the steps at which they change."""
+def _report_sources(experiment: Experiment, dataset: AnyDataset) -> None:
+    """Logs the weights of a mixture's sources, and the steps at which they change.
+
+    Weights that count sizes are logged as fractions of the examples.
+    """
     data = experiment.data
     if not data.sources:
         return
 
-    def listed(weights: dict[str, float]) -> str:
-        return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+    def listed(rates: dict[str, float]) -> str:
+        total = 1.0 if data.proportional is None else sum(rates.values())
+        return ", ".join(f"{name} {rate / total:.6g}" for name, rate in rates.items())
 
-    text = listed({source.label: source.weight for source in data.sources})
-    for change in data.weights:
-        text += f"; after step {change.step} {listed(change.weights)}"
+    (_, first), *changes = data.rates(named_sources(dataset))
+    text = listed(first)
+    for step, rates in changes:
+        text += f"; after step {step} {listed(rates)}"
     logger.info("data         %s", text)
 
 

@@ -141,7 +141,7 @@ def _fit(
         # Once more after a rewind: the trackers cut their files back to the restored step.
         if trainer.strategy.replica.index == 0:
             write_description(experiment, dataset)
-            forecast.report(experiment, trainer)
+            forecast.report(experiment, dataset, trainer)
             trackers[:] = run_folder.open_trackers(experiment, trainer, fault)
             ledger = folder / "ledger.jsonl"
         throughput = forecast.throughput(experiment, trainer)
