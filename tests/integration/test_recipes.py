@@ -332,9 +332,7 @@ PROMISES = {
     "bart_large": bart(406_291_456, 4e-4, 30_000),
     "t5_small": t5(60_506_624),
     "t5_base": t5(222_903_552),
-    "t5_base_multi_task": replace(
-        t5(222_903_552, 524_288, 128), sides=(512, 512), padded=True
-    ),
+    "t5_base_multi_task": replace(t5(222_903_552, 524_288, 128), sides=(512, 512), padded=True),
     "t5_large": t5(737_668_096),
     "t5_3b": t5(2_851_598_336),
     "t5_11b": t5(11_307_321_344),

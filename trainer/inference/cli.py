@@ -385,11 +385,28 @@ def register_fill(commands: Commands) -> None:
         "fill",
         _fill,
         "predict the masked words of a text",
-        'example:\n  samestep fill runs/bert_mini "the man went to the [MASK]"',
+        'examples:\n  samestep fill runs/bert_mini "the man went to the [MASK]"\n'
+        '  samestep fill runs/gpt "the keys to the door [MASK] here" --candidates is are\n'
+        "  samestep fill runs/bert_mini --probes probes.jsonl",
     )
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
-    add("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
+    add("text", nargs="*", help="texts with [MASK] (or <mask>) in them")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--candidates",
+        nargs="+",
+        metavar="WORD",
+        help="compare these words instead; texts have one mask, and left-to-right models will do",
+    )
+    given.add_argument(
+        "--probes",
+        metavar="FILE",
+        help="count how often the right word scores highest: JSON Lines with text, candidates, "
+        "label and perhaps group",
+    )
+    add("--scores", metavar="FILE", help="with --probes: write the accuracies as JSON")
+    add("--predictions", metavar="FILE", help="with --probes: write each prediction as JSON Lines")
     add(
         "--top",
         type=int,
@@ -400,7 +417,17 @@ def register_fill(commands: Commands) -> None:
 
 
 def _fill(args: argparse.Namespace) -> int:
+    from trainer.inference.candidates import fill_candidates, run_probes
     from trainer.inference.fill import fill
 
-    fill(args.checkpoint, args.text, args.top)
+    if bool(args.text) == (args.probes is not None):
+        raise ConfigError("give texts, or --probes FILE")
+    if args.probes is None and (args.scores or args.predictions):
+        raise ConfigError("--scores and --predictions are for --probes FILE")
+    if args.probes is not None:
+        run_probes(args.checkpoint, args.probes, args.scores, args.predictions)
+    elif args.candidates:
+        fill_candidates(args.checkpoint, args.text, args.candidates)
+    else:
+        fill(args.checkpoint, args.text, args.top)
     return EXIT_DONE

@@ -100,7 +100,7 @@ def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
         first += count
 
 
-def _special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> list[list[int]]:
+def special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> list[list[int]]:
     """The special tokens before and after each text in training, where the tokenizer has them."""
     cls, end = vocabulary.cls, vocabulary.end
     before, after = cls, vocabulary.sep  # an encoder's: [CLS] text [SEP]
@@ -146,7 +146,7 @@ class TextEncoder:
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.heads, self.width = config.layers, config.heads, config.width
-        self._before, self._after = _special_tokens(config, self.tokenizer.vocabulary)
+        self._before, self._after = special_tokens(config, self.tokenizer.vocabulary)
         self.first, self.last = len(self._before), len(self._after)
         self.longest = model.max_sequence_length - len(self._before) - len(self._after)
 

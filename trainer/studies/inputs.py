@@ -29,7 +29,7 @@ def stamps(source: SourceConfig) -> list[Stamp]:
     hub = to_tree(source).get("dataset")
     if hub and Path(hub["path"]).is_dir():  # a local copy of a dataset of the Hub
         files += sorted(Path(hub["path"]).rglob("*"))
-    return [_stamp(file) for file in files]
+    return [stamp(file) for file in files]
 
 
 def stamps_of(recipe: Tree) -> list[Stamp]:
@@ -42,7 +42,8 @@ def stamps_of(recipe: Tree) -> list[Stamp]:
     return stamps(source)
 
 
-def _stamp(file: Path) -> Stamp:
+def stamp(file: Path) -> Stamp:
+    """The stamp of a file."""
     if not file.is_file():
         return [str(file)]
     stat = file.stat()

@@ -122,8 +122,15 @@ def _of_numbers(lines: Sequence[_Line], name: str) -> RowScore | None:
 
 def _of_classes(lines: Sequence[_Line], name: str) -> RowScore | None:
     true, predicted = ([line[key] for line in lines] for key in ("label", "prediction"))
+    is_right = np.array([a == b for a, b in zip(true, predicted, strict=True)], float)
     if name == "accuracy":
-        return _mean_of(np.array([a == b for a, b in zip(true, predicted, strict=True)], float))
+        return _mean_of(is_right)
+    if name.startswith("accuracy."):
+        group = name.removeprefix("accuracy.")
+        own = np.array([line.get("group") == group for line in lines], float)
+        return RowScore(
+            np.stack([is_right * own, own], axis=1), lambda sums: _ratio(sums[..., 0], sums[..., 1])
+        )
     probabilities = lines[0].get("probabilities")
     if name not in ("f1", "matthews") or not isinstance(probabilities, dict):
         return None

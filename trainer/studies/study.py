@@ -19,7 +19,7 @@ _STAGE = Annotated[Any, STAGES]
 REFERENCE = re.compile(r"stage:([\w-]+)")
 """A stage named in the settings of another: stage:pretrain, stage:corpus/tokenizer."""
 
-_FILES = ("recipe", "experiment", "task")  # settings of stages that name a file
+_FILES = ("recipe", "experiment", "task", "probes")  # settings of stages that name a file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,19 @@ def test_classes(name: str, reference: Any, tmp_path: Path) -> None:
     assert score.resampled(weights(counts)) == pytest.approx([expected])
 
 
+def test_the_accuracy_of_a_group(tmp_path: Path) -> None:
+    """A sample without a row of the group has no accuracy, which counts as 0."""
+    rows = [
+        {"label": "a", "prediction": said, "group": group}
+        for said, group in zip("aabb", ("x", "y", "y", "x"), strict=True)
+    ]
+    score = read_row_score(written(rows, tmp_path), "accuracy.y")
+    assert score is not None
+    assert score.value == 0.5
+    samples = np.array([[1.0, 2, 0, 1], [1, 0, 3, 0], [4, 0, 0, 0]])
+    assert score.resampled(samples).tolist() == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(("name", "reference"), [("pearson", pearsonr), ("spearman", spearmanr)])
 def test_numbers(name: str, reference: Any, tmp_path: Path) -> None:
     true = RANDOM.normal(3, 1, 80)

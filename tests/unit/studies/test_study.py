@@ -318,6 +318,29 @@ def test_a_distance_is_measured_between_two_stages(tmp_path: Path) -> None:
     assert job.config.scores(tmp_path) == {"all": 0.5}
 
 
+def test_probes_ask_a_run_and_their_content_names_the_job(tmp_path: Path) -> None:
+    """Not the file's name: a copy in another folder is the same job."""
+    tree = content(tmp_path)
+    digests = []
+    for name, text in (("a", "1"), ("b", "1"), ("b", "2")):
+        file = tmp_path / name / "probes.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        tree["stages"]["asked"] = {"kind": "probe", "run": "stage:pretrain", "probes": str(file)}
+        job = jobs_of(tree, tmp_path).of["a", 0, "asked"]
+        digests.append(job.digest)
+    assert digests[0] == digests[1] != digests[2]
+    (command,) = job.config.commands(tmp_path, job.seed, job.settings())
+    assert list(command[:4]) == [
+        "fill",
+        str(job.needs["pretrain"].folder / "run"),
+        "--probes",
+        str(file),
+    ]
+    (tmp_path / "scores.json").write_text('{"accuracy.adjacent": 0.5}')
+    assert job.config.scores(tmp_path) == {"accuracy.adjacent": 0.5}
+
+
 def test_a_task_that_failed_under_an_older_version_is_finished(tmp_path: Path) -> None:
     """The failed run's folder has another digest, and stays."""
     suite = tmp_path / "suite"

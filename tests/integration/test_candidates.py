@@ -1,0 +1,162 @@
+"""`samestep fill` with given words: scores of masked, left-to-right and bidirectional models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.commands import Samestep
+from tests.integration.test_lstm import MODELS, OBJECTIVES
+from tests.outputs import outputs
+from trainer.inference.candidates import CandidateScorer, Cloze, read_probes
+from trainer.training.weights import load_weights
+
+TEXT = "the names of the [MASK] are bound"
+WORDS = ("class", "module", "unbelievable")
+
+
+@pytest.fixture(scope="module")
+def runs(
+    experiment_file: str, finished_run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """A BERT, and an LSTM and a biLM of a few steps."""
+    from trainer.cli import main
+
+    found = {"bert": finished_run}
+    for kind in MODELS:
+        found[kind] = tmp_path_factory.mktemp(kind) / "run"
+        settings = [MODELS[kind], OBJECTIVES[kind], f"output={found[kind]}", "optimizer.lr=1e-2"]
+        assert main(["train", experiment_file, *settings, "data.threads=0"]) == 0
+    return found
+
+
+def expected(run: Path, word: str) -> float:
+    """The score of a word in TEXT, by the model on one sequence."""
+    weights = load_weights(str(run))
+    tokenizer, model = weights.load_tokenizer(), weights.model()
+    vocabulary = tokenizer.vocabulary
+    before, after = TEXT.split("[MASK]")
+    left, own, right = (ids.tolist() for ids in tokenizer.encode_batch([before, word, after]))
+    kind = weights.config.model_type
+    if kind == "bert":
+        middle = [vocabulary.mask] * len(own)
+        tokens = torch.tensor([[vocabulary.cls, *left, *middle, *right, vocabulary.sep]])
+        (logits,) = outputs(model, "tokens", tokens=tokens, positions=torch.arange(len(tokens[0])))
+        begin = 1 + len(left)
+        found = logits[0].double().log_softmax(-1)[begin : begin + len(own)]
+        return float(found[torch.arange(len(own)), own].sum().detach())
+    end = [vocabulary.sep] if kind == "bilm" else []
+    tokens = torch.tensor([[vocabulary.cls, *left, *own, *right, *end]])
+    total = 0.0
+    for name in ("next_tokens", "previous_tokens")[: 2 if kind == "bilm" else 1]:
+        (logits,) = outputs(model, name, tokens=tokens)
+        labels = tokens[0, 1:] if name == "next_tokens" else tokens[0, :-1]
+        found = logits[0].double().log_softmax(-1)[: len(labels)]
+        total += float(found[torch.arange(len(labels)), labels].sum().detach())
+    return total
+
+
+@pytest.mark.parametrize("kind", ["bert", "lstm", "bilm"])
+def test_a_word_is_scored_as_the_model_scores_its_text(kind: str, runs: dict[str, Path]) -> None:
+    """Beside other probes of other lengths; a word of several tokens, too."""
+    run = runs[kind]
+    tokenizer = load_weights(str(run)).load_tokenizer()
+    assert len(tokenizer.encode_batch(["unbelievable"])[0]) > 1
+    other = Cloze("a [MASK]", ("file", "list"))
+    scorer = CandidateScorer(load_weights(str(run)))
+    (found, beside) = scorer([Cloze(TEXT, WORDS), other])
+    assert beside.shape == (2,)
+    np.testing.assert_allclose(found, [expected(run, word) for word in WORDS], rtol=1e-4)
+
+
+def test_the_command_compares_words(runs: dict[str, Path], samestep: Samestep) -> None:
+    for run in runs.values():
+        result = samestep("fill", run, TEXT, "a <mask> b", "--candidates", *WORDS)
+        assert result.code == 0, result.err
+        assert result.out.count("share") == 2
+        assert "the names of the class are bound" in result.out
+
+
+def test_probes_are_counted_by_group(
+    runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    """The labels are what the model says in one group, and the opposite in the other."""
+    run = runs["bert"]
+    texts = ["the [MASK] of a name", "in the [MASK]", "[MASK] is bound"]
+    scorer = CandidateScorer(load_weights(str(run)))
+    scores = scorer([Cloze(text, ("class", "file")) for text in texts])
+    said = [("class", "file")[int(each.argmax())] for each in scores]
+    rows: list[dict[str, Any]] = []
+    for text, word in zip(texts, said, strict=True):
+        other = {"class": "file", "file": "class"}[word]
+        for label, group in ((word, "yes"), (other, "no")):
+            row = {"text": text, "candidates": ["class", "file"], "label": label, "group": group}
+            rows.append(row)
+    rows[-1].pop("group")
+    probes = tmp_path / "probes.jsonl"
+    probes.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    files = ("--scores", tmp_path / "scores.json", "--predictions", tmp_path / "said.jsonl")
+    result = samestep("fill", run, "--probes", probes, *files)
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "scores.json").read_text()) == {
+        "accuracy": 0.5,
+        "accuracy.yes": 1.0,
+        "accuracy.no": 0.0,
+    }
+    lines = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [line["prediction"] for line in lines] == [word for word in said for _ in range(2)]
+    assert all(sum(line["probabilities"].values()) == pytest.approx(1) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "2: is no probe"),
+        ('{"text": "a [MASK]", "label": "b"}', "2: is no probe"),
+        ('{"text": "a", "candidates": ["a", "b"], "label": "a"}', "must have one mask"),
+        ('{"text": "a [MASK]", "candidates": ["a"], "label": "a"}', "name at least 2"),
+        ('{"text": "a [MASK]", "candidates": ["a", "b"], "label": "c"}', "none of the candidates"),
+    ],
+)
+def test_a_line_that_is_no_probe_is_named(
+    line: str, message: str, finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    good = '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "a"}'
+    (tmp_path / "probes.jsonl").write_text(f"{good}\n{line}\n")
+    result = samestep("fill", finished_run, "--probes", tmp_path / "probes.jsonl")
+    assert result.code == 1
+    assert "probes.jsonl:2" in result.message
+    assert message in result.message
+
+
+def test_wrong_use(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+    fill = ("fill", finished_run)
+    assert "give texts, or --probes FILE" in samestep(*fill).message
+    both = samestep(*fill, "a [MASK]", "--probes", tmp_path / "none")
+    assert "give texts, or --probes FILE" in both.message
+    assert "are for --probes FILE" in samestep(*fill, "a [MASK]", "--scores", "x").message
+    long = " ".join(["word"] * 60)
+    too_long = samestep(*fill, f"[MASK] {long}", "--candidates", "a", "b")
+    assert "tokens and the model reads at most" in too_long.message
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert "has no probes" in samestep(*fill, "--probes", tmp_path / "empty.jsonl").message
+    assert "cannot read the probes" in samestep(*fill, "--probes", tmp_path / "none").message
+
+
+def test_the_probes_that_come_with_the_studies() -> None:
+    """As many of either number in each group, and the file is what the example writes."""
+    from examples.agreement_probes import probes
+
+    file = Path("configs/studies/probes/agreement.jsonl")
+    assert file.read_text() == "".join(json.dumps(probe) + "\n" for probe in probes())
+    found = read_probes(file)
+    assert len({probe.text for probe in found}) == len(found) // 3 * 3 == 360
+    for group in ("adjacent", "same number", "other number"):
+        own = [probe for probe in found if probe.group == group]
+        assert len(own) == 120
+        assert sum(probe.label == probe.candidates[1] for probe in own) == 60

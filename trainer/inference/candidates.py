@@ -1,0 +1,294 @@
+"""Scores of given words for the mask in a text: cloze probes of what a language model knows.
+
+A masked language model scores a word by its probability at the mask. A word of n tokens has n masks
+in its place, and the product of their probabilities. A left-to-right model scores the whole text
+with the word in it, and one of both directions adds the scores of both. Words of other numbers of
+tokens are compared all the same, although longer ones tend to score lower.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer.accelerators.detect import for_any_shapes
+from trainer.errors import ConfigError, DataError
+from trainer.inference.hidden_states import batches, special_tokens
+from trainer.models import Inputs
+from trainer.storage import write_text
+from trainer.training.weights import Weights, load_weights
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+_BATCH_TOKENS = 2048
+_BY_TEXT = frozenset({"next_tokens", "previous_tokens"})
+"""Outputs of models that score a text token by token."""
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """A text with one mask, and words for it.
+
+    Attributes:
+        text: with [MASK] or <mask> where a word is missing.
+        candidates: the words.
+        label: the right one, if it is known.
+        group: for scores of some rows apart from others; empty: none.
+    """
+
+    text: str
+    candidates: tuple[str, ...]
+    label: str | None = None
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if self.text.replace("<mask>", "[MASK]").count("[MASK]") != 1:
+            raise ConfigError(
+                f"{self.text!r} must have one mask for candidates; write [MASK] where the word is "
+                "missing"
+            )
+        if len(set(self.candidates)) < max(2, len(self.candidates)):
+            raise ConfigError(f"candidates are {list(self.candidates)}; name at least 2, each once")
+        if self.label is not None and self.label not in self.candidates:
+            raise ConfigError(
+                f"the label {self.label!r} is none of the candidates, {', '.join(self.candidates)}"
+            )
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The text before and after the mask."""
+        before, after = self.text.replace("<mask>", "[MASK]").split("[MASK]")
+        return before, after
+
+    def filled(self, word: str) -> str:
+        """The text with a word in the place of its mask."""
+        before, after = self.parts
+        return f"{before}{word}{after}"
+
+
+def read_probes(path: str | Path) -> list[Cloze]:
+    """Reads JSON Lines with text, candidates, label and, if they have one, group.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no probe.
+    """
+    found = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"cannot read the probes in {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            candidates = tuple(str(word) for word in row["candidates"])
+            probe = Cloze(row["text"], candidates, row["label"], row.get("group", ""))
+        except ConfigError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path}:{number}: is no probe ({error}); write "
+                '{"text": "the dogs [MASK] old", "candidates": ["is", "are"], "label": "are"}'
+            ) from error
+        found.append(probe)
+    if not found:
+        raise DataError(f"{path} has no probes")
+    return found
+
+
+class _Sequence(NamedTuple):
+    """A sequence to compute for a probe, and the tokens to score in it.
+
+    Attributes:
+        tokens: ids, special tokens included.
+        probe: its number.
+        at: positions that are read.
+        labels: by number of a candidate, its token at each of these.
+    """
+
+    tokens: list[int]
+    probe: int
+    at: list[int]
+    labels: dict[int, list[int]]
+
+
+class CandidateScorer:
+    """Scores candidates by a trained language model, on the best device available.
+
+    Raises:
+        ConfigError: the model scores no words in a text.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._model = weights.model()
+        offers, vocabulary = self._model.offers, weights.load_tokenizer().vocabulary
+        self._fills_masks = "tokens" in offers
+        self._outputs = frozenset({"tokens"}) if self._fills_masks else offers & _BY_TEXT
+        if not self._outputs or weights.config.head != "language_model":
+            raise ConfigError(
+                f"the model of {weights.folder} does not score words in a text. Use a masked or a "
+                "left-to-right language model."
+            )
+        if self._fills_masks and None in (vocabulary.mask, vocabulary.cls, vocabulary.sep):
+            raise ConfigError("the tokenizer has no mask token; use a BERT or RoBERTa model")
+        self._mask = vocabulary.mask
+        self._before, self._after = special_tokens(weights.config, vocabulary)
+        self._tokenizer = weights.load_tokenizer()
+        self._device = for_any_shapes().device
+        self._model.to(self._device)
+
+    @torch.no_grad()
+    def __call__(self, probes: Sequence[Cloze]) -> list[Floats]:
+        """The logarithm of each candidate's score, float64 [candidates], for each probe.
+
+        Raises:
+            ConfigError: a text is too long.
+        """
+        scores = [np.zeros(len(probe.candidates)) for probe in probes]
+        make = self._masked if self._fills_masks else self._whole
+        sequences = [each for number, probe in enumerate(probes) for each in make(number, probe)]
+        lengths = np.array([len(each.tokens) for each in sequences], dtype=np.int64)
+        most = self._model.max_sequence_length
+        if lengths.max() > most:
+            longest = probes[sequences[lengths.argmax()].probe].text
+            raise ConfigError(
+                f"{longest!r} has {lengths.max()} tokens and the model reads at most {most}; "
+                "shorten it"
+            )
+        for rows in batches(lengths, _BATCH_TOKENS):
+            chosen = [sequences[row] for row in rows]
+            for each, found in zip(chosen, self._log_probabilities(chosen), strict=True):
+                for candidate, labels in each.labels.items():
+                    read = found[torch.arange(len(labels)), labels]
+                    scores[each.probe][candidate] = float(read.double().sum())
+        return scores
+
+    def _masked(self, number: int, probe: Cloze) -> list[_Sequence]:
+        """A sequence for each number of masks that the candidates need."""
+        before, after = probe.parts
+        # A word begins with the space before it, as in RoBERTa's vocabulary.
+        space = " " if before != before.rstrip() else ""
+        texts = [before.rstrip(), after, *(space + word for word in probe.candidates)]
+        left, right, *words = [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
+        assert self._mask is not None, "checked at the start"
+        found: dict[int, _Sequence] = {}
+        for candidate, word in enumerate(words):
+            count = len(word)
+            if count not in found:
+                begin = len(self._before) + len(left)
+                tokens = [*self._before, *left, *[self._mask] * count, *right, *self._after]
+                found[count] = _Sequence(tokens, number, list(range(begin, begin + count)), {})
+            found[count].labels[candidate] = word
+        return list(found.values())
+
+    def _whole(self, number: int, probe: Cloze) -> list[_Sequence]:
+        """A sequence for each candidate: the text with it."""
+        texts = [probe.filled(word) for word in probe.candidates]
+        found = []
+        for candidate, ids in enumerate(self._tokenizer.encode_batch(texts)):
+            tokens = [*self._before, *ids.tolist(), *self._after]
+            at, labels = list(range(len(tokens) - 1)), tokens[1:]
+            if len(self._outputs) == 2:  # the second half is read backward
+                at, labels = at + at, labels + tokens[:-1]
+            found.append(_Sequence(tokens, number, at, {candidate: labels}))
+        return found
+
+    def _log_probabilities(self, sequences: Sequence[_Sequence]) -> list[Tensor]:
+        """Logarithms of the probabilities of all tokens where each sequence is read: [P, V]."""
+        tokens = pad_sequence([torch.tensor(each.tokens) for each in sequences], batch_first=True)
+        lengths = torch.tensor([len(each.tokens) for each in sequences])
+        places = torch.arange(tokens.shape[1])
+        predicted = None
+        if self._fills_masks:
+            positions = [torch.tensor(each.at) for each in sequences]
+            predicted = pad_sequence(positions, batch_first=True).to(self._device)
+        inputs = Inputs(
+            tokens=tokens.to(self._device),
+            segments=(places < lengths[:, None]).int().to(self._device),
+            positions=places.expand_as(tokens).to(self._device),
+            predicted=predicted,
+        )
+        outputs = self._model(inputs, self._outputs)
+        # Sorted: next tokens come before previous ones, as `_whole` lists them.
+        logits = [outputs[name].float().log_softmax(-1) for name in sorted(self._outputs)]
+        found = []
+        for row, each in enumerate(sequences):
+            count = len(each.at) // len(logits)
+            found.append(torch.cat([part[row, :count] for part in logits]).cpu())
+        return found
+
+
+def fill_candidates(checkpoint: str, texts: Sequence[str], candidates: Sequence[str]) -> None:
+    """Prints the probability of each candidate, among them, for the mask of each text.
+
+    Raises:
+        ConfigError: the model scores no words, or a text does not have one mask.
+    """
+    probes = [Cloze(text, tuple(candidates)) for text in texts]
+    console = Console(highlight=False)
+    scorer = CandidateScorer(load_weights(checkpoint))
+    for probe, scores in zip(probes, scorer(probes), strict=True):
+        table = Table("share", "log p", "text", title=probe.text, title_justify="left")
+        for candidate in np.argsort(-scores, kind="stable").tolist():
+            share = _shares(scores)[candidate]
+            filled = probe.filled(probe.candidates[candidate])
+            table.add_row(f"{share:.3f}", f"{scores[candidate]:.2f}", filled)
+        console.print(table)
+
+
+def run_probes(
+    checkpoint: str, file: str, scores: str | None = None, predictions: str | None = None
+) -> None:
+    """Prints how often the right candidate scores highest, over all probes and by group.
+
+    Args:
+        file: JSON Lines, see `read_probes`.
+        scores: JSON file for the accuracies.
+        predictions: JSON Lines file for the prediction of each probe.
+
+    Raises:
+        ConfigError: the model scores no words, or a text is too long.
+        DataError: the file has no probes, or a line is none.
+    """
+    probes = read_probes(file)
+    found = CandidateScorer(load_weights(checkpoint))(probes)
+    is_right, rows = [], []
+    for probe, values in zip(probes, found, strict=True):
+        prediction = probe.candidates[int(values.argmax())]
+        is_right.append(prediction == probe.label)
+        shares = dict(zip(probe.candidates, _shares(values).tolist(), strict=True))
+        row = {"label": probe.label, "prediction": prediction, "probabilities": shares}
+        rows.append({"text": probe.text, "group": probe.group, **row})
+    groups: dict[str, list[bool]] = {}
+    for probe, right in zip(probes, is_right, strict=True):
+        if probe.group:
+            groups.setdefault(probe.group, []).append(right)
+    table = Table("group", "probes", "right, %")
+    for name, own in [*groups.items(), ("all", is_right)]:
+        table.add_row(name, f"{len(own):,}", f"{100 * np.mean(own):.1f}")
+    Console(highlight=False).print(table)
+    if scores is not None:
+        accuracies = {"accuracy": float(np.mean(is_right))}
+        accuracies |= {f"accuracy.{name}": float(np.mean(own)) for name, own in groups.items()}
+        write_text(Path(scores), json.dumps(accuracies, indent=1) + "\n")
+    if predictions is not None:
+        write_text(Path(predictions), "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _shares(scores: Floats) -> Floats:
+    """Scores as shares of their sum, from their logarithms."""
+    powers = np.exp(scores - scores.max())
+    shares: Floats = powers / powers.sum()
+    return shares
