@@ -13,12 +13,13 @@ TaskKind: TypeAlias = Literal[
     "classification", "regression", "multiple_choice", "tagging", "question_answering"
 ]
 
-Layout: TypeAlias = Literal["joined", "windows", "choices"]
+Layout: TypeAlias = Literal["joined", "windows", "choices", "both_orders"]
 """How the texts of a row become sequences:
 
 joined: one sequence of all texts; if it is too long, the longest texts are truncated first.
 windows: the last text, after the first if there are two; a long last text becomes several examples.
 choices: a sequence for each text but the first, which precedes it; together they are one example.
+both_orders: two sequences of two texts, one in either order; together they are one example.
 """
 
 

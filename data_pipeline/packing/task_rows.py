@@ -10,6 +10,8 @@ them, and the special tokens of the `suffix`. `Parts.layout` says what a row bec
               BERT's `run_squad.py`.
     choices   For each text but the first, a sequence of the first text and that one, `joined`. All
               sequences of a row are one example, one after the other.
+    both_orders  Two sequences, `joined`: the first text before the second, and the second before
+              the first. Both are one example.
 
 There are no random choices: a shard has the same examples for every seed and epoch.
 """
@@ -36,6 +38,10 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
         begin, length = (
             np.stack(np.broadcast_arrays(texts[:, :1], texts[:, 1:]), axis=2).reshape(-1, 2)
             for texts in (begin, length)
+        )
+    elif parts.layout == "both_orders":  # [2 D, 2]
+        begin, length = (
+            np.stack((texts, texts[:, ::-1]), axis=1).reshape(-1, 2) for texts in (begin, length)
         )
     kept = _cut(length, spec)
     # A text starts after the prefix and, for each text before it, that text and `between` tokens.
@@ -76,6 +82,9 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
     elif parts.layout == "choices":
         least = most = 1 + parts.choices
         fix = "set objective.choices to the number that all rows have, or remove the others"
+    elif parts.layout == "both_orders":
+        least = most = 2
+        fix = "set objective.both_orders to false"
     wrong = np.flatnonzero((texts < least) | (texts > most))
     if wrong.size:
         file, line = shard.origin[wrong[0]].tolist()

@@ -450,6 +450,40 @@ def test_frozen_features_with_a_mix_of_layers(
     assert (result.code, "scalar_mix is set" in result.message) == (2, True), result.message
 
 
+def test_two_texts_in_both_orders(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
+) -> None:
+    """The score of a pair is that of the pair turned around; the same in three processes."""
+    settings = ("objective.both_orders=true", "training.steps=24", "training.evaluate_every=24")
+    experiment = tasks.tune(
+        "regression", tmp_path, finished_run, dataset_folder / "tokenizer", *settings
+    )
+    run = tmp_path / "run-regression"
+    rows = tasks.regression(9, begin=500)
+    turned = [{**row, "a": row["b"], "b": row["a"]} for row in rows]
+    found = []
+    for name, given in (("rows", rows), ("turned", turned)):
+        file = tasks.write(tmp_path / f"{name}.jsonl", given)
+        output = tmp_path / f"{name}-labeled.jsonl"
+        result = samestep("label", run, file, "--output", output)
+        assert result.code == 0, result.err
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        found.append([line["score"] for line in lines])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert len({round(score, 4) for score in found[0]}) > 1
+    assert samestep("evaluate", run).code == 0
+    three = tmp_path / "three"
+    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
+    assert start(*arguments, "--processes", 3).wait(300).code == 0
+    losses = [
+        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
+        for each in (run, three)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    plan = samestep("plan", experiment, *settings, "--devices", 1, "--strategy", "single")
+    assert plan.code == 0, plan.err
+
+
 def test_features_below_an_lstm_and_a_conditional_random_field(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:

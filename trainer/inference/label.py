@@ -32,7 +32,6 @@ from trainer.examples import TaskRow
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
 from trainer.objectives import classification, regression
-from trainer.objectives.rows import logits as logits_of
 from trainer.progress import Progress
 from trainer.publish.model_card import manifests_of
 from trainer.storage import json_lines, shown
@@ -229,14 +228,16 @@ class Labeler:
         lengths = np.minimum([len(row.tokens) for row in rows], self._spec.sequence_length)
         for numbers in batches(lengths, batch_tokens):
             examples = task_rows.pack([rows[number] for number in numbers], self._spec)
-            # No wider than the longest row: in batches of similar length, little is padding.
-            width = int(filled(examples, self._spec).max())
+            width = self._spec.sequence_length
+            if self._spec.positions == width:
+                # No wider than the longest row: in batches of similar length, little is padding.
+                width = int(filled(examples, self._spec).max())
             arrays = self._objective.collate(examples, width)
             batch = self._accelerator.to_device(
                 {name: torch.from_numpy(array) for name, array in arrays.items()}
             )
             with self._accelerator.autocast(self._precision):
-                logits = logits_of(self._model, batch, self._objective.predicts)[:, 0].float()
+                logits = self._objective.row_outputs(self._model, batch).float()
             found[numbers] = (logits.softmax(-1) if self.is_classifier else logits).cpu().numpy()
         return found
 

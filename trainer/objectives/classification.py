@@ -17,9 +17,9 @@ from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Predictions, Task, Tensors
 from trainer.objectives.rows import score_output
 from trainer.objectives.task_rows import (
+    PairConfig,
+    PairTask,
     Pooled,
-    PooledConfig,
-    PooledTask,
     class_loss,
     class_predictions,
     labels_of,
@@ -28,7 +28,7 @@ from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
-class Config(PooledConfig):
+class Config(PairConfig):
     """Classification of texts, each row by itself.
 
     Attributes:
@@ -40,6 +40,8 @@ class Config(PooledConfig):
         label_smoothing: probability of each label that is spread evenly over all labels.
         soft: whether rows may be labeled with a probability for each label, as by a teacher; a row
             with one label is certain.
+        both_orders: reads the two texts of a row in either order, each in a sequence of its own,
+            and adds the logits, as for similarity in Radford et al. 2018, section 3.3.
         lm_weight: weight of the next-token loss that is added to the loss of the classes: for a
             GPT, 0.5 in Radford et al. 2018, section 3.2. 0 disables it.
     """
@@ -48,6 +50,7 @@ class Config(PooledConfig):
     label_smoothing: float = 0.0
     soft: bool = False
     reads: Pooled | None = None
+    both_orders: bool = False
     lm_weight: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,11 @@ class Config(PooledConfig):
         if self.lm_weight < 0:
             raise ConfigError(
                 f"lm_weight is {self.lm_weight}. Use 0.5 as for GPT, or 0 to disable it."
+            )
+        if self.lm_weight and self.both_orders:
+            raise ConfigError(
+                f"lm_weight is {self.lm_weight} and both_orders is true, which exclude each other. "
+                "Set one of them to 0 or false."
             )
         if self.lm_weight and self.reads == "first":
             raise ConfigError(
@@ -83,8 +91,8 @@ class Config(PooledConfig):
         return Classification(self, vocabulary)
 
 
-class Classification(PooledTask):
-    """The classification objective; see `PooledTask`.
+class Classification(PairTask):
+    """The classification objective; see `PairTask`.
 
     Its batch differs, for B examples of S positions and C classes:
         probabilities: float32 [B, C], of each class; instead of `labels` if a row has several.
@@ -107,7 +115,7 @@ class Classification(PooledTask):
             self.needs |= {"next_tokens"}
 
     def predictions(self, sequence_length: int) -> int:
-        return sequence_length if self.config.lm_weight else 1
+        return sequence_length if self.config.lm_weight else super().predictions(sequence_length)
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         """Lays out the texts.
@@ -151,33 +159,27 @@ class Classification(PooledTask):
         With `lm_weight`, that multiple of the tokens' cross-entropy, over totals["lm"], is added.
         """
         target = batch["probabilities" if "probabilities" in batch else "labels"]
-        weights, lm_weight = batch["weights"], self.config.lm_weight
-        targets = {}
-        if lm_weight:
-            labels = batch["tokens"][:, 1:].long()
-            targets["next_tokens"] = Target(labels, batch["lm_weights"])
+        weights, total = batch["weights"], totals["examples"]
+        lm_weight, smoothing = self.config.lm_weight, self.config.label_smoothing
+        if not lm_weight:
+            logits = self.row_outputs(model, batch)
+            return class_loss(logits, target, weights, total, smoothing)
+        labels = batch["tokens"][:, 1:].long()
+        targets = {"next_tokens": Target(labels, batch["lm_weights"])}
         outputs = model(Inputs.of(batch, targets), self._outputs)
         logits = outputs["classification"][:, 0]
-        of_class = class_loss(
-            logits,
-            target,
-            weights,
-            totals["examples"],
-            self.config.label_smoothing,
-        )
-        if not lm_weight:
-            return of_class
+        of_class = class_loss(logits, target, weights, total, smoothing)
         of_tokens = score_output(outputs, "next_tokens", targets["next_tokens"])
-        total = of_class.total + lm_weight * of_tokens.loss / totals["lm"]
+        loss = of_class.total + lm_weight * of_tokens.loss / totals["lm"]
         metrics = {
             **of_class.metrics,
             # The terms have different denominators. Weighted by examples, the micro-batches of a
             # step add up to the step's loss.
-            "loss": (total.detach() * totals["examples"], weights.sum()),
+            "loss": (loss.detach() * total, weights.sum()),
             "class_loss": of_class.metrics["loss"],
             "lm_loss": (of_tokens.nll, of_tokens.weight),
         }
-        return Loss(total, metrics, of_class.outputs)
+        return Loss(loss, metrics, of_class.outputs)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The names of label and prediction, each label's probability, and the group, if any."""

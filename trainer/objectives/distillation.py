@@ -30,6 +30,7 @@ from trainer.objectives import (
     classification,
 )
 from trainer.objectives.rows import Float32
+from trainer.objectives.task_rows import PairConfig
 
 # Objectives that score each prediction by itself, so that two models' can be compared.
 _KINDS = (
@@ -118,6 +119,11 @@ class Config(ObjectiveConfig):
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside "
                 "classes. Set it to 0."
+            )
+        if isinstance(self.of, PairConfig) and self.of.both_orders:
+            raise ConfigError(
+                "of.both_orders is true, and students are taught on one sequence a row. Set it to "
+                "false."
             )
         if self.cells == "all" and kind != "mlm":
             raise ConfigError(

@@ -15,7 +15,6 @@ from torch import nn
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.metrics import check_names
-from trainer.models import Inputs
 from trainer.objectives import Loss, Predictions, Task, Tensors
 from trainer.objectives.task_rows import (
     Pooled,
@@ -52,8 +51,7 @@ class Config(PooledConfig):
 class MultipleChoice(PooledTask):
     """The multiple-choice objective; see `PooledTask`. Labels are indices of choices.
 
-    A row of a batch holds k sequences of S positions side by side. The model gets each of them as a
-    row of its own; so `dropout_key` is int32 [B, k]. The outputs are logits, float32 [B, k].
+    The outputs are logits, float32 [B, k].
     """
 
     kind = "multiple_choice"
@@ -65,15 +63,7 @@ class MultipleChoice(PooledTask):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """Cross-entropy in float32, over totals["examples"]."""
-        choices = self._parts.choices
-        count = batch["labels"].shape[0] * choices
-        key = batch.get("dropout_key")
-        sequences = replace(
-            Inputs.of(batch).map(lambda column: column.view(count, -1)),
-            dropout_key=None if key is None else key.view(count),
-        )
-        found = model(sequences, frozenset({self.predicts}))[self.predicts]
-        logits = found.view(-1, choices)
+        logits = self.sequence_outputs(model, batch)[..., 0]
         return class_loss(logits, batch["labels"], batch["weights"], totals["examples"])
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,10 @@ from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
 from trainer.objectives import Loss, Predictions, Task, Tensors
-from trainer.objectives.rows import logits
 from trainer.objectives.task_rows import (
+    PairConfig,
+    PairTask,
     Pooled,
-    PooledConfig,
-    PooledTask,
     example_rows,
     label_of,
     rows_with_outputs,
@@ -27,15 +26,18 @@ from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
-class Config(PooledConfig):
+class Config(PairConfig):
     """Regression: a number for each row.
 
     Attributes:
+        both_orders: reads the two texts of a row in either order, each in a sequence of its own,
+            and adds the outputs (Radford et al. 2018, section 3.3).
         metrics: scores of the held-out split: pearson, spearman (correlations).
     """
 
     metrics: tuple[str, ...] = ("pearson", "spearman")
     reads: Pooled | None = None
+    both_orders: bool = False
 
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["regression"].metrics)
@@ -44,7 +46,7 @@ class Config(PooledConfig):
         return Regression(self, vocabulary)
 
 
-class Regression(PooledTask):
+class Regression(PairTask):
     """The regression objective; see `PooledTask`.
 
     The outputs are the predicted numbers, float32 [B, 1], from a classification head with one
@@ -59,7 +61,7 @@ class Regression(PooledTask):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """Squared error in float32, over totals["examples"]."""
-        outputs = logits(model, batch, self.predicts)[:, 0].float()
+        outputs = self.row_outputs(model, batch).float()
         weights = batch["weights"]
         assert outputs.shape[-1] == 1, "the model's head has several outputs"
         error = ((outputs[:, 0] - batch["labels"]).square() * weights).sum()

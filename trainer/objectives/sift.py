@@ -22,6 +22,7 @@ from trainer.models import Inputs, Model, Outputs
 from trainer.models.sampling import normal
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
 from trainer.objectives.rows import Float32
+from trainer.objectives.task_rows import PairConfig
 
 _KINDS = ("classification", "regression", "tagging")
 
@@ -48,6 +49,11 @@ class Config(ObjectiveConfig):
         if kind not in _KINDS:
             raise ConfigError(
                 f"of is {kind}, which sift does not support. Use one of {', '.join(_KINDS)}."
+            )
+        if isinstance(self.of, PairConfig) and self.of.both_orders:
+            raise ConfigError(
+                "of.both_orders is true, and sift adds noise to one sequence a row. Set it to "
+                "false."
             )
         for name in ("weight", "noise", "step"):
             if not getattr(self, name) > 0:

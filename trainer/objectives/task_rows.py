@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.examples import Batch, Examples, Labels, PackSpec, Parts, TaskRow, Vocabulary
 from trainer.metrics import labels as metrics
-from trainer.models import Outputs
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, rows
+from trainer.models import Inputs, Outputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, rows
 from trainer.objectives.rows import Float32, Int64, Rows, fill_spans
 from trainer.tasks import TaskKind
 
@@ -175,8 +175,22 @@ class PooledConfig(ObjectiveConfig):
         return tuple(setting for position, setting in settings.items() if position in offers)
 
 
+class PairConfig(PooledConfig):
+    """Settings of an objective that scores texts or pairs of texts.
+
+    Attributes:
+        both_orders: scores two texts in either order, in a sequence of its own, and adds the
+            outputs.
+    """
+
+    both_orders: bool
+
+
 class PooledTask(RowTask):
     """A task whose sequences are scored as a whole.
+
+    A row of a batch holds k sequences of S positions side by side. The model gets each of them as a
+    row of its own; so with k > 1 `dropout_key` is int32 [B, k].
 
     To the rows of `RowTask` it adds, for B examples of k sequences:
         predicted: int64 [B, k], the pooled position of each sequence.
@@ -196,6 +210,19 @@ class PooledTask(RowTask):
         batch["predicted"] = self.pooled_positions(batch)
         return {**batch, **self.targets(examples), "weights": examples.weight}
 
+    def sequence_outputs(self, model: nn.Module, batch: Tensors) -> Tensor:
+        """The outputs of each sequence, [B, k, C]."""
+        choices, count = self._parts.choices, len(batch["tokens"])
+        inputs = Inputs.of(batch)
+        if choices > 1:
+            key = batch.get("dropout_key")
+            inputs = replace(
+                inputs.map(lambda column: column.view(count * choices, -1)),
+                dropout_key=None if key is None else key.view(count * choices),
+            )
+        found: Tensor = model(inputs, frozenset({self.predicts}))[self.predicts]
+        return found.reshape(count, choices, -1)
+
     def targets(self, examples: Examples) -> Batch:
         """The labels, which are classes."""
         return {"labels": single_labels(examples).astype(np.int64)}
@@ -207,6 +234,19 @@ class PooledTask(RowTask):
         groups = [row.group for row in of_examples]
         certainty = logits[:, 1] - logits[:, 0]
         return metrics.scores(self.score_names, logits.argmax(-1), true, groups, certainty)
+
+
+class PairTask(PooledTask):
+    """A task of texts or pairs of texts; with `both_orders`, k is 2."""
+
+    def __init__(self, config: PairConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
+        if config.both_orders:
+            self._parts = replace(self._parts, choices=2, both_orders=True)
+
+    def row_outputs(self, model: nn.Module, batch: Tensors) -> Tensor:
+        """The outputs of each row, [B, C]: of one sequence, or the sum of both."""
+        return self.sequence_outputs(model, batch).sum(1)
 
 
 def _usual_position(vocabulary: Vocabulary) -> Pooled:

@@ -20,9 +20,11 @@ from trainer.objectives import (
     Predictions,
     Task,
     classification,
+    distillation,
     multiple_choice,
     question_answering,
     regression,
+    sift,
     tagging,
 )
 from trainer.objectives.question_answering import max_context
@@ -428,6 +430,35 @@ def test_each_choice_is_scored_by_itself() -> None:
     torch.testing.assert_close(logits, torch.stack(alone, dim=1).detach())
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_outputs_of_both_orders_are_added(kind: str) -> None:
+    """Each is scored by itself, and turning a row's texts around changes nothing."""
+    config: Any = {"classification": classification, "regression": regression}[kind]
+    objective, model = config.Config(both_orders=True).build(VOCABULARY), Stub(3)
+    if kind == "regression":
+        model = Stub(1)
+    assert objective.predictions(8) == 2
+    rows = [
+        [(1, [10, 11]), (4, [20]), (9, [20]), (11, [10, 11])],
+        [(1, [12]), (3, [23, 24]), (9, [23, 24]), (12, [12])],
+    ]
+    turned = [
+        [*((column - 8, tokens) for column, tokens in row[2:]), *((c + 8, t) for c, t in row[:2])]
+        for row in rows
+    ]
+    found = []
+    for given in (rows, turned):
+        batch = as_tensors(
+            objective.collate(make(given, [[1], [0]]), 8),
+            dropout_key=torch.zeros(2, 2, dtype=torch.int32),
+        )
+        found.append(objective.loss(model, batch, {"examples": torch.tensor(2.0)}))
+        outputs = found[-1].outputs
+        alone = [model.scores(batch["tokens"][:, at : at + 8])[:, 0] for at in (0, 8)]
+        torch.testing.assert_close(outputs, sum(alone).detach())  # type: ignore[union-attr]
+    torch.testing.assert_close(found[0].total, found[1].total)
+
+
 def predictions(
     outputs: Any, rows: list[TaskRow], labels: tuple[str, ...] = (), **columns: list[int]
 ) -> Predictions:
@@ -738,6 +769,20 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
         (lambda: multiple_choice.Config(choices=1), "choices is 1"),
         (lambda: question_answering.Config(stride=0), "stride is 0"),
         (lambda: question_answering.Config(threshold=0.0), "Set impossible to true"),
+        (
+            lambda: classification.Config(both_orders=True, lm_weight=0.5),
+            "lm_weight is 0.5 and both_orders is true",
+        ),
+        (
+            lambda: sift.Config(regression.Config(both_orders=True)),
+            "of.both_orders is true, and sift",
+        ),
+        (
+            lambda: distillation.Config(
+                teacher="runs/teacher", of=classification.Config(both_orders=True)
+            ),
+            "of.both_orders is true, and students",
+        ),
         (
             lambda: question_answering.Config().build(VOCABULARY).pack_spec(128),
             "Use a stride of at most 61",

@@ -46,12 +46,15 @@ KINDS: dict[str, TaskKind] = {
     "joined": "classification",
     "windows": "tagging",
     "choices": "multiple_choice",
+    "both_orders": "regression",
 }
 
 
 def spec_of(
     length: int, layout: str = "joined", prefix: int = 1, suffix: int = 1, **settings: Any
 ) -> PackSpec:
+    if layout == "both_orders":
+        settings |= {"choices": 2, "both_orders": True}
     return PackSpec(length, prefix, suffix, parts=Parts(KINDS[layout], **settings))
 
 
@@ -166,17 +169,36 @@ def test_choices_repeat_the_first_text_side_by_side(choices):
         assert pieces == expected
 
 
+@pytest.mark.parametrize("between", [1, 2])
+def test_both_orders_of_two_texts_are_side_by_side(between):
+    rows, length = random_rows((2,), 200, longest=20), 24
+    spec = spec_of(length, "both_orders", between=between)
+    assert spec.positions == 2 * length
+    for number, (row, pieces) in enumerate(zip(rows, examples_of(rows, spec), strict=True)):
+        expected = []
+        for order, (begin, lengths) in enumerate((((0, row[0]), row), ((row[0], 0), row[::-1]))):
+            first, second = truncated(lengths, length - 2 - between)
+            at = order * length + 1
+            expected += [
+                (number, begin[0], first, at),
+                (number, begin[1], second, at + first + between),
+            ]
+        assert pieces == expected
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         spec_of(24, between=2),
         spec_of(24, "windows", stride=3, most=5),
         spec_of(24, "choices", choices=2),
+        spec_of(24, "both_orders", between=2),
     ],
     ids=lambda spec: spec.parts.layout,
 )
 def test_filled_positions_are_those_of_texts_and_special_tokens(spec):
-    rows = random_rows((3,) if spec.parts.layout == "choices" else (1, 2), 50, longest=20)
+    texts = {"choices": (3,), "both_orders": (2,)}.get(spec.parts.layout, (1, 2))
+    rows = random_rows(texts, 50, longest=20)
     packed = plan_shard(shard_of(rows), spec, "padded")
     pieces = np.diff(packed.example_start)
     row = np.repeat(np.arange(packed.examples), pieces)
@@ -213,6 +235,11 @@ def test_filled_positions_are_those_of_texts_and_special_tokens(spec):
                 "2 of the 3 rows",
                 "set objective.choices",
             ],
+        ),
+        (
+            [[3, 4], [3]],
+            spec_of(24, "both_orders"),
+            ["c.jsonl:2: ", "has 1 texts and", "reads 2 ", "set objective.both_orders to false"],
         ),
     ],
 )
