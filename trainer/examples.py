@@ -55,7 +55,7 @@ class Parts:
         stride: for windows: tokens from the start of one to the start of the next; None: they do
             not overlap.
         most: for windows: tokens of the first text; the rest is truncated.
-        both_orders: whether the two texts of a row become two sequences, one in either order.
+        arrangement: how the texts become sequences; None is the usual way of the kind.
     """
 
     kind: TaskKind
@@ -63,12 +63,12 @@ class Parts:
     choices: int = 1
     stride: int | None = None
     most: int | None = None
-    both_orders: bool = False
+    arrangement: Layout | None = None
 
     @property
     def layout(self) -> Layout:
         """How the texts of a row become sequences."""
-        return "both_orders" if self.both_orders else TASKS[self.kind].layout
+        return self.arrangement or TASKS[self.kind].layout
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, kind: TaskKind) -> lis
 
 
 def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
-    """Packs rows that are in no dataset into examples, one each; for the layout `joined`.
+    """Packs rows that are in no dataset into examples: one each, or several windows.
 
     Args:
         documents: B of them.
@@ -69,24 +69,25 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
     texts = [first + document.parts for first, document in zip(start, documents, strict=True)]
     origin = np.zeros((len(documents), 2), np.uint32)
     packed = task_rows.plan(ShardIndex(start, length, origin, np.concatenate(texts)), spec)
-    number = np.arange(len(documents))
-    zeros = np.zeros_like(number)
+    document = packed.document[packed.example_start[:-1]]
+    zeros = np.zeros_like(document)
+    values = [documents[number].labels for number in document.tolist()]
     return Examples(
         tokens=tokens[ranges(start[packed.document] + packed.begin, packed.length)].astype(
             np.int32
         ),
-        row=np.repeat(number, np.diff(packed.example_start)),
+        row=np.repeat(np.arange(document.size), np.diff(packed.example_start)),
         column=packed.column,
         length=packed.length,
         key=zeros.astype(np.uint64),
-        weight=np.ones(number.size, dtype=np.float32),
+        weight=np.ones(document.size, dtype=np.float32),
         isolated=False,
         labels=Labels(
-            values=np.concatenate([document.labels for document in documents]),
-            count=np.array([len(document.labels) for document in documents]),
-            document=number,
+            values=np.concatenate(values),
+            count=np.array([len(each) for each in values]),
+            document=document,
             begin=zeros,
-            examples=zeros + 1,
+            examples=np.bincount(document)[document],
         ),
     )
 

@@ -55,8 +55,6 @@ def _description(parts: Parts) -> str:
     target = stored["settings"]["task"]["target"]
     settings = f"between={parts.between}, choices={parts.choices}, "
     settings += f"stride={parts.stride}, most={parts.most}"
-    if parts.both_orders:
-        settings += ", both_orders"
     return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"
 
 

@@ -484,6 +484,64 @@ def test_two_texts_in_both_orders(
     assert plan.code == 0, plan.err
 
 
+def test_long_texts_in_windows(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
+) -> None:
+    """The word that matters is beyond the length of a sequence: truncated texts do not have it."""
+
+    def rows(count: int, begin: int = 0) -> tasks.Rows:
+        found = tasks.classification(count, begin)
+        for number, row in enumerate(found):
+            words = row["text"].split()
+            (key,) = [word for word in words if word in tasks.NAMES]
+            filler = [tasks.FILL[(number + place) % 10] for place in range(24 + number % 6)]
+            row["text"] = " ".join([*filler, key])
+        return found
+
+    folders = {}
+    for name in ("whole", "truncated"):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        file = tasks.write_build("classification", folders[name], dataset_folder / "tokenizer")
+        tasks.write(folders[name] / "classification.jsonl", rows(240))
+        tasks.write(folders[name] / "classification-dev.jsonl", rows(60, 240))
+        assert samestep("data", "build", file).code == 0
+    scores = {}
+    for name, stride in (("whole", 10), ("truncated", None)):
+        experiment = tasks.write_experiment("classification", folders[name], finished_run, 90)
+        settings = (f"objective.stride={json.dumps(stride)}", "data.sequence_length=16")
+        result = samestep("train", experiment, *settings)
+        assert result.code == 0, result.err
+        run = folders[name] / "run-classification"
+        (last,) = (row for row in tasks.rows_of(run) if "heldout/accuracy" in row)
+        scores[name] = last["heldout/accuracy"]
+    assert scores["whole"] > 0.9
+    assert scores["truncated"] < 0.75
+
+    # Each row has one prediction, the same as for a row that is labeled by itself.
+    run = folders["whole"] / "run-classification"
+    predictions = tmp_path / "predictions.jsonl"
+    assert samestep("evaluate", run, "--predictions", predictions).code == 0
+    lines = [json.loads(line) for line in predictions.read_text().splitlines()]
+    assert len(lines) == 60
+    labeled = tmp_path / "labeled.jsonl"
+    file = folders["whole"] / "classification-dev.jsonl"
+    assert samestep("label", run, file, "--output", labeled).code == 0
+    for line, row in zip(lines, labeled.read_text().splitlines(), strict=True):
+        expected = list(line["probabilities"].values())
+        assert json.loads(row)["label"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    three = tmp_path / "three"
+    settings = ("objective.stride=10", "data.sequence_length=16", "training.steps=12")
+    experiment = folders["whole"] / "classification.yaml"
+    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
+    assert start(*arguments, "--processes", 3).wait(300).code == 0
+    losses = [
+        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row][:5]
+        for each in (run, three)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
 def test_features_below_an_lstm_and_a_conditional_random_field(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:
@@ -510,7 +568,7 @@ def test_features_below_an_lstm_and_a_conditional_random_field(
         [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
         for each in (run, three)
     ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     # Objective and model must agree.
     other = samestep("train", experiment, f"output={tmp_path}/x", *settings, "model.crf=false")
     assert "model.crf=true" in other.message

@@ -225,20 +225,28 @@ class Labeler:
         """
         # Batches do not depend on the rows of other reads, so a resumed file has the same bytes.
         found = np.empty((len(rows), len(self.labels)), dtype=np.float32)
-        lengths = np.minimum([len(row.tokens) for row in rows], self._spec.sequence_length)
+        lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
+        if self._objective.config.stride is None:
+            lengths = np.minimum(lengths, self._spec.sequence_length)
         for numbers in batches(lengths, batch_tokens):
             examples = task_rows.pack([rows[number] for number in numbers], self._spec)
             width = self._spec.sequence_length
             if self._spec.positions == width:
                 # No wider than the longest row: in batches of similar length, little is padding.
                 width = int(filled(examples, self._spec).max())
+            assert examples.labels is not None
+            document = examples.labels.document
             arrays = self._objective.collate(examples, width)
             batch = self._accelerator.to_device(
                 {name: torch.from_numpy(array) for name, array in arrays.items()}
             )
             with self._accelerator.autocast(self._precision):
                 logits = self._objective.row_outputs(self._model, batch).float()
-            found[numbers] = (logits.softmax(-1) if self.is_classifier else logits).cpu().numpy()
+            # Of a row in several windows, the mean.
+            sums = torch.zeros(len(numbers), logits.shape[1])
+            sums.index_add_(0, torch.from_numpy(document), logits.cpu())
+            means = sums / torch.from_numpy(np.bincount(document))[:, None]
+            found[numbers] = (means.softmax(-1) if self.is_classifier else means).numpy()
         return found
 
 

@@ -42,6 +42,8 @@ class Config(PairConfig):
             with one label is certain.
         both_orders: reads the two texts of a row in either order, each in a sequence of its own,
             and adds the logits, as for similarity in Radford et al. 2018, section 3.3.
+        stride: cuts a text that is too long into windows, which start this many tokens apart, and
+            averages their logits; null truncates it.
         lm_weight: weight of the next-token loss that is added to the loss of the classes: for a
             GPT, 0.5 in Radford et al. 2018, section 3.2. 0 disables it.
     """
@@ -51,10 +53,12 @@ class Config(PairConfig):
     soft: bool = False
     reads: Pooled | None = None
     both_orders: bool = False
+    stride: int | None = None
     lm_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["classification"].metrics)
+        self.check_arrangement()
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}. Use a fraction as 0.1, or 0 for none."

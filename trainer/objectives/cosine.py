@@ -15,7 +15,7 @@ from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
 from trainer.objectives.sentence_pairs import SentencePairs, similarities
-from trainer.objectives.task_rows import example_rows, label_of, rows_with_outputs
+from trainer.objectives.task_rows import label_of, rows_with_outputs, scored_rows
 from trainer.tasks import TASKS
 
 
@@ -56,8 +56,9 @@ class Cosine(SentencePairs):
         return Loss(error / totals["examples"], means, found.detach()[:, None])
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        true = np.array([label_of(row) for row in example_rows(predictions)], dtype=np.float64)
-        predicted = predictions.outputs[:, 0].astype(np.float64)
+        of_rows, outputs = scored_rows(predictions)
+        true = np.array([label_of(row) for row in of_rows], dtype=np.float64)
+        predicted = outputs[:, 0].astype(np.float64)
         return metrics.scores(self.score_names, predicted, true)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:

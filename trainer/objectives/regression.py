@@ -17,9 +17,9 @@ from trainer.objectives.task_rows import (
     PairConfig,
     PairTask,
     Pooled,
-    example_rows,
     label_of,
     rows_with_outputs,
+    scored_rows,
     single_labels,
 )
 from trainer.tasks import TASKS
@@ -32,14 +32,18 @@ class Config(PairConfig):
     Attributes:
         both_orders: reads the two texts of a row in either order, each in a sequence of its own,
             and adds the outputs (Radford et al. 2018, section 3.3).
+        stride: cuts a text that is too long into windows, which start this many tokens apart, and
+            averages their outputs; null truncates it.
         metrics: scores of the held-out split: pearson, spearman (correlations).
     """
 
     metrics: tuple[str, ...] = ("pearson", "spearman")
     reads: Pooled | None = None
     both_orders: bool = False
+    stride: int | None = None
 
     def __post_init__(self) -> None:
+        self.check_arrangement()
         check_names(self.metrics, TASKS["regression"].metrics)
 
     def build(self, vocabulary: Vocabulary) -> Task:
@@ -69,8 +73,9 @@ class Regression(PairTask):
         return Loss(error / totals["examples"], means, outputs.detach())
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        true = np.array([label_of(row) for row in example_rows(predictions)], dtype=np.float64)
-        predicted = predictions.outputs[:, 0].astype(np.float64)
+        of_rows, outputs = scored_rows(predictions)
+        true = np.array([label_of(row) for row in of_rows], dtype=np.float64)
+        predicted = outputs[:, 0].astype(np.float64)
         return metrics.scores(self.score_names, predicted, true)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:

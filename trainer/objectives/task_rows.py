@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Labels, PackSpec, Parts, TaskRow, Vocabulary
 from trainer.metrics import labels as metrics
 from trainer.models import Inputs, Outputs
@@ -181,9 +182,20 @@ class PairConfig(PooledConfig):
     Attributes:
         both_orders: scores two texts in either order, in a sequence of its own, and adds the
             outputs.
+        stride: cuts a text that is too long into windows, which start this many tokens apart; None
+            truncates it.
     """
 
     both_orders: bool
+    stride: int | None
+
+    def check_arrangement(self) -> None:
+        """Rejects a stride of no tokens, or beside `both_orders`."""
+        if self.stride is not None and (self.stride < 1 or self.both_orders):
+            beside = " beside both_orders" if self.both_orders else ""
+            raise ConfigError(
+                f"stride is {self.stride}{beside}. Use 1 or more, without both_orders, or null."
+            )
 
 
 class PooledTask(RowTask):
@@ -229,20 +241,33 @@ class PooledTask(RowTask):
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """Metrics of predicted classes; the outputs are logits, float32 [N, C]."""
-        logits, of_examples = predictions.outputs, example_rows(predictions)
-        true = np.array([int(label_of(row)) for row in of_examples])
-        groups = [row.group for row in of_examples]
+        of_rows, logits = scored_rows(predictions)
+        true = np.array([int(label_of(row)) for row in of_rows])
+        groups = [row.group for row in of_rows]
         certainty = logits[:, 1] - logits[:, 0]
         return metrics.scores(self.score_names, logits.argmax(-1), true, groups, certainty)
 
 
 class PairTask(PooledTask):
-    """A task of texts or pairs of texts; with `both_orders`, k is 2."""
+    """A task of texts or pairs of texts; with `both_orders`, k is 2.
+
+    With `stride`, a row may be several examples, its windows, which together have the weight 1. The
+    outputs of a row are their mean.
+    """
 
     def __init__(self, config: PairConfig, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
         if config.both_orders:
-            self._parts = replace(self._parts, choices=2, both_orders=True)
+            self._parts = replace(self._parts, choices=2, arrangement="both_orders")
+        elif config.stride is not None:
+            self._parts = replace(self._parts, arrangement="windows", stride=config.stride)
+
+    def collate(self, examples: Examples, sequence_length: int) -> Batch:
+        batch = super().collate(examples, sequence_length)
+        if self._parts.layout == "windows":
+            windows = labels_of(examples).examples
+            batch["weights"] = batch["weights"] / windows.astype(np.float32)
+        return batch
 
     def row_outputs(self, model: nn.Module, batch: Tensors) -> Tensor:
         """The outputs of each row, [B, C]: of one sequence, or the sum of both."""
@@ -314,15 +339,27 @@ def label_of(row: TaskRow) -> float:
     return label
 
 
-def example_rows(predictions: Predictions) -> list[TaskRow]:
-    """The row of each example."""
-    return [predictions.rows[number] for number in predictions.document.tolist()]
+class ScoredRows(NamedTuple):
+    """Rows and their outputs, float32 [R, C]: of a row of several windows, the mean."""
+
+    rows: list[TaskRow]
+    outputs: Float32
+
+
+def scored_rows(predictions: Predictions) -> ScoredRows:
+    """The rows that have outputs, in order."""
+    numbers, row, count = np.unique(predictions.document, return_inverse=True, return_counts=True)
+    rows = [predictions.rows[number] for number in numbers.tolist()]
+    if (count == 1).all():
+        return ScoredRows(rows, predictions.outputs[np.argsort(predictions.document)])
+    sums = np.zeros((len(rows), predictions.outputs.shape[1]))
+    np.add.at(sums, row, predictions.outputs)
+    return ScoredRows(rows, (sums / count[:, None]).astype(np.float32))
 
 
 def rows_with_outputs(predictions: Predictions) -> Iterator[tuple[TaskRow, Float32]]:
-    """Each row, which is one example, with its outputs, in the order of the rows."""
-    outputs = predictions.outputs[np.argsort(predictions.document)]
-    return zip(predictions.rows, outputs, strict=True)
+    """Each row with its outputs, in the order of the rows."""
+    return zip(*scored_rows(predictions), strict=True)
 
 
 def class_predictions(predictions: Predictions, names: Sequence[Any]) -> Iterator[dict[str, Any]]:

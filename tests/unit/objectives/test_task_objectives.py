@@ -459,6 +459,28 @@ def test_outputs_of_both_orders_are_added(kind: str) -> None:
     torch.testing.assert_close(found[0].total, found[1].total)
 
 
+def test_windows_of_a_row_count_once_together() -> None:
+    """A row of two windows and one of one have the same part in the loss, and in the scores."""
+    objective = classification.Config(stride=4, metrics=("accuracy", "f1")).build(VOCABULARY)
+    assert objective.pack_spec(16).parts.layout == "windows"
+    examples = make([[(1, [10, 11])], [(1, [12, 13])], [(1, [20])]], [[1], [1], [0]])
+    assert examples.labels is not None
+    windows = dataclasses.replace(
+        examples.labels, document=np.array([0, 0, 1]), examples=np.array([2, 2, 1])
+    )
+    batch = objective.collate(dataclasses.replace(examples, labels=windows), 16)
+    assert batch["weights"].tolist() == [0.5, 0.5, 1.0]
+    rows = [TaskRow(texts=("a",), label=1.0), TaskRow(texts=("b",), label=0.0)]
+    # The mean of the first row's logits is 0.5 for class 1; the second window alone says 0.
+    given = predictions([[0, 3], [2, 0], [1, 0]], rows, ("no", "yes"), document=[0, 0, 1])
+    assert objective.scores(given) == {"accuracy": 1.0, "f1": 1.0}
+    (first, _) = objective.row_predictions(given)
+    assert first["prediction"] == "yes"
+    assert first["probabilities"]["yes"] == pytest.approx(1 / (1 + np.exp(-0.5)))
+    whole = classification.Config().build(VOCABULARY)
+    assert whole.pack_spec(16).parts.layout == "joined"
+
+
 def predictions(
     outputs: Any, rows: list[TaskRow], labels: tuple[str, ...] = (), **columns: list[int]
 ) -> Predictions:
@@ -772,6 +794,11 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
         (
             lambda: classification.Config(both_orders=True, lm_weight=0.5),
             "lm_weight is 0.5 and both_orders is true",
+        ),
+        (lambda: regression.Config(stride=0), "stride is 0. Use 1 or more"),
+        (
+            lambda: classification.Config(stride=4, both_orders=True),
+            "stride is 4 beside both_orders",
         ),
         (
             lambda: sift.Config(regression.Config(both_orders=True)),

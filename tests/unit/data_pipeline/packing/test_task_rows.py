@@ -54,7 +54,7 @@ def spec_of(
     length: int, layout: str = "joined", prefix: int = 1, suffix: int = 1, **settings: Any
 ) -> PackSpec:
     if layout == "both_orders":
-        settings |= {"choices": 2, "both_orders": True}
+        settings |= {"choices": 2, "arrangement": "both_orders"}
     return PackSpec(length, prefix, suffix, parts=Parts(KINDS[layout], **settings))
 
 
