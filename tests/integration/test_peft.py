@@ -114,6 +114,7 @@ METHODS = {
     "lora": LORA,
     "adapters": "model.peft={kind: adapters, width: 8}",
     "prefix": "model.peft={kind: prefix, length: 4}",
+    "prefix of a network": "model.peft={kind: prefix, length: 4, network_width: 6}",
     "prompt": "model.peft={kind: prompt, length: 4}",
     "frozen": "frozen=[embeddings, layers.0]",
 }
@@ -155,7 +156,14 @@ def short(tuned: Path) -> dict[str, Path]:
             ],
         ),
         pytest.param(
-            3, [("lora", "zero-3"), ("prefix", "ddp"), ("frozen", "fsdp")], marks=pytest.mark.long
+            3,
+            [
+                ("lora", "zero-3"),
+                ("prefix", "ddp"),
+                ("prefix of a network", "fsdp"),
+                ("frozen", "fsdp"),
+            ],
+            marks=pytest.mark.long,
         ),
     ],
 )

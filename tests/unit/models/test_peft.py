@@ -29,6 +29,7 @@ METHODS: dict[str, Any] = {
     "lora": lora.Config(rank=4),
     "adapters": adapters.Config(width=8),
     "prefix": prefix.Config(length=3),
+    "prefix of a network": prefix.Config(length=3, network_width=6),
     "prompt": prompt.Config(length=3),
 }
 
@@ -68,6 +69,20 @@ def test_lora_begins_with_the_model_as_it_is_and_adapters_nearly(family: str) ->
     assert not torch.equal(adapted, expected)
 
 
+@torch.no_grad()
+def test_a_network_computes_the_prefix_of_each_layer() -> None:
+    """Equation 3 of Li & Liang 2021: the model is that of the keys and values that it computes."""
+    model = make("bert", "prefix of a network")
+    plain = make("bert", "prefix")
+    for ours, other in zip(model.layers, plain.layers, strict=True):
+        network = ours.attention.prefix
+        hidden = torch.tanh(network.positions @ network.inner.weight.T + network.inner.bias)
+        both = hidden @ network.outer.weight.T + network.outer.bias
+        other.attention.prefix.keys.copy_(both[:, :32])
+        other.attention.prefix.values.copy_(both[:, 32:])
+    torch.testing.assert_close(predict(model, **batch("bert")), predict(plain, **batch("bert")))
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
@@ -79,16 +94,15 @@ def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
     logits = predict(model, **batch(family))
     assert logits.shape[1] == 8
     logits.square().sum().backward()
-    added = {"lora": ".lora.", "adapters": ".adapter.", "prefix": ".prefix.", "prompt": "prompt."}[
-        method
-    ]
+    parts = {"lora": ".lora.", "adapters": ".adapter.", "prompt": "prompt."}
+    added = parts.get(method, ".prefix.")
     for name, parameter in model.named_parameters():
         is_norm = method == "adapters" and "norm." in name and model.role(name).part != "embedding"
         of_head = name.startswith("head.") and family == "bert"
         assert (parameter.grad is not None) == (added in name or is_norm or of_head), name
 
 
-@pytest.mark.parametrize("method", ["prefix", "prompt"])
+@pytest.mark.parametrize("method", ["prefix", "prefix of a network", "prompt"])
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bart"])
 @torch.no_grad()
 def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
@@ -162,6 +176,7 @@ def test_unknown_targets_are_refused(settings: dict[str, Any]) -> None:
         (lora, {"targets": ()}),
         (adapters, {"width": 0}),
         (prefix, {"length": 0}),
+        (prefix, {"network_width": 0}),
         (prompt, {"length": 0}),
     ],
 )

@@ -108,7 +108,7 @@ def export_adapter(
             "encoder_hidden_size": config.width,
         }
         # The library stores a prefix as one matrix: keys and values of all layers side by side.
-        embeddings = torch.cat([tensors[name].float() for name in prefix.names(model)], 1)
+        embeddings = torch.cat(prefix.computed(model, tensors), 1)
     return content, {_EMBEDDINGS: embeddings, **_prefixed(saved, _PROMPT)}
 
 
