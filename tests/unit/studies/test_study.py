@@ -15,6 +15,7 @@ import yaml
 
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint import Config as Settings
+from trainer.cli import build_parser
 from trainer.errors import ConfigError
 from trainer.monitoring.costs import Config as Costs
 from trainer.monitoring.costs import CpuEnergy, Usage
@@ -339,6 +340,23 @@ def test_probes_ask_a_run_and_their_content_names_the_job(tmp_path: Path) -> Non
     ]
     (tmp_path / "scores.json").write_text('{"accuracy.adjacent": 0.5}')
     assert job.config.scores(tmp_path) == {"accuracy.adjacent": 0.5}
+
+
+def test_vectors_are_trained_on_a_dataset(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["stages"]["own"] = {
+        "kind": "vectors",
+        "dataset": "stage:corpus",
+        "method": "glove",
+        "options": {"dimensions": 8, "x_max": 10},
+    }
+    job = jobs_of(tree, tmp_path).of["a", 1, "own"]
+    (command,) = job.config.commands(tmp_path, job.seed, job.settings())
+    dataset = str(job.needs["corpus"].folder / "dataset")
+    assert list(command[:4]) == ["vectors", dataset, "--method", "glove"]
+    args = build_parser().parse_args(list(command))
+    assert (args.dimensions, args.x_max, args.units, args.seed) == (8, 10, "tokens", 1)
+    assert args.output == str(tmp_path / "vectors")
 
 
 def test_a_task_that_failed_under_an_older_version_is_finished(tmp_path: Path) -> None:
