@@ -51,7 +51,7 @@ class Parts:
     Attributes:
         kind: of the task that the rows must be labeled for; it has a layout.
         between: special tokens between two texts of a sequence (1 for BERT's [SEP], 2 in RoBERTa).
-        choices: sequences of an example; 1 unless the layout is "choices".
+        choices: sequences of an example; 1 unless the layout is "choices" or "both_orders".
         stride: for windows: tokens from the start of one to the start of the next; None: they do
             not overlap.
         most: for windows: tokens of the first text; the rest is truncated.
@@ -193,8 +193,8 @@ class Examples:
         isolated: whether the chunks of a row are sequences of their own.
         random: bool [B], under `pairs`, where each row has the chunks A and B: whether B is not the
             text after A (see `PairTask`). None under other policies.
-        paired: bool [B], whether the chunks of a row are sources and targets in turn; None if there
-            are no such rows.
+        paired: bool [B], whether the chunks of a row are sources and targets in turn; None if it is
+            unknown, as in a plan.
         labels: set if examples are rows of a task.
     """
 

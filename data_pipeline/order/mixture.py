@@ -142,7 +142,8 @@ def round_weights(weights: Mapping[str, float]) -> Shares:
     for name, share in shares.items():
         if share == 0:
             raise ConfigError(
-                f"the weight of {name} is below 1/{PERIOD} of the total; raise it, or set it to 0"
+                f"the weight of {name} is below 1/{PERIOD} of the total; raise it, set it to 0, or "
+                "lower data.proportional.limit"
             )
     return shares
 

@@ -76,22 +76,20 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
     parts = _parts(spec)
     texts = (_texts(shard)[1] > 0).sum(axis=1)
     longest = int(texts.max(initial=1))
-    least, most, fix = 1, longest, "remove such rows"
-    if parts.layout == "windows":
-        most, fix = 2, "remove such rows, or join their texts"
-    elif parts.layout == "choices":
-        least = most = 1 + parts.choices
-        fix = "set objective.choices to the number that all rows have, or remove the others"
-    elif parts.layout == "both_orders":
-        least = most = 2
-        fix = "set objective.both_orders to false"
+    least, most = _texts_of(parts, longest)
+    fix = {
+        "joined": "remove such rows",
+        "windows": "remove such rows, or join their texts",
+        "choices": "set objective.choices to the number that all rows have, or remove the others",
+        "both_orders": "set objective.both_orders to false",
+    }[parts.layout]
     wrong = np.flatnonzero((texts < least) | (texts > most))
     if wrong.size:
         file, line = shard.origin[wrong[0]].tolist()
-        takes = f"{most}" if least == most else f"{least} or {most}"
         raise DataError(
             f"{files[file]}:{line}: the row has {texts[wrong[0]]} texts and the objective reads "
-            f"{takes} (wrong in {wrong.size} of the {len(texts)} rows of its shard); {fix}"
+            f"{_either(least, most)} (wrong in {wrong.size} of the {len(texts)} rows of its "
+            f"shard); {fix}"
         )
     if parts.layout == "choices":
         longest = 2  # in a sequence
@@ -101,6 +99,31 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
             f"data.sequence_length is {spec.sequence_length}, and rows need {special} special "
             f"tokens and a token of each of {longest} texts; use at least {special + longest}"
         )
+
+
+def wrong_number(texts: int, spec: PackSpec) -> str | None:
+    """Says that a row has another number of texts than the objective reads; None if it does not."""
+    least, most = _texts_of(_parts(spec), texts)
+    if least <= texts <= most:
+        return None
+    return f"it has {texts} texts and the objective reads {_either(least, most)}"
+
+
+def _texts_of(parts: Parts, longest: int) -> tuple[int, int]:
+    """The least and the largest number of texts that a row may have.
+
+    Args:
+        longest: the number of texts of the longest row.
+    """
+    if parts.layout == "windows":
+        return 1, 2
+    if parts.layout == "choices":
+        return 1 + parts.choices, 1 + parts.choices
+    return (2, 2) if parts.layout == "both_orders" else (1, longest)
+
+
+def _either(least: int, most: int) -> str:
+    return f"{most}" if least == most else f"{least} or {most}"
 
 
 def filled(examples: Examples, spec: PackSpec) -> Int64:

@@ -24,7 +24,7 @@ class Config:
             are downloaded when they are needed.
         sources: several datasets to mix, instead of `path`.
         weights: changes of the sources' weights after given steps.
-        proportional: weights are factors of rates that follow from the sizes of the sources; null:
+        proportional: of `sources`: weights are factors of rates that follow from their sizes; null:
             weights are the rates themselves.
         on_change: reaction if a continued run has other datasets, or other weights at its current
             step, than before: error rejects; accept continues with the new ones from there.
@@ -74,10 +74,6 @@ class Config:
                 "(and path=null)."
             )
         check_sources(self.sources, self.weights)
-        if self.proportional is not None and not self.sources:
-            raise ConfigError(
-                "proportional is set, and there is one dataset. Set sources, or null."
-            )
         for name, least in (
             ("sequence_length", 1),
             ("lanes", 1),

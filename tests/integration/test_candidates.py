@@ -120,6 +120,9 @@ def test_probes_are_counted_by_group(
         ('{"text": "a [MASK]", "label": "b"}', "2: is no probe"),
         ('{"text": "a", "candidates": ["a", "b"], "label": "a"}', "must have one mask"),
         ('{"text": "a [MASK]", "candidates": ["a"], "label": "a"}', "name at least 2"),
+        ('{"text": "a [MASK]", "candidates": ["a", " "], "label": "a"}', "name at least 2"),
+        ('{"text": "a [MASK]", "candidates": "ab", "label": "a"}', "candidates are a list"),
+        ('{"text": "a [MASK]", "candidates": ["a", "b"], "label": null}', "label is one of them"),
         ('{"text": "a [MASK]", "candidates": ["a", "b"], "label": "c"}', "none of the candidates"),
     ],
 )
@@ -143,6 +146,8 @@ def test_wrong_use(finished_run: Path, tmp_path: Path, samestep: Samestep) -> No
     long = " ".join(["word"] * 60)
     too_long = samestep(*fill, f"[MASK] {long}", "--candidates", "a", "b")
     assert "tokens and the model reads at most" in too_long.message
+    same = samestep(*fill, "a [MASK]", "--candidates", "Class", "class")
+    assert "does not tell the candidates Class, class apart" in same.message
     (tmp_path / "empty.jsonl").write_text("\n")
     assert "has no probes" in samestep(*fill, "--probes", tmp_path / "empty.jsonl").message
     assert "cannot read the probes" in samestep(*fill, "--probes", tmp_path / "none").message

@@ -471,6 +471,9 @@ def test_two_texts_in_both_orders(
         found.append([line["score"] for line in lines])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
     assert len({round(score, 4) for score in found[0]}) > 1
+    alone = tasks.write(tmp_path / "alone.jsonl", [{"a": "only one", "b": ""}])
+    wrong = samestep("label", run, alone, "--output", tmp_path / "alone-labeled.jsonl")
+    assert wrong.code == 1
     assert samestep("evaluate", run).code == 0
     three = tmp_path / "three"
     arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")

@@ -101,13 +101,13 @@ def test_a_run_mixes_text_and_pairs_at_any_world_size(
     assert found.keys() == expected.keys()
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
-    alone = ("data.sources=[]", "data.proportional=null", f"data.path={folder / 'few'}")
+    alone = ("data.sources=[]", f"data.path={folder / 'few'}")
     scored = samestep("evaluate", run, *alone, "--generate", "--metrics", "accuracy")
     assert scored.code == 0, scored.err
     of_text = samestep(
         "evaluate",
         run,
-        *alone[:2],
+        alone[0],
         f"data.path={folder / 'text'}",
         "objective.of.noise_density=0.3",
     )
@@ -128,8 +128,6 @@ def test_wrong_input(folder: Path, tmp_path: Path, samestep: Samestep) -> None:
     short = message("data.sequence_length=16", "data.packing=padded")
     assert "the source has" in short
     assert "set objective.truncate_sources=true" in short
-    one = message("data.sources=[]", f"data.path={folder / 'text'}")
-    assert "proportional is set, and there is one dataset" in one
     other = message("objective.of={kind: mlm}")
     assert "of is mlm, which makes no pairs of texts out of plain text" in other
 

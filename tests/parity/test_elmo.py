@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.outputs import outputs
 from trainer.errors import ConfigError
-from trainer.models import bilm, lstm
+from trainer.models import Stored, bilm, lstm
 from trainer.models.capabilities import give_spellings
 from trainer.models.characters import Characters, spell
 from trainer.models.recurrent import RecurrentConfig
@@ -184,6 +184,11 @@ def test_what_does_not_fit_is_rejected() -> None:
     task: dict[str, Any] = {"head": "tagging", "labels": ("x", "y")}
     with pytest.raises(ConfigError, match="Set embedding_width to a layer's width, 5"):
         replace(CONFIG, **task, scalar_mix=True, embedding_width=8)
+    odd = lstm.Config(12, hidden_size=5, embedding_width=5)
+    with pytest.raises(ConfigError, match="head_lstm is 1, each direction of which is half"):
+        replace(odd, **task, head_lstm=1)
+    with pytest.raises(ConfigError, match=r"model\.characters is set, so there is no table"):
+        _ = CONFIG.build().token_embeddings
     with pytest.raises(ConfigError, match="crf is true, but head is language_model"):
         replace(CONFIG, crf=True)
     for wrong in ({"longest": 0}, {"width": 0}, {"highways": -1}):
@@ -193,15 +198,29 @@ def test_what_does_not_fit_is_rejected() -> None:
         Characters(longest=2, filters=((5, 3),))
 
 
+def test_parts_that_are_added_to_a_head_begin_at_random() -> None:
+    """Everything else of the same head is loaded."""
+    before = replace(CONFIG, head="tagging", labels=("x", "y"))
+    model: Any = replace(before, scalar_mix=True, head_lstm=1, crf=True).build()
+    stored = {name: tuple(each.shape) for name, each in before.build().named_parameters()}
+    sources = model.start_from(Stored(before, stored)).sources
+    new = {name for name, source in sources.items() if source is None}
+    assert new == {
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith(("mix.", "head_lstm.", "tag_transitions"))
+    }
+
+
 def test_initial_values_and_work() -> None:
     """Highways pass most of their input at first, and all layers count alike."""
-    config = replace(CONFIG, head="tagging", labels=("x", "y"), scalar_mix=True)
+    config = replace(CONFIG, head="tagging", labels=("x", "y"), scalar_mix=True, crf=True)
     model: Any = config.build()
     for name, parameter in model.named_parameters():
         values = model.initial_values(name, 0, parameter.numel(), 0)
         if name.endswith("gate.bias"):
             assert (values == 2).all()
-        elif name.startswith("mix."):
+        elif name.startswith(("mix.", "tag_transitions")):
             assert not values.any()
         elif name.endswith("weight"):
             assert values.std() > 0

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.accelerators.detect import for_any_shapes
@@ -32,6 +31,8 @@ from trainer.training.weights import Weights, load_weights
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _BATCH_TOKENS = 2048
+_BATCH_LOGITS = 2**26
+"""The most scores that are computed at once, 256 MiB: of 2,048 positions with 32,768 tokens."""
 _BY_TEXT = frozenset({"next_tokens", "previous_tokens"})
 """Outputs of models that score a text token by token."""
 
@@ -58,7 +59,8 @@ class Cloze:
                 f"{self.text!r} must have one mask for candidates; write [MASK] where the word is "
                 "missing"
             )
-        if len(set(self.candidates)) < max(2, len(self.candidates)):
+        words = [word.strip() for word in self.candidates]
+        if len(set(words)) < max(2, len(words)) or not all(words):
             raise ConfigError(f"candidates are {list(self.candidates)}; name at least 2, each once")
         if self.label is not None and self.label not in self.candidates:
             raise ConfigError(
@@ -93,6 +95,8 @@ def read_probes(path: str | Path) -> list[Cloze]:
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row["candidates"], list) or not isinstance(row["label"], str):
+                raise TypeError("candidates are a list, and label is one of them")
             candidates = tuple(str(word) for word in row["candidates"])
             probe = Cloze(row["text"], candidates, row["label"], row.get("group", ""))
         except ConfigError as error:
@@ -133,7 +137,8 @@ class CandidateScorer:
 
     def __init__(self, weights: Weights) -> None:
         self._model = weights.model()
-        offers, vocabulary = self._model.offers, weights.load_tokenizer().vocabulary
+        self._tokenizer = weights.load_tokenizer()
+        offers, vocabulary = self._model.offers, self._tokenizer.vocabulary
         self._fills_masks = "tokens" in offers
         self._outputs = frozenset({"tokens"}) if self._fills_masks else offers & _BY_TEXT
         if not self._outputs or weights.config.head != "language_model":
@@ -145,7 +150,7 @@ class CandidateScorer:
             raise ConfigError("the tokenizer has no mask token; use a BERT or RoBERTa model")
         self._mask = vocabulary.mask
         self._before, self._after = special_tokens(weights.config, vocabulary)
-        self._tokenizer = weights.load_tokenizer()
+        self._batch_tokens = max(1, min(_BATCH_TOKENS, _BATCH_LOGITS // vocabulary.size))
         self._device = for_any_shapes().device
         self._model.to(self._device)
 
@@ -154,7 +159,7 @@ class CandidateScorer:
         """The logarithm of each candidate's score, float64 [candidates], for each probe.
 
         Raises:
-            ConfigError: a text is too long.
+            ConfigError: a text is too long, or two candidates are the same to the tokenizer.
         """
         scores = [np.zeros(len(probe.candidates)) for probe in probes]
         make = self._masked if self._fills_masks else self._whole
@@ -167,12 +172,11 @@ class CandidateScorer:
                 f"{longest!r} has {lengths.max()} tokens and the model reads at most {most}; "
                 "shorten it"
             )
-        for rows in batches(lengths, _BATCH_TOKENS):
+        for rows in batches(lengths, self._batch_tokens):
             chosen = [sequences[row] for row in rows]
-            for each, found in zip(chosen, self._log_probabilities(chosen), strict=True):
-                for candidate, labels in each.labels.items():
-                    read = found[torch.arange(len(labels)), labels]
-                    scores[each.probe][candidate] = float(read.double().sum())
+            places = [(each.probe, candidate) for each in chosen for candidate in each.labels]
+            for (probe, candidate), score in zip(places, self._scores(chosen), strict=True):
+                scores[probe][candidate] = score
         return scores
 
     def _masked(self, number: int, probe: Cloze) -> list[_Sequence]:
@@ -182,6 +186,7 @@ class CandidateScorer:
         space = " " if before != before.rstrip() else ""
         texts = [before.rstrip(), after, *(space + word for word in probe.candidates)]
         left, right, *words = [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
+        _check_words(probe, words)
         assert self._mask is not None, "checked at the start"
         found: dict[int, _Sequence] = {}
         for candidate, word in enumerate(words):
@@ -197,16 +202,18 @@ class CandidateScorer:
         """A sequence for each candidate: the text with it."""
         texts = [probe.filled(word) for word in probe.candidates]
         found = []
-        for candidate, ids in enumerate(self._tokenizer.encode_batch(texts)):
-            tokens = [*self._before, *ids.tolist(), *self._after]
+        encoded = [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
+        _check_words(probe, encoded)
+        for candidate, ids in enumerate(encoded):
+            tokens = [*self._before, *ids, *self._after]
             at, labels = list(range(len(tokens) - 1)), tokens[1:]
             if len(self._outputs) == 2:  # the second half is read backward
                 at, labels = at + at, labels + tokens[:-1]
             found.append(_Sequence(tokens, number, at, {candidate: labels}))
         return found
 
-    def _log_probabilities(self, sequences: Sequence[_Sequence]) -> list[Tensor]:
-        """Logarithms of the probabilities of all tokens where each sequence is read: [P, V]."""
+    def _scores(self, sequences: Sequence[_Sequence]) -> list[float]:
+        """The score of each candidate of each sequence, in order."""
         tokens = pad_sequence([torch.tensor(each.tokens) for each in sequences], batch_first=True)
         lengths = torch.tensor([len(each.tokens) for each in sequences])
         places = torch.arange(tokens.shape[1])
@@ -222,12 +229,30 @@ class CandidateScorer:
         )
         outputs = self._model(inputs, self._outputs)
         # Sorted: next tokens come before previous ones, as `_whole` lists them.
-        logits = [outputs[name].float().log_softmax(-1) for name in sorted(self._outputs)]
+        logits = [outputs[name].float() for name in sorted(self._outputs)]
+        totals = [part.logsumexp(-1) for part in logits]
         found = []
         for row, each in enumerate(sequences):
             count = len(each.at) // len(logits)
-            found.append(torch.cat([part[row, :count] for part in logits]).cpu())
-        return found
+            read = torch.arange(count, device=self._device)
+            for labels in each.labels.values():
+                chosen = torch.tensor(labels, device=self._device).view(len(logits), count)
+                score = torch.zeros((), dtype=torch.float64, device=self._device)
+                for part, total, own in zip(logits, totals, chosen, strict=True):
+                    score += (part[row, read, own] - total[row, :count]).double().sum()
+                found.append(score)
+        scores: list[float] = torch.stack(found).tolist()
+        return scores
+
+
+def _check_words(probe: Cloze, encoded: Sequence[list[int]]) -> None:
+    """Rejects candidates that a tokenizer does not tell apart, or has no token for."""
+    texts = [tuple(ids) for ids in encoded]
+    if not all(texts) or len(set(texts)) < len(texts):
+        raise ConfigError(
+            f"the tokenizer does not tell the candidates {', '.join(probe.candidates)} apart; use "
+            "words that it knows"
+        )
 
 
 def fill_candidates(checkpoint: str, texts: Sequence[str], candidates: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from data_pipeline.building import task_rows
 from data_pipeline.building.task_rows import Encoded
-from data_pipeline.packing.task_rows import filled
+from data_pipeline.packing.task_rows import filled, wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabelled import Unlabelled
@@ -140,6 +140,8 @@ def _encode(
     for record, row in zip(read, parsed, strict=True):
         found = row if isinstance(row, str) else next(encoded)
         if not isinstance(found, str):
+            found = wrong_number(len(found.parts), labeler.spec) or found
+        if not isinstance(found, str):
             kept.append(record)
             rows.append(found)
         elif not skip:
@@ -169,6 +171,7 @@ class Labeler:
         source: settings of the source of the model's training rows; empty where unknown.
         tokenizer: of the model.
         device: description of the device.
+        spec: how rows become sequences.
 
     Args:
         checkpoint: see `load_weights`.
@@ -205,7 +208,7 @@ class Labeler:
             phases = decode(Experiment, meta["config"]).resolved_phases()
             length = phase_of(phases, meta["step"] - 1).sequence_length
         self._objective = _objective(weights).build(self.tokenizer.vocabulary)
-        self._spec = self._objective.pack_spec(min(length, model.max_sequence_length))
+        self.spec = self._objective.pack_spec(min(length, model.max_sequence_length))
 
     @property
     def is_classifier(self) -> bool:
@@ -225,15 +228,13 @@ class Labeler:
         """
         # Batches do not depend on the rows of other reads, so a resumed file has the same bytes.
         found = np.empty((len(rows), len(self.labels)), dtype=np.float32)
-        lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
-        if self._objective.config.stride is None:
-            lengths = np.minimum(lengths, self._spec.sequence_length)
+        lengths = self._positions(np.array([len(row.tokens) for row in rows], dtype=np.int64))
         for numbers in batches(lengths, batch_tokens):
-            examples = task_rows.pack([rows[number] for number in numbers], self._spec)
-            width = self._spec.sequence_length
-            if self._spec.positions == width:
+            examples = task_rows.pack([rows[number] for number in numbers], self.spec)
+            width = self.spec.sequence_length
+            if self.spec.positions == width:
                 # No wider than the longest row: in batches of similar length, little is padding.
-                width = int(filled(examples, self._spec).max())
+                width = int(filled(examples, self.spec).max())
             assert examples.labels is not None
             document = examples.labels.document
             arrays = self._objective.collate(examples, width)
@@ -248,6 +249,15 @@ class Labeler:
             means = sums / torch.from_numpy(np.bincount(document))[:, None]
             found[numbers] = (means.softmax(-1) if self.is_classifier else means).numpy()
         return found
+
+    def _positions(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """About how many positions each row takes, by its number of tokens: int64 [N]."""
+        length, stride = self.spec.sequence_length, self._objective.config.stride
+        if self.spec.positions > length:  # several sequences, of the whole length
+            return np.full_like(tokens, self.spec.positions)
+        windows = 1 if stride is None else 1 + -(-np.maximum(tokens - length, 0) // stride)
+        positions: npt.NDArray[np.int64] = np.minimum(tokens, length) * windows
+        return positions
 
 
 def _objective(weights: Weights) -> Any:

@@ -22,7 +22,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics import texts
-from trainer.objectives import seq2seq
+from trainer.objectives import multi_task, seq2seq
 from trainer.storage import shown
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment
@@ -139,9 +139,10 @@ def _truncate(
 ) -> Sequence[Tokens]:
     """Truncates the sources of an encoder-decoder model that was trained on truncated sources."""
     task = experiment.objective.task
-    if not (isinstance(task, seq2seq.Config) and task.truncate_sources):
+    if not (isinstance(task, seq2seq.Config | multi_task.Config) and task.truncate_sources):
         return sources
-    if task.layout != "encoder_decoder":
+    of_layout = task.of if isinstance(task, multi_task.Config) else task
+    if of_layout.layout != "encoder_decoder":
         return sources
     phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
     longest = phase.sequence_length - 1  # the end token takes a position

@@ -144,6 +144,11 @@ class RecurrentConfig(ModelConfig):
                 "scalar_mix adds up layers, and these have different widths. Set embedding_width "
                 f"to a layer's width, {self.output_width}, or scalar_mix to false."
             )
+        if self.head_lstm and self.width % 2:
+            raise ConfigError(
+                f"head_lstm is {self.head_lstm}, each direction of which is half as wide as the "
+                f"states, and these are {self.width} wide. Use layers of an even width."
+            )
         if self.crf and self.head != "tagging":
             raise ConfigError(f"crf is true, but head is {self.head}. Set head to tagging.")
 
@@ -400,7 +405,10 @@ class RecurrentModel(Model):
     @property
     def token_embeddings(self) -> Tensor:
         if self.embeddings.tokens is None:
-            return super().token_embeddings  # an error
+            raise ConfigError(
+                "model.characters is set, so there is no table of token embeddings. Set it to "
+                "null, or leave out init_embeddings, or whatever reads the table."
+            )
         return self.embeddings.tokens.weight
 
     def sharding_units(self) -> list[nn.Module]:
@@ -423,13 +431,14 @@ class RecurrentModel(Model):
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         """Matrices have the standard deviation 1 / sqrt(inputs), forget gates the bias 1.
 
-        With this bias the cell keeps its content at first (Jozefowicz et al. 2015, section 2.2).
+        With this bias a layer keeps its content at first (Jozefowicz et al. 2015, section 2.2).
+        Transitions between tags, and the scores of a mean of layers, begin with 0.
         """
         shape = self.get_parameter(name).shape
         std = shape[-1] ** -0.5
         values = initial_values(name, start, stop, seed=seed, std=std, bound=WHOLE_NORMAL)
-        if name.startswith("mix."):
-            values[:] = 0  # all layers alike
+        if name.startswith(("mix.", "tag_transitions")):
+            values[:] = 0
         elif ".highways." in name and name.endswith("gate.bias"):
             values[:] = 2  # most of the input passes (ELMo's code)
         elif self.layer_of(name) is not None and self.role(name).kind == "bias":
@@ -461,13 +470,13 @@ class RecurrentModel(Model):
         """
         config, before = self.config, stored.config
         sources: dict[str, str | None] = {name: name for name, _ in self.named_parameters()}
+        own = {name for name in sources if name.partition(".")[0] in _OPTIONAL}
+        sources |= dict.fromkeys(own - stored.shapes.keys())
         same = (config.head, config.labels) == (before.head, before.labels)
         if config.head == "language_model" or same:
             return Start(sources)
         other = config.head != before.head
         new = ("head.", "tag_transitions") if other else ("head.classifier.", "tag_transitions")
-        own = {name for name in sources if name.partition(".")[0] in _OPTIONAL}
-        sources |= dict.fromkeys(own - stored.shapes.keys())
         sources |= {name: None for name in sources if name.startswith(new)}
         parts = {"head", *_OPTIONAL}
         unused = frozenset(name for name in stored.shapes if name.partition(".")[0] in parts)

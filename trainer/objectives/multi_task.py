@@ -43,8 +43,6 @@ class Config(ObjectiveConfig):
     truncate_sources: bool = False
     truncate_targets: bool = False
 
-    writes_text = True
-
     def __post_init__(self) -> None:
         kind = type(self.of).__module__.rpartition(".")[2]
         if kind not in _KINDS:

@@ -51,7 +51,7 @@ class Config(PairConfig):
 
 
 class Regression(PairTask):
-    """The regression objective; see `PooledTask`.
+    """The regression objective; see `PairTask`.
 
     The outputs are the predicted numbers, float32 [B, 1], from a classification head with one
     class.

@@ -262,6 +262,15 @@ class PairTask(PooledTask):
         elif config.stride is not None:
             self._parts = replace(self._parts, arrangement="windows", stride=config.stride)
 
+    def pack_spec(self, sequence_length: int) -> PackSpec:
+        spec = super().pack_spec(sequence_length)
+        if self._parts.stride is None:
+            return spec
+        # The first text is cut where a window would have fewer tokens than its stride.
+        room = sequence_length - spec.prefix - spec.suffix - self._parts.between
+        most = max(1, room - self._parts.stride)
+        return replace(spec, parts=replace(self._parts, most=most))
+
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = super().collate(examples, sequence_length)
         if self._parts.layout == "windows":
@@ -359,7 +368,7 @@ def scored_rows(predictions: Predictions) -> ScoredRows:
 
 def rows_with_outputs(predictions: Predictions) -> Iterator[tuple[TaskRow, Float32]]:
     """Each row with its outputs, in the order of the rows."""
-    return zip(*scored_rows(predictions), strict=True)
+    return zip(predictions.rows, scored_rows(predictions).outputs, strict=True)
 
 
 def class_predictions(predictions: Predictions, names: Sequence[Any]) -> Iterator[dict[str, Any]]:

@@ -218,9 +218,13 @@ def _global_weights(
         totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
     else:
         totals = strategy.all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
-    # At least 1: where nothing is predicted, as in a tiny batch of words too long to mask, the
-    # loss is 0 instead of 0 / 0.
-    totals = totals.clamp_(min=1).float().to(strategy.accelerator.device, non_blocking=True)
+    # 1 where nothing is predicted, as in a tiny batch of words too long to mask: the loss is 0
+    # instead of 0 / 0.
+    totals = (
+        torch.where(totals > 0, totals, 1.0)
+        .float()
+        .to(strategy.accelerator.device, non_blocking=True)
+    )
     return dict(zip(weights[0], totals, strict=True))
 
 

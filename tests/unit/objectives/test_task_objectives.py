@@ -462,7 +462,10 @@ def test_outputs_of_both_orders_are_added(kind: str) -> None:
 def test_windows_of_a_row_count_once_together() -> None:
     """A row of two windows and one of one have the same part in the loss, and in the scores."""
     objective = classification.Config(stride=4, metrics=("accuracy", "f1")).build(VOCABULARY)
-    assert objective.pack_spec(16).parts.layout == "windows"
+    parts = objective.pack_spec(16).parts
+    assert parts is not None
+    # [CLS] first [SEP] window [SEP]: 13 tokens of text, of which a window of 4 has its part.
+    assert (parts.layout, parts.most) == ("windows", 9)
     examples = make([[(1, [10, 11])], [(1, [12, 13])], [(1, [20])]], [[1], [1], [0]])
     assert examples.labels is not None
     windows = dataclasses.replace(
@@ -478,7 +481,9 @@ def test_windows_of_a_row_count_once_together() -> None:
     assert first["prediction"] == "yes"
     assert first["probabilities"]["yes"] == pytest.approx(1 / (1 + np.exp(-0.5)))
     whole = classification.Config().build(VOCABULARY)
-    assert whole.pack_spec(16).parts.layout == "joined"
+    assert whole.pack_spec(16) == whole.pack_spec(16)
+    assert (spec := whole.pack_spec(16).parts) is not None
+    assert (spec.layout, spec.most) == ("joined", None)
 
 
 def predictions(

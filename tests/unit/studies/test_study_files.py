@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 
-from trainer.config import load, recipes
+from trainer.config import Kinds, Tree, decode, load, recipes
 from trainer.models import lstm
-from trainer.studies.jobs import list_jobs
+from trainer.studies.jobs import Job, list_jobs
+from trainer.studies.stages import task
 from trainer.studies.statistics import detectable
 from trainer.studies.study import Study
+from trainer.tasks import TASKS
 from trainer.training.experiment import Experiment
 
 FILES = sorted((recipes.FOLDER / "studies").glob("*.yaml"))
@@ -37,6 +40,29 @@ def test_every_arm_has_its_jobs(
     # Arms whose jobs are the same would compare a thing with itself.
     of_arms = [frozenset(job.digest for job in jobs.of_arm(arm)) for arm in study.config.arms]
     assert len(set(of_arms)) == len(of_arms)
+    for job in jobs.all:
+        if isinstance(job.config, task.Config):
+            check_settings_of_the_model(pretrained(job), job.resolved["task"])
+
+
+def pretrained(job: Job) -> Tree:
+    """The settings of the model that a task starts from, perhaps by way of other tasks."""
+    start = next(need for need in job.needs.values() if need.config.product != "vectors")
+    return pretrained(start) if isinstance(start.config, task.Config) else start.resolved["model"]
+
+
+def check_settings_of_the_model(before: Tree, file: Tree) -> None:
+    """A task's settings of a model are those that the kind of its start has."""
+    changes, kind = file["experiment"].get("model") or {}, file["source"]["kind"]
+    if kind in TASKS:
+        labels = {"regression": ["score"], "question_answering": []}.get(kind)
+        labels = file["source"].get("labels") or ["a", "b"] if labels is None else labels
+        changes = {"head": TASKS[kind].head, "labels": labels, "nsp": False, **changes}
+    if "head" in changes and "nsp" not in before:
+        changes.pop("nsp")
+    if changes.get("head") == "classification" and "causal" in before:
+        changes = {"causal": False, **changes}
+    decode(Annotated[Any, Kinds("trainer.models")], {**before, **changes}, "model")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
