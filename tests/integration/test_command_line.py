@@ -167,7 +167,8 @@ def test_kind(package: str, kind: str) -> None:
         "source_paths": ["a"],
         "target_paths": ["a"],
     }
-    required |= {"teacher": "runs/teacher", "of": "classification", "scheme": "bert"}
+    of = "prefix_lm" if kind == "multi_task" else "classification"
+    required |= {"teacher": "runs/teacher", "of": of, "scheme": "bert"}
     if package == "data_pipeline.sources":
         required |= {"labels": ["O", "B-X"], "choices": ["a", "b"]}
     config = decode(

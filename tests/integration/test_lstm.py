@@ -213,7 +213,7 @@ def test_the_time_of_its_kernel_is_not_predicted(
         (["training.compile=true"], "this model has no layers to compile"),
         (["model.peft={kind: lora}"], "model.peft"),
         (["objective={kind: mlm}"], "needs tokens"),
-        (["model.head=tagging"], "model.head"),
+        (["model.head=tagging"], "labels has 0 names, but a tagging head needs at least 2"),
         (["model.head=classification"], "labels has 0 names, but a classification head needs"),
         (
             [MODELS["bilm"]],
