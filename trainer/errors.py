@@ -36,6 +36,10 @@ class CheckpointError(SamestepError):
     """A checkpoint cannot be written, is damaged, or belongs to another model."""
 
 
+class SupersededError(ConfigError):
+    """Another training has taken over the folder in which this one writes its checkpoints."""
+
+
 class StorageError(DataError, CheckpointError):
     """A file cannot be read or written: data and checkpoints share disks and object stores."""
 

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,16 +21,17 @@ import pytest
 from tests.processes import fork
 from trainer.checkpoint import files, lock
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import Lock, Owner, only_writer
 from trainer.config import load
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, SupersededError
 from trainer.training import run
 from trainer.training.experiment import Experiment
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"WAIT": 0.3, "RENEW": 0.05, "STALE": 0.5, "RACE": 0.1}.items():
+    for name, seconds in {"WAIT": 0.3, "RENEW": 0.05, "STALE": 0.5}.items():
         monkeypatch.setattr(lock, f"_{name}_SECONDS", seconds)
 
 
@@ -127,14 +130,42 @@ def test_who_was_taken_over_ends(tmp_path: Path) -> None:
         os._exit(0)
     while not (tmp_path / ".owner").exists():
         time.sleep(0.01)
-    while (ended := os.waitpid(first, os.WNOHANG)) == (0, 0):
-        leave_note(
-            tmp_path, host="elsewhere", machine="another"
-        )  # as the new owner does again and again
-        time.sleep(0.05)
-    assert os.waitstatus_to_exitcode(ended[1]) == 2
+    os.kill(first, signal.SIGSTOP)
+    taken = Lease.take(tmp_path)
+    assert taken is not None
+    assert taken.number == 2
+    os.kill(first, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 2
     assert "another training has taken" in (tmp_path / "log").read_text()
-    assert json.loads((tmp_path / ".owner").read_text())["host"] == "elsewhere"
+    taken.check()
+
+
+def test_a_late_note_of_a_former_owner_hides_no_owner(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was frozen while it renewed its note; it is here and dead, but not the newest owner."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with only_writer(folder):
+        monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)
+        leave_note(folder, lease=0, pid=ended.pid)
+        with pytest.raises(ConfigError, match="is running in"):
+            Lock(folder).take(alone=False)
+
+
+def test_of_several_that_start_at_once_one_gets_the_lease(folder: Location) -> None:
+    files.make_folder(folder)
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: Lease.take(folder), range(8)))
+    numbers = [lease.number for lease in taken if lease is not None]
+    assert numbers
+    assert len(set(numbers)) == len(numbers)
+    newest = max((lease for lease in taken if lease is not None), key=lambda each: each.number)
+    newest.check()
+    for lease in taken:
+        if lease is not None and lease is not newest:
+            with pytest.raises(SupersededError, match="another training has taken"):
+                lease.check()
 
 
 def test_checkpoints_may_lie_among_what_else_the_run_writes(
