@@ -32,10 +32,13 @@ from pathlib import Path
 from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import EXIT_CRASHED, CheckpointError, ConfigError
 from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
+
+SEVERAL_MACHINES = "SAMESTEP_SEVERAL_MACHINES"
+"""Environment variable that an agent sets for the workers of an elastic run on several machines."""
 
 _NOTE = ".owner"
 _LOCK = ".lock"
@@ -175,8 +178,11 @@ class Lock:
         """
         logger.info("waiting to see if another training is alive in %s: %s", self.folder, former)
         deadline = time.monotonic() + _STALE_SECONDS
-        while time.monotonic() < deadline:
+        looked = 0.0
+        while looked < deadline:
             time.sleep(min(1.0, _STALE_SECONDS / 10))
+            # Time before the look: a pause of this process after it must not count as silence.
+            looked = time.monotonic()
             found = self.owner()
             if found is None:
                 return
@@ -243,10 +249,14 @@ def _machine() -> str:
 
 def _refused(folder: Location, owner: Owner | None) -> ConfigError:
     who = "" if owner is None else f": {owner}"
-    return ConfigError(
+    error = ConfigError(
         f"another training is running in {folder}{who}. "
         "Wait for it to end or stop it, or choose another folder"
     )
+    if os.environ.get(SEVERAL_MACHINES):
+        # Most likely, other machines of this run that do not know yet that these go on.
+        error.exit_code = EXIT_CRASHED
+    return error
 
 
 @contextmanager
