@@ -177,7 +177,8 @@ class Checkpointer:
             with raise_on_all_ranks(self._world_size):
                 if self._rank == 0:
                     folder = self._prepare(step)
-            folder = gather(folder, self._world_size)[0]
+            # By name: another node may have mounted the folder at another place.
+            folder = self.folder / gather(folder.name, self._world_size)[0]
             # A rank on a slow network file system must not write before it sees the folder.
             if isinstance(folder, Path):  # object stores have no folders
                 self._await_everywhere(folder)

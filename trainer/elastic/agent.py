@@ -315,12 +315,14 @@ class _Agent:
                 expected |= {-number, 128 + number}
             if code in expected:
                 return None
+        if code == EXIT_REGROUP and not self._is_elastic:
+            return EXIT_FAILED
         if code == EXIT_REGROUP:
             logger.info(
                 "another machine stopped: starting again from the newest checkpoint with those "
                 "that are there"
             )
-            return None if self._is_elastic else EXIT_FAILED
+            return None
         if code >= 0 and code != EXIT_CRASHED:
             return code
         rank = joined.first_rank + local_rank

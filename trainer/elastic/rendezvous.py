@@ -243,17 +243,20 @@ class Rendezvous:
                 _MESSAGE_BYTES,
                 _GREETING_SECONDS,
             )
-        except WrongSecretError as error:
-            raise LaunchError(
-                f"the agent of another run, or one with another secret than {self._folder} has, "
-                f"listens at {self.host}:{self._port}. {fix}machines, which share that folder."
-            ) from error
-        except ConnectionAbortedError as error:
-            if current is not None:  # the host may be frozen, or its port may be another's by now
+        except (WrongSecretError, ConnectionAbortedError) as error:
+            is_first = (self.host, self._port) == self._first
+            if current is not None and not (is_first and isinstance(error, WrongSecretError)):
+                # The host may be frozen, or gone and its port another program's by now.
                 return error
-            raise LaunchError(
-                f"another program listens at {self.host}:{self._port}. {fix}machines."
-            ) from error
+            who = "another program"
+            if isinstance(error, WrongSecretError):
+                who = (
+                    f"the agent of another run, or one with another secret than {self._folder} has,"
+                )
+                fix += "machines, which share that folder."
+            else:
+                fix += "machines."
+            raise LaunchError(f"{who} listens at {self.host}:{self._port}. {fix}") from error
         except OSError as error:
             return error
         keep_alive(self._connection.socket)

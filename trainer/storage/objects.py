@@ -173,7 +173,7 @@ def create(url: str, content: bytes) -> bool:
         return True
 
     # If the answer to a request was lost, a retry finds the object that it has written.
-    return attempt("create", url, create_once) or read(url) == content
+    return attempt("write", url, create_once) or read(url) == content
 
 
 def upload(path: Path, url: str) -> Digest:
