@@ -52,8 +52,10 @@ _PATIENCE_SECONDS = 600.0
 _GREETING_SECONDS = 10.0
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
-_ALIVE_SECONDS = 3.0  # the same, if nothing has changed
-_SILENT_SECONDS = 15.0  # a host that says nothing for so long is frozen or disconnected
+# Both ends of a connection say so often that they are alive. If one says nothing for longer, it is
+# frozen: its kernel still answers, so the connection does not break.
+_ALIVE_SECONDS = 3.0
+_SILENT_SECONDS = 15.0
 _MESSAGE_BYTES = 2**16
 
 
@@ -116,6 +118,7 @@ class Rendezvous:
         self._records = None if secrets_folder is None else Records(secrets_folder)
         self._renewal: Renewal | None = None  # while this agent is the host
         self._own = ""  # address of this machine for the others, once known
+        self._heard = self._told = -math.inf  # times of the last messages from the host and to it
         self._secret = None if secrets_folder else secrets.token_bytes(SECRET_BYTES)
         self._connection: Channel | None = None
         self._ended: RunEnded | None = None
@@ -134,7 +137,6 @@ class Rendezvous:
         """
         self._send(ready=workers)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        heard = time.monotonic()
         problem, here = "", self.min_agents
         while not cancelled():
             if self._ended is not None:
@@ -143,7 +145,6 @@ class Rendezvous:
                 error = self._connect()
                 if error is None:
                     self._send(ready=workers)
-                    heard = time.monotonic()
                     continue
                 if time.monotonic() > deadline:
                     raise RendezvousError(
@@ -161,14 +162,7 @@ class Rendezvous:
                     )
                 time.sleep(_POLL_SECONDS)
                 continue
-            # Time before the look: a pause of this process after it must not count as silence.
-            now = time.monotonic()
             message = self._receive(_POLL_SECONDS)
-            if message:
-                heard = now
-            elif now > heard + _SILENT_SECONDS and self._connection is not None:
-                logger.info("the host at %s:%d says nothing any more", self.host, self._port)
-                self._disconnect()
             if "round" in message:
                 return Round(**message["round"])
             if "refused" in message:
@@ -260,6 +254,7 @@ class Rendezvous:
         except OSError as error:
             return error
         keep_alive(self._connection.socket)
+        self._heard = time.monotonic()
         own, peer = (
             self._connection.socket.getsockname()[0],
             self._connection.socket.getpeername()[0],
@@ -304,14 +299,24 @@ class Rendezvous:
             _send(self._connection, message)
 
     def _receive(self, seconds: float) -> Message:
-        """Returns the next message within this time, or {}."""
+        """Returns the next message within this time, or {}; tells the host that this one lives."""
         if self._connection is None:
             return {}
+        # Time before the look: a pause of this process after it must not count as silence.
+        now = time.monotonic()
+        if now > self._told + _ALIVE_SECONDS:
+            self._told = now
+            self._send(alive=True)
         try:
             message = self._connection.receive_json(seconds) or {}
         except OSError:
             self._disconnect()
             return {}
+        if message:
+            self._heard = now
+        elif now > self._heard + _SILENT_SECONDS:
+            logger.info("the host at %s:%d says nothing any more", self.host, self._port)
+            self._disconnect()
         if "code" in message:
             self._ended = RunEnded(**message)
         return message
@@ -334,6 +339,7 @@ class _Host(threading.Thread):
         self._selector = selectors.DefaultSelector()
         # Every connected agent and its number of workers; None while it is not ready for a round.
         self._agents: dict[Channel, int | None] = {}
+        self._heard: dict[Channel, float] = {}  # time of each agent's last message
         self._round: list[Channel] = []
         self._round_deadline = math.inf  # by when all agents of a broken round must have left it
         # What the round has been told. A second message would change nothing, and with one for each
@@ -341,6 +347,7 @@ class _Host(threading.Thread):
         self._told: set[Event] = set()
         # Whether an agent has come since those that wait were told how many are here, and the time.
         self._is_news, self._told_here = False, -math.inf
+        self._told_alive = time.monotonic()
         self._store: TCPStore | None = None
         self._last_change = time.monotonic()
 
@@ -349,16 +356,19 @@ class _Host(threading.Thread):
             while (agent := self._listener.accept(0)) is not None:
                 keep_alive(agent.socket)
                 self._selector.register(agent.socket, selectors.EVENT_READ, agent)
-                self._agents[agent] = None
+                self._agents[agent], self._heard[agent] = None, time.monotonic()
+            now = time.monotonic()  # before the look, as in `Rendezvous._receive`
             for key, _ in self._selector.select(_POLL_SECONDS):
                 agent = key.data
                 try:
                     while message := agent.receive_json(0):
+                        self._heard[agent] = now
                         self._handle(agent, message)
                 except OSError:
                     self._drop(agent)
-            if time.monotonic() > self._round_deadline:
-                for agent in list(self._round):
+            for agent, heard in list(self._heard.items()):
+                is_late = agent in self._round and now > self._round_deadline
+                if is_late or now > heard + _SILENT_SECONDS:
                     self._drop(agent)
             if not self._round:
                 self._start_round()
@@ -376,6 +386,8 @@ class _Host(threading.Thread):
             self._round.clear()
             self._tell(self._agents, message)
             return
+        if "alive" in message:
+            return
         self._agents[agent] = message.get("ready")
         self._last_change, self._is_news = time.monotonic(), True
         if agent in self._round:
@@ -389,7 +401,7 @@ class _Host(threading.Thread):
     def _drop(self, agent: Channel) -> None:
         self._selector.unregister(agent.socket)
         agent.close()
-        del self._agents[agent]
+        del self._agents[agent], self._heard[agent]
         self._leave(agent)
 
     def _leave(self, agent: Channel) -> None:
@@ -405,12 +417,15 @@ class _Host(threading.Thread):
             self._tell(self._round, {"event": event})
 
     def _tell_here(self) -> None:
-        """Tells the agents that wait how many are here, and thereby that the host is alive."""
-        seconds = _HERE_SECONDS if self._is_news else _ALIVE_SECONDS
-        if time.monotonic() >= self._told_here + seconds:
-            self._is_news, self._told_here = False, time.monotonic()
+        """Tells the agents that wait how many are here, and all that the host is alive."""
+        now = time.monotonic()
+        if self._is_news and now >= self._told_here + _HERE_SECONDS:
+            self._is_news, self._told_here = False, now
             ready = self._ready()
             self._tell(ready, {"here": len(ready) + len(self._round)})
+        if now >= self._told_alive + _ALIVE_SECONDS:
+            self._told_alive = now
+            self._tell(self._agents, {"alive": True})
 
     def _start_round(self) -> None:
         """Starts a round, unless more agents are expected."""

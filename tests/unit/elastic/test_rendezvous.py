@@ -297,3 +297,35 @@ def test_a_pause_of_the_watcher_is_no_silence_of_the_host(tmp_path: Path, elsewh
     time.sleep(1.2)
     records.newest()
     assert records.is_silent
+
+
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_SILENT_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("short_silence")
+def test_an_agent_that_is_frozen_is_lost(join: Join) -> None:
+    """Its kernel keeps the connection alive. When it wakes up, it joins again."""
+    first, frozen = agents(2, 1, 2)
+    for future in [join(each, 1) for each in (first, frozen)]:
+        assert future.result(10) is not None
+    began = time.monotonic()
+    assert event_of(first) == "lost"
+    assert time.monotonic() - began > 0.7
+    assert event_of(frozen) == "lost"
+    again = [join(each, 1) for each in (first, frozen)]
+    assert [future.result(10) is not None for future in again] == [True, True]
+
+
+@pytest.mark.usefixtures("short_silence")
+def test_a_host_that_is_frozen_is_lost(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    _host, other = agents(2, 1, 1)
+    assert join(other, 1).result(10) is not None
+    began = time.monotonic()
+    while time.monotonic() < began + 1.5:  # it lives, and says so
+        assert other.event() is None
+        time.sleep(0.05)
+    monkeypatch.setattr(rendezvous._Host, "_tell_here", lambda _: None)
+    assert event_of(other) == "lost"
