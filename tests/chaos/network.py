@@ -75,11 +75,20 @@ class Namespace:
                     found.append(int(process.name))
         return [pid for pid in found if pid != self.pid]
 
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to all processes in it, but for the first."""
+    def freeze(self) -> None:
+        """Stops all processes in it, but for the first."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Lets all processes go on."""
+        # `nsenter` stops itself when it finds its child stopped, perhaps after it was continued.
+        for _ in range(20):
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            time.sleep(0.05)
 
     def close(self) -> None:
         """Ends all processes in it at once."""

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -178,7 +177,7 @@ def cut(*groups: Sequence[int]) -> Fault:
 def freeze(*numbers: int) -> Fault:
     def fault(net: Network) -> None:
         for number in numbers:
-            net.machines[number].signal(signal.SIGSTOP)
+            net.machines[number].freeze()
 
     return fault
 
@@ -196,7 +195,7 @@ def heal(net: Network) -> None:
     net.join()
     net.disturb(2, {"to": 0, "from": 0, "delay": 0})
     for machine in net.machines.values():
-        machine.signal(signal.SIGCONT)
+        machine.wake()
 
 
 LOST = "rank .* is gone|another machine stopped"

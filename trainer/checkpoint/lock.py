@@ -37,8 +37,8 @@ from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
 
-SEVERAL_MACHINES = "SAMESTEP_SEVERAL_MACHINES"
-"""Environment variable that an agent sets for the workers of an elastic run on several machines."""
+GROUP = "SAMESTEP_GROUP"
+"""Environment variable of the workers of an elastic run on several machines, see `Group`."""
 
 _NOTE = ".owner"
 _LOCK = ".lock"
@@ -46,6 +46,35 @@ _WAIT_SECONDS = 10.0  # killed processes may take that long to end
 _RENEW_SECONDS = 10.0
 _STALE_SECONDS = 35.0  # without a renewal; retries in a store take up to 31
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The machines that an elastic run has at a time.
+
+    Attributes:
+        run: a secret of the run, the same for all of its groups.
+        order: numbers of the host and of its round. A group with higher ones is later, and the host
+            has found the earlier one lost.
+    """
+
+    run: str
+    order: tuple[int, int]
+
+    @classmethod
+    def parse(cls, text: str) -> Group | None:
+        """Reads the environment variable; None if it is empty."""
+        if not text:
+            return None
+        run, host, number = text.split()
+        return cls(run, (int(host), int(number)))
+
+    def __str__(self) -> str:
+        return f"{self.run} {self.order[0]} {self.order[1]}"
+
+    def follows(self, other: Group | None) -> bool:
+        """Whether it is a later group of the same run."""
+        return other is not None and other.run == self.run and other.order < self.order
 
 
 @dataclass(frozen=True)
@@ -60,6 +89,7 @@ class Owner:
         since: start of the process, in seconds since 1970.
         renewed: when the note was last written, in seconds since 1970.
         lease: number of its lease; 0 in notes of older versions.
+        group: of an elastic run, as text; "" if it is not one on several machines.
     """
 
     token: str
@@ -71,6 +101,7 @@ class Owner:
     since: float
     renewed: float
     lease: int = 0
+    group: str = ""
 
     @classmethod
     def this_process(cls) -> Owner:
@@ -80,7 +111,18 @@ class Owner:
             user = f"user {os.getuid()}"
         job = next((os.environ[name] for name in _JOBS if name in os.environ), None)
         now = time.time()
-        return cls(uuid.uuid4().hex, platform.node(), _machine(), os.getpid(), user, job, now, now)
+        token, group = uuid.uuid4().hex, os.environ.get(GROUP, "")
+        return cls(
+            token,
+            platform.node(),
+            _machine(),
+            os.getpid(),
+            user,
+            job,
+            now,
+            now,
+            group=group,
+        )
 
     def __str__(self) -> str:
         job = "" if self.job is None else f", job {self.job}"
@@ -135,6 +177,11 @@ class Lock:
         except (ValueError, TypeError):  # written by another version
             return None
 
+    def follows(self, former: Owner | None) -> bool:
+        """Whether this process belongs to a later group of the former owner's elastic run."""
+        mine = Group.parse(self._me.group)
+        return former is not None and mine is not None and mine.follows(Group.parse(former.group))
+
     def take(self, alone: bool) -> Lease:
         """Takes a lease and writes the note, once the former owner is known to be gone.
 
@@ -151,7 +198,9 @@ class Lock:
             # A dead process of this machine needs no waiting. Elsewhere only silence can tell, and
             # the note of a former owner, written late, says nothing about the newest one.
             is_dead = former.is_dead or (alone and former.is_here)
-            if former.lease < newest or not is_dead:
+            if self.follows(former):
+                logger.info("the machines of this run before this round are given up: %s", former)
+            elif former.lease < newest or not is_dead:
                 self._watch(former, newest)
         self._lease = Lease.take(self.folder)
         if self._lease is None:
@@ -253,7 +302,7 @@ def _refused(folder: Location, owner: Owner | None) -> ConfigError:
         f"another training is running in {folder}{who}. "
         "Wait for it to end or stop it, or choose another folder"
     )
-    if os.environ.get(SEVERAL_MACHINES):
+    if os.environ.get(GROUP):
         # Most likely, other machines of this run that do not know yet that these go on.
         error.exit_code = EXIT_CRASHED
     return error
@@ -270,6 +319,9 @@ def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
                 locked = True
                 break
             except BlockingIOError:
+                if lock.follows(lock.owner()):  # it is frozen, and its lease protects us
+                    locked = False
+                    break
                 if time.monotonic() > deadline:
                     raise _refused(lock.folder, lock.owner()) from None
                 time.sleep(0.2)

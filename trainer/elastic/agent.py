@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.checkpoint.files import Location
-from trainer.checkpoint.lock import SEVERAL_MACHINES
+from trainer.checkpoint.lock import GROUP, Group
 from trainer.elastic.rendezvous import Rendezvous, Round, RunEnded
 from trainer.elastic.workers import Exit, Main, Workers
 from trainer.errors import (
@@ -210,7 +210,8 @@ class _Agent:
             **loopback_only(self._rendezvous.host),
         }
         if self._several_machines:
-            shared[SEVERAL_MACHINES] = "1"
+            run = self._rendezvous.derived_secret("groups").hex()
+            shared[GROUP] = str(Group(run, joined.order))
         if self._snapshots:
             secret = self._rendezvous.derived_secret("keepers")
             if self._keeper is None:  # one for all rounds, or restarts would lose the snapshots

@@ -134,12 +134,14 @@ class Renewal(threading.Thread):
         is_of_use: whether a round runs, or enough agents for one are connected. If not, the record
             is not renewed, so that another agent may try.
         is_over: whether there is another host.
+        number: of this host.
     """
 
     def __init__(self, records: Records, record: Record) -> None:
         super().__init__(name="host", daemon=True)
         self.is_of_use = True
         self.is_over = False
+        self.number = record.number
         self._records, self._record = records, record
         self._stopped = threading.Event()
 

@@ -67,11 +67,13 @@ class Round:
         first_rank: rank of the agent's first worker.
         world_size: number of workers of all agents.
         port: of the round's key-value store, on the machine of the rendezvous.
+        order: number of the host, and of the round among those of this host.
     """
 
     first_rank: int
     world_size: int
     port: int
+    order: tuple[int, int] = (0, 0)
 
 
 class RunEnded(Exception):
@@ -164,7 +166,8 @@ class Rendezvous:
                 continue
             message = self._receive(_POLL_SECONDS)
             if "round" in message:
-                return Round(**message["round"])
+                found = message["round"]
+                return Round(**{**found, "order": tuple(found["order"])})
             if "refused" in message:
                 self._connection = None
                 raise RendezvousError(message["refused"])
@@ -348,6 +351,7 @@ class _Host(threading.Thread):
         # Whether an agent has come since those that wait were told how many are here, and the time.
         self._is_news, self._told_here = False, -math.inf
         self._told_alive = time.monotonic()
+        self._rounds = 0
         self._store: TCPStore | None = None
         self._last_change = time.monotonic()
 
@@ -450,13 +454,16 @@ class _Host(threading.Thread):
             return  # this host was frozen, and the others have gone on
         self._round, self._round_deadline, self._told = ready, math.inf, set()
         self._store = _open_store(self._interface)
+        self._rounds += 1
+        host = 0 if self._renewal is None else self._renewal.number
         # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2
         # and 5 of a world size of 6.
         sizes = [self._agents[agent] or 0 for agent in ready]
         first_rank = 0
         for agent, size in zip(ready, sizes, strict=True):
             self._agents[agent] = None
-            _send(agent, {"round": asdict(Round(first_rank, sum(sizes), self._store.port))})
+            joined = Round(first_rank, sum(sizes), self._store.port, (host, self._rounds))
+            _send(agent, {"round": asdict(joined)})
             first_rank += size
 
     def _tell(self, agents: Iterable[Channel], message: Message) -> None:

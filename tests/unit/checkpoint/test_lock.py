@@ -22,7 +22,7 @@ from tests.processes import fork
 from trainer.checkpoint import files, lock
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
-from trainer.checkpoint.lock import Lock, Owner, only_writer
+from trainer.checkpoint.lock import Group, Lock, Owner, only_writer
 from trainer.config import load
 from trainer.errors import ConfigError, SupersededError
 from trainer.training import run
@@ -151,6 +151,49 @@ def test_a_late_note_of_a_former_owner_hides_no_owner(
         leave_note(folder, lease=0, pid=ended.pid)
         with pytest.raises(ConfigError, match="is running in"):
             Lock(folder).take(alone=False)
+
+
+@pytest.mark.parametrize(
+    ("order", "is_later"), [((3, 1), True), ((2, 8), True), ((2, 7), False), ((1, 9), False)]
+)
+def test_a_later_round_of_the_same_run_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], is_later: bool
+) -> None:
+    """Its host has found the machines of the round before lost."""
+    monkeypatch.setenv(lock.GROUP, str(Group("a", order)))
+    for name in ("a", "b"):
+        leave_note(tmp_path, host="elsewhere", machine="another", group=f"{name} 2 7")
+        began = time.monotonic()
+        with only_writer(tmp_path):
+            waited = time.monotonic() - began > lock._STALE_SECONDS
+            assert waited == (name == "b" or not is_later)
+
+
+def test_a_later_round_does_not_wait_for_the_lock_of_a_frozen_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(lock.GROUP, "a 1 1")
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 60.0)
+    with only_writer(tmp_path):
+        monkeypatch.setenv(lock.GROUP, "a 1 2")
+        began = time.monotonic()
+        with only_writer(tmp_path) as lease:
+            assert time.monotonic() - began < 30
+            lease.check()
+
+
+def test_a_run_on_several_machines_tries_again_if_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner may be a part of the run that does not know yet that another part goes on."""
+    monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)
+    with only_writer(tmp_path):
+        monkeypatch.setattr(Owner, "is_dead", False)
+        for group, code in {"": 2, "a 1 1": 70}.items():
+            monkeypatch.setenv(lock.GROUP, group)
+            with pytest.raises(ConfigError, match="is running in") as refused:
+                Lock(tmp_path).take(alone=False)
+            assert refused.value.exit_code == code
 
 
 def test_of_several_that_start_at_once_one_gets_the_lease(folder: Location) -> None:
