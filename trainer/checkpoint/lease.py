@@ -51,8 +51,14 @@ class Lease:
         # Folders may have been copied here without the leases.
         named = (folder.lease or 0 for folder in history.folders(names))
         lease = cls(root, 1 + max([0, *history.lease_numbers(names), *named]))
-        created = files.create(root / history.lease_name(lease.number), lease._content())
-        return lease if created else None
+        if not files.create(root / history.lease_name(lease.number), lease._content()):
+            return None
+        # Leases of commands that save nothing, such as studies, would become ever more.
+        for number in history.lease_numbers(names):
+            record = history.read_record(root, number)
+            if record is not None and record.step is None:
+                files.remove(root / history.lease_name(number))
+        return lease
 
     def check(self) -> None:
         """Checks that no other process has taken the folder over.

@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from trainer.checkpoint.files import Location
 from trainer.elastic import secret
 from trainer.elastic.host import Records, Renewal
-from trainer.errors import ConfigError, LaunchError, RendezvousError
+from trainer.errors import CheckpointError, ConfigError, LaunchError, RendezvousError
 from trainer.storage.channel import (
     SECRET_BYTES,
     Channel,
@@ -212,7 +212,10 @@ class Rendezvous:
         Raises:
             LaunchError: another program or another run listens at the address.
         """
-        current = None if self._records is None else self._records.newest()
+        try:
+            current = None if self._records is None else self._records.newest()
+        except CheckpointError as error:  # a store that does not answer may do so later
+            return ConnectionError(str(error))
         self.host, self._port = self._first
         if current is not None and current.host:
             self.host, self._port = current.host, current.port
@@ -228,9 +231,9 @@ class Rendezvous:
                 f"the run's secret is not in {self._folder}, which all machines must share"
             )
         if listening is not None:
-            error = self._become_host(listening, 0 if current is None else current.number)
-            if error is not None:
-                return error
+            problem = self._become_host(listening, 0 if current is None else current.number)
+            if problem is not None:
+                return problem
         fix = "Give each run its own port in --rendezvous, and type the same command on all its "
         try:
             self._connection = connect(
@@ -269,7 +272,11 @@ class Rendezvous:
         """Hosts the rendezvous on a socket, unless another agent becomes the host first."""
         self._port = listening.getsockname()[1]
         if self._records is not None:
-            record = self._records.create(former + 1, self.host, self._port)
+            try:
+                record = self._records.create(former + 1, self.host, self._port)
+            except CheckpointError as error:
+                listening.close()
+                return ConnectionError(str(error))
             if record is None:
                 listening.close()
                 return ConnectionRefusedError("another agent becomes the host")

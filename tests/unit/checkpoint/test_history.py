@@ -12,6 +12,7 @@ from trainer.checkpoint import Checkpointer, Config, files, history, integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.history import Stretch
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.lock import only_writer
 from trainer.errors import CheckpointError
 
 WEIGHTS = {"w": torch.ones(3)}
@@ -164,3 +165,11 @@ def test_a_lease_that_was_not_written_to_its_end(tmp_path: Path) -> None:
     again, lease = training(tmp_path)
     assert lease.number == 3
     assert again.steps() == [2]
+
+
+def test_leases_without_checkpoints_do_not_pile_up(tmp_path: Path) -> None:
+    for _ in range(5):
+        with only_writer(tmp_path) as lease:
+            pass
+    assert lease.number == 5
+    assert [path.name for path in tmp_path.glob(".lease-*")] == [history.lease_name(5)]

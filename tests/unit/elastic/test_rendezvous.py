@@ -17,7 +17,7 @@ from tests.waiting import until
 from trainer.elastic import host, rendezvous, secret
 from trainer.elastic.host import Records, Renewal
 from trainer.elastic.rendezvous import Event, Rendezvous, Round, RunEnded
-from trainer.errors import ConfigError, LaunchError, RendezvousError
+from trainer.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
 from trainer.storage.channel import Channel
 
 Join = Callable[[Rendezvous, int], "Future[Round | None]"]
@@ -329,3 +329,20 @@ def test_a_host_that_is_frozen_is_lost(join: Join, monkeypatch: pytest.MonkeyPat
         time.sleep(0.05)
     monkeypatch.setattr(rendezvous._Host, "_tell_here", lambda _: None)
     assert event_of(other) == "lost"
+
+
+def test_a_folder_that_cannot_be_read_for_a_while(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the store is down at the moment of a loss: the agent tries again."""
+    alone, newest, failures = agent(0, 1, 1), Records.newest, [1, 2, 3]
+
+    def fail_at_first(records: Records) -> host.Record | None:
+        if failures:
+            failures.pop()
+            raise UnreachableError("the store does not answer")
+        return newest(records)
+
+    monkeypatch.setattr(Records, "newest", fail_at_first)
+    assert join(alone, 1).result(10) is not None
+    assert not failures
