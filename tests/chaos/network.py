@@ -68,6 +68,8 @@ class Namespace:
 
     def processes(self) -> list[int]:
         """The processes in it, but for the first."""
+        if not Path(self.net).exists():  # it has lost power
+            return []
         mine, found = os.readlink(self.net), []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
