@@ -116,7 +116,7 @@ class Watched:
         )
 
     def outcome(self, fault: str, struck: float, before: int, sign: str, noticed: float) -> str:
-        """A row of the table in docs/networks.md."""
+        """A row of the table in docs/elastic.md."""
         new = min(when for when, step in self.rows if when > struck and step > before)
         redone = len(self.rows) - len({step for _, step in self.rows})
         return f"| {fault} | {sign} | {noticed - struck:.0f} | {new - struck:.0f} | {redone} |"
@@ -150,6 +150,13 @@ def assert_survived(samestep: Samestep, run: Path, undisturbed: Path) -> None:
     assert len(steps) <= 3
     for step in steps:
         integrity.check_content(integrity.step_folder(root, step))
+
+
+def keep(record_property: Callable[[str, object], None], outcome: str) -> None:
+    """Keeps a measurement, for docs/elastic.md: in the report, and in the file CHAOS_ROWS."""
+    record_property("network", outcome)
+    with Path(os.environ.get("CHAOS_ROWS", os.devnull)).open("a") as file:
+        file.write(outcome + "\n")
 
 
 def quicken(net: Network) -> None:
@@ -251,9 +258,7 @@ def test_a_fault(
         run.end([each for number, each in enumerate(commands) if number != gone])
         assert lost == (gone is not None)
         row = run.outcome(fault, struck, before, LOST, noticed[0] if noticed else struck)
-        record_property("network", row)
-        with Path(os.environ.get("CHAOS_ROWS", os.devnull)).open("a") as file:
-            file.write(row + "\n")
+        keep(record_property, row)
     assert_survived(samestep, tmp_path / "run", undisturbed(STEPS))
 
 
@@ -313,6 +318,7 @@ def test_random_partitions(
     undisturbed: Callable[[int], Path],
     samestep: Samestep,
     tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Up to 200, one after another, for at most CHAOS_MINUTES (default 20)."""
     generator, began = random.Random(0), time.monotonic()
@@ -342,6 +348,7 @@ def test_random_partitions(
                 os.kill(agent, signal.SIGTERM)
         run.until(lambda: all(command.poll() is not None for command in commands))
         assert count > 3
+        keep(record_property, f"{count} partitions, {run.starts} starts, {run.step} steps")
     taken = max(integrity.committed_steps(tmp_path / "run" / "checkpoints"))
     expected = undisturbed(taken)
     assert_survived(samestep, tmp_path / "run", expected)
