@@ -71,6 +71,15 @@ class RendezvousError(LaunchError):
     exit_code = EXIT_UNAVAILABLE
 
 
+class ConnectError(LaunchError):
+    """The processes of a run cannot connect to each other.
+
+    They may have lost the network at this moment, so an elastic run starts again.
+    """
+
+    exit_code = EXIT_CRASHED
+
+
 class HangError(LaunchError):
     """The processes of a run wait for each other, without progress; an elastic run restarts."""
 
