@@ -78,7 +78,7 @@ conformance: install  ## the full same-step matrix (35 minutes; resumes), writte
 	$(BIN)/python -m tests.conformance.matrix $(if $(ONLY),--only '$(ONLY)')
 	$(if $(ONLY),,$(BIN)/python -m tests.conformance.exact_matrix)
 
-chaos: install  ## faults of all kinds (half an hour); what each has cost is written to docs/reliability.md
+chaos: install  ## faults of all kinds (an hour and a half; those of networks need root); what each has cost is written to docs/reliability.md
 	$(BIN)/python -m pytest -m chaos --ignore tests/chaos/test_faults.py
 	$(BIN)/python -m tests.chaos.table
 

@@ -36,6 +36,10 @@ class CheckpointError(SamestepError):
     """A checkpoint cannot be written, is damaged, or belongs to another model."""
 
 
+class SupersededError(ConfigError):
+    """Another training has taken over the folder in which this one writes its checkpoints."""
+
+
 class StorageError(DataError, CheckpointError):
     """A file cannot be read or written: data and checkpoints share disks and object stores."""
 
@@ -65,6 +69,15 @@ class RendezvousError(LaunchError):
     """The rendezvous of a run's machines failed: too few came, or its host is not there."""
 
     exit_code = EXIT_UNAVAILABLE
+
+
+class ConnectError(LaunchError):
+    """The processes of a run cannot connect to each other.
+
+    They may have lost the network at this moment, so an elastic run starts again.
+    """
+
+    exit_code = EXIT_CRASHED
 
 
 class HangError(LaunchError):

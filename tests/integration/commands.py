@@ -47,7 +47,9 @@ class Process:
         self.temporary.mkdir(exist_ok=True)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(folder),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(folder), os.environ.get("PYTHONPATH")])
+            ),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
         }

@@ -11,6 +11,8 @@ last, `COMMITTED`. The modules, from the training loop down to the bytes:
     collective   an error on one rank becomes an error on all
     files        every file operation, on a file system or in an object store
     lock         one writer at a time in a folder
+    lease        the number of a writer, which makes late writes of former ones harmless
+    history      which checkpoints count, when several writers followed each other
 
 Other formats: `deepspeed`, `huggingface`. `deferred` converts a model between formats tensor by
 tensor.

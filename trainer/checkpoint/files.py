@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from trainer import storage
 from trainer.errors import CheckpointError, ObjectNotFoundError
 from trainer.storage import Digest, keeper
 
+CLAIMING = ".claim-"
+"""First part of the name of a folder that does not have its own name yet."""
 THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
@@ -91,6 +94,62 @@ def write(path: Location, *parts: bytes | memoryview) -> Digest:
     # Writes a temporary file, fsyncs it, renames it, and fsyncs the folder, in this order.
     with storage.atomic_write(path) as file:
         return storage.copy(storage.chunks(parts), file)
+
+
+def create(path: Location, content: bytes) -> bool:
+    """Writes a small file unless there is one; of several processes that try, one succeeds.
+
+    Another process may see the file before all of its content.
+
+    Args:
+        content: unlike that of any other process.
+
+    Returns:
+        Whether this call has written it.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if isinstance(path, Url):
+        return storage.create(path.url, content)
+    with _explained("write", path):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        storage.sync_folder(path.parent)
+    return True
+
+
+def claim(folder: Location, name: str, content: bytes) -> bool:
+    """Makes a folder with one small file in it, unless there is one; of several, one succeeds.
+
+    Returns:
+        Whether this call has made it.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    if isinstance(folder, Url):
+        return not names(folder) and storage.create(f"{folder.url}/{name}", content)
+    # The folder appears with the file: a folder without it may be removed as somebody's leftover.
+    temporary = folder.with_name(f"{CLAIMING}{folder.name}-{uuid.uuid4().hex}")
+    with _explained("write in", folder.parent):
+        try:
+            write(temporary / name, content)
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        storage.sync_folder(folder.parent)
+    return True
 
 
 def read(path: Location) -> bytes:

@@ -1,8 +1,9 @@
 """A step's folder: whether it is committed, and whether its files are still as they were written.
 
 `checksums.json` lists every file with its SHA-256 and size. `COMMITTED` holds the SHA-256 of
-`checksums.json` and is written last. All writes are atomic (see `files`), so a crash at any byte
-leaves either a step without `COMMITTED`, which is ignored, or a complete one.
+`checksums.json` and, if it has one, the number of the writer's lease; it is written last. All
+writes are atomic (see `files`), so a crash at any byte leaves either a step without `COMMITTED`,
+which is ignored, or a complete one.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import dataclasses
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from trainer.checkpoint import files
+from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
 from trainer.config import Tree, renamed
 from trainer.errors import CheckpointError, ObjectNotFoundError, StorageError
@@ -34,17 +34,38 @@ Check = Callable[[Location], None]
 
 def step_folder(root: Location, step: int) -> Location:
     """Returns the folder of a step, in the folder of all checkpoints of a run."""
-    return root / f"step-{step:08d}"
+    found = [folder for folder in history.folders(files.names(root)) if folder.step == step]
+    if len(found) > 1:  # several trainings have saved it, of which one counts
+        for folder in reversed(_listed(root)):
+            if folder.step == step and folder.committed and folder.counts:
+                return folder.place
+    name = found[-1].name if found else history.plain_name(step)
+    return root / name
 
 
 def committed_steps(root: Location) -> list[int]:
-    """Returns the committed steps, oldest first; they may have been damaged since."""
-    return [step for step, committed in _steps(root).items() if committed]
+    """Returns the committed steps that count, oldest first; they may have been damaged since.
+
+    Steps of trainings from which the run did not continue do not count, see
+    `trainer.checkpoint.history`.
+    """
+    return sorted({each.step for each in _listed(root) if each.committed and each.counts})
 
 
 def uncommitted_folders(root: Location) -> list[Location]:
     """Returns the folders of saves that were interrupted, or are under way."""
-    return [step_folder(root, step) for step, committed in _steps(root).items() if not committed]
+    return [each.place for each in _listed(root) if not each.committed]
+
+
+def superseded_folders(root: Location) -> list[Location]:
+    """Returns the folders of committed steps that do not count."""
+    return [each.place for each in _listed(root) if each.committed and not each.counts]
+
+
+def newest_until(root: Location, step: float) -> tuple[int, int] | None:
+    """Returns the newest committed step up to `step`, and the number of the lease that wrote it."""
+    found = [each for each in _listed(root) if each.committed and each.counts and each.step <= step]
+    return (found[-1].step, found[-1].lease) if found else None
 
 
 def is_committed(folder: Location) -> bool:
@@ -52,17 +73,47 @@ def is_committed(folder: Location) -> bool:
     return (folder / _COMMITTED).exists()
 
 
-def _steps(root: Location) -> dict[int, bool]:
-    """Returns each step that has a folder, oldest first, and whether it is committed."""
-    names = [name for name in files.names(root) if re.fullmatch(r"step-\d{8,}", name)]
-    steps = sorted(int(name.removeprefix("step-")) for name in names)
-    # In threads, because each check is a request if the root is in an object store.
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+    """A folder of a step.
+
+    Attributes:
+        lease: that committed the step; 0 if none did.
+        counts: whether the step is on the line of history.
+    """
+
+    step: int
+    lease: int
+    place: Location
+    committed: bool
+    counts: bool
+
+
+def _listed(root: Location) -> list[_Listed]:
+    """Returns all folders of steps; the oldest first, and of one step that of the lowest lease."""
+    names = files.names(root)
+    folders = history.folders(names)
+    stretches = history.line(root, names)
+
+    def look(folder: history.Folder) -> _Listed:
+        place = root / folder.name
+        committed = files.read_if_there(place / _COMMITTED)
+        lease = _lease_of(committed or b"")
+        counts = history.counts(stretches, folder.step, lease)
+        return _Listed(folder.step, lease, place, committed is not None, counts)
+
+    # In threads, because each look is a request if the root is in an object store.
     with ThreadPoolExecutor(files.THREADS) as pool:
-        committed = pool.map(lambda step: is_committed(step_folder(root, step)), steps)
-        return dict(zip(steps, committed, strict=True))
+        return sorted(pool.map(look, folders), key=lambda each: (each.step, each.lease))
 
 
-def commit(folder: Location, digests: Mapping[str, Digest]) -> None:
+def _lease_of(committed: bytes) -> int:
+    """Returns the number of a lease in the content of `COMMITTED`; 0 if there is none."""
+    number = committed.partition(b" ")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def commit(folder: Location, digests: Mapping[str, Digest], lease: int = 0) -> None:
     """Commits a step that consists of exactly these files, which must be durable by now.
 
     The order matters: `files.write` returns after its fsyncs, so when `COMMITTED` appears, no crash
@@ -70,12 +121,19 @@ def commit(folder: Location, digests: Mapping[str, Digest]) -> None:
     """
     checksums = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
     written = files.write(folder / _CHECKSUMS, json.dumps(checksums, indent=1).encode())
-    files.write(folder / _COMMITTED, written.sha256.encode())
+    content = f"{written.sha256} {lease}" if lease else written.sha256
+    files.write(folder / _COMMITTED, content.encode())
 
 
 def remove_step(folder: Location) -> None:
     """Removes a step, committed or not; if interrupted, it leaves an uncommitted step."""
     files.remove_folder(folder, first=_COMMITTED)
+
+
+def clear_step(folder: Location) -> None:
+    """Removes the files of a step, but for its lease, so no other training takes its name."""
+    files.remove(folder / _COMMITTED)
+    files.remove_files(folder, [name for name in files.names(folder) if name != history.NUMBER])
 
 
 def read_checksums(folder: Location) -> dict[str, Digest]:
@@ -92,7 +150,7 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
         )
     # COMMITTED vouches for checksums.json, which vouches for all other files.
     content = files.read(folder / _CHECKSUMS)
-    if hashlib.sha256(content).hexdigest().encode() != committed:
+    if hashlib.sha256(content).hexdigest().encode() != committed.partition(b" ")[0]:
         raise _damaged(folder / _CHECKSUMS, "its SHA-256 is not the one in COMMITTED")
     return {name: Digest(**digest) for name, digest in json.loads(content).items()}
 

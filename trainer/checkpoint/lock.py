@@ -2,7 +2,11 @@
 
 The owner writes a note, `.owner`, renews it every few seconds, and removes it at the end. If the
 process is killed, the note stays. A note that is not renewed for a while has no owner any more;
-this compares no clocks of different machines, only whether the note changes.
+this compares no clocks of different machines, only whether the note changes while it is watched.
+
+An owner that was only frozen may wake up after another process has taken over. What it then still
+writes does no harm, because each owner also has a lease, with a higher number than all before it
+(`trainer.checkpoint.lease`); within seconds it finds the higher number and ends.
 
 On a file system the owner also holds an `flock` on `.lock`. It ends with the process, so on the
 same machine it tells at once whether the owner is alive. It is not enough alone: the locks of a
@@ -21,24 +25,56 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from trainer.checkpoint import files
-from trainer.checkpoint.files import Location, Url
-from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from trainer.checkpoint import files, history
+from trainer.checkpoint.files import Location
+from trainer.checkpoint.lease import Lease
+from trainer.errors import EXIT_CRASHED, CheckpointError, ConfigError
 from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
+
+GROUP = "SAMESTEP_GROUP"
+"""Environment variable of the workers of an elastic run on several machines, see `Group`."""
 
 _NOTE = ".owner"
 _LOCK = ".lock"
 _WAIT_SECONDS = 10.0  # killed processes may take that long to end
 _RENEW_SECONDS = 10.0
 _STALE_SECONDS = 35.0  # without a renewal; retries in a store take up to 31
-_RACE_SECONDS = 1.0  # if two start at once, the later note replaces the other within this time
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The machines that an elastic run has at a time.
+
+    Attributes:
+        run: a secret of the run, the same for all of its groups.
+        order: numbers of the host and of its round. A group with higher ones is later, and the host
+            has found the earlier one lost.
+    """
+
+    run: str
+    order: tuple[int, int]
+
+    @classmethod
+    def parse(cls, text: str) -> Group | None:
+        """Reads the environment variable; None if it is empty."""
+        if not text:
+            return None
+        run, host, number = text.split()
+        return cls(run, (int(host), int(number)))
+
+    def __str__(self) -> str:
+        return f"{self.run} {self.order[0]} {self.order[1]}"
+
+    def follows(self, other: Group | None) -> bool:
+        """Whether it is a later group of the same run."""
+        return other is not None and other.run == self.run and other.order < self.order
 
 
 @dataclass(frozen=True)
@@ -52,6 +88,8 @@ class Owner:
         job: the scheduler's number, if any.
         since: start of the process, in seconds since 1970.
         renewed: when the note was last written, in seconds since 1970.
+        lease: number of its lease; 0 in notes of older versions.
+        group: of an elastic run, as text; "" if it is not one on several machines.
     """
 
     token: str
@@ -62,6 +100,8 @@ class Owner:
     job: str | None
     since: float
     renewed: float
+    lease: int = 0
+    group: str = ""
 
     @classmethod
     def this_process(cls) -> Owner:
@@ -71,7 +111,18 @@ class Owner:
             user = f"user {os.getuid()}"
         job = next((os.environ[name] for name in _JOBS if name in os.environ), None)
         now = time.time()
-        return cls(uuid.uuid4().hex, platform.node(), _machine(), os.getpid(), user, job, now, now)
+        token, group = uuid.uuid4().hex, os.environ.get(GROUP, "")
+        return cls(
+            token,
+            platform.node(),
+            _machine(),
+            os.getpid(),
+            user,
+            job,
+            now,
+            now,
+            group=group,
+        )
 
     def __str__(self) -> str:
         job = "" if self.job is None else f", job {self.job}"
@@ -112,20 +163,7 @@ class Lock:
         self._me = Owner.this_process()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
-
-    def check(self) -> None:
-        """Checks that no other process has taken the folder over, while this one was stopped.
-
-        Raises:
-            ConfigError: one has.
-        """
-        owner = self.owner()
-        if owner is not None and owner.token != self._me.token:
-            raise ConfigError(
-                f"another training has taken {self.folder} over, as this one gave no sign of life: "
-                f"{owner}. This one ends, to keep their files apart. To resume it, stop the other "
-                "and start it again"
-            )
+        self._lease: Lease | None = None
 
     def owner(self) -> Owner | None:
         """Reads the note; None if there is none.
@@ -134,37 +172,43 @@ class Lock:
             CheckpointError: it cannot be read, so there may or may not be an owner.
         """
         try:
-            return Owner(**json.loads(files.read(self._note)))
-        except CheckpointError as error:
-            if isinstance(error, ObjectNotFoundError):
-                return None
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
+            content = files.read_if_there(self._note)
+            return None if content is None else Owner(**json.loads(content))
         except (ValueError, TypeError):  # written by another version
             return None
 
-    def take(self, alone: bool) -> None:
-        """Writes the note once the former owner is known to be gone.
+    def follows(self, former: Owner | None) -> bool:
+        """Whether this process belongs to a later group of the former owner's elastic run."""
+        mine = Group.parse(self._me.group)
+        return former is not None and mine is not None and mine.follows(Group.parse(former.group))
+
+    def take(self, alone: bool) -> Lease:
+        """Takes a lease and writes the note, once the former owner is known to be gone.
 
         Args:
             alone: this process holds the `flock`, so no other of this machine is the owner.
 
         Raises:
-            ConfigError: the former owner is alive.
+            ConfigError: the former owner is alive, or another process takes over at this moment.
             CheckpointError: the note cannot be read or written.
         """
         former = self.owner()
-        # A dead process of this machine needs no waiting. Elsewhere only silence can tell.
-        if former is not None and not former.is_dead and not (alone and former.is_here):
-            self._watch(former)
+        if former is not None:
+            newest = max(history.lease_numbers(files.names(self.folder)), default=0)
+            # A dead process of this machine needs no waiting. Elsewhere only silence can tell, and
+            # the note of a former owner, written late, says nothing about the newest one.
+            is_dead = former.is_dead or (alone and former.is_here)
+            if self.follows(former):
+                logger.info("the machines of this run before this round are given up: %s", former)
+            elif former.lease < newest or not is_dead:
+                self._watch(former, newest)
+        self._lease = Lease.take(self.folder)
+        if self._lease is None:
+            raise _refused(self.folder, self.owner())
+        self._me = replace(self._me, lease=self._lease.number)
         self._write()
-        # A store cannot create an object only if it is missing, so two processes may both get here.
-        # The later note wins, and the other process finds it after a moment.
-        if isinstance(self.folder, Url):
-            time.sleep(_RACE_SECONDS)
-            self.check()
         self._thread.start()
+        return self._lease
 
     def release(self) -> None:
         """Removes the note."""
@@ -175,36 +219,37 @@ class Lock:
             if owner is not None and owner.token == self._me.token:
                 files.remove(self._note)
 
-    def _watch(self, former: Owner) -> None:
-        """Returns once the note has not been renewed for long enough.
+    def _watch(self, former: Owner, newest: int) -> None:
+        """Returns once the newest owner has not renewed its note for long enough.
 
         Raises:
             ConfigError: it was renewed.
         """
         logger.info("waiting to see if another training is alive in %s: %s", self.folder, former)
         deadline = time.monotonic() + _STALE_SECONDS
-        while time.monotonic() < deadline:
+        looked = 0.0
+        while looked < deadline:
             time.sleep(min(1.0, _STALE_SECONDS / 10))
+            # Time before the look: a pause of this process after it must not count as silence.
+            looked = time.monotonic()
             found = self.owner()
             if found is None:
                 return
-            # `renewed` is part of the note, so any renewal makes it differ.
-            if found != former:
+            # `renewed` is part of the note, so any renewal makes it differ. That of a lower lease
+            # is the note of an owner that was frozen, and ends soon.
+            if found != former and found.lease >= newest:
                 raise _refused(self.folder, found)
+            former = found
         logger.warning(
             "taking %s over from a training that gives no sign of life: %s", self.folder, former
         )
 
     def _renew(self) -> None:
+        assert self._lease is not None, "the lease is taken before the thread starts"
         while not self._released.wait(_RENEW_SECONDS):
             try:
-                self.check()
+                self._lease.check_or_end()
                 self._write()
-            except ConfigError as error:
-                logger.error("error: %s", error)
-                logging.shutdown()
-                # At once, with no cleanup: the other threads must not write any more.
-                os._exit(error.exit_code)
             except CheckpointError as error:  # a full disk or an unreachable store may recover
                 logger.debug("not renewed: %s", error)
 
@@ -213,8 +258,8 @@ class Lock:
 
 
 @contextmanager
-def only_writer(folder: Location, needed_by: str | None = None) -> Iterator[None]:
-    """Owns a folder, which is created if missing, while the context lasts.
+def only_writer(folder: Location, needed_by: str | None = None) -> Iterator[Lease]:
+    """Owns a folder, which is created if missing, while the context lasts; yields the lease.
 
     Args:
         needed_by: the setting that names the folder and its value, as "output=runs/a", for the
@@ -237,9 +282,9 @@ def only_writer(folder: Location, needed_by: str | None = None) -> Iterator[None
     with ExitStack() as stack:
         # The flock is released by the system when the process ends, even by SIGKILL.
         alone = isinstance(folder, Path) and stack.enter_context(_flocked(folder / _LOCK, lock))
-        lock.take(alone)
+        lease = lock.take(alone)
         stack.callback(lock.release)
-        yield
+        yield lease
 
 
 def _machine() -> str:
@@ -253,10 +298,14 @@ def _machine() -> str:
 
 def _refused(folder: Location, owner: Owner | None) -> ConfigError:
     who = "" if owner is None else f": {owner}"
-    return ConfigError(
+    error = ConfigError(
         f"another training is running in {folder}{who}. "
         "Wait for it to end or stop it, or choose another folder"
     )
+    if os.environ.get(GROUP):
+        # Most likely, other machines of this run that do not know yet that these go on.
+        error.exit_code = EXIT_CRASHED
+    return error
 
 
 @contextmanager
@@ -270,6 +319,9 @@ def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
                 locked = True
                 break
             except BlockingIOError:
+                if lock.follows(lock.owner()):  # it is frozen, and its lease protects us
+                    locked = False
+                    break
                 if time.monotonic() > deadline:
                     raise _refused(lock.folder, lock.owner()) from None
                 time.sleep(0.2)

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpoint import files, integrity, layout, restoring, retention, writer
+from trainer.checkpoint import (
+    files,
+    history,
+    integrity,
+    layout,
+    restoring,
+    retention,
+    writer,
+)
 from trainer.checkpoint.collective import (
     first_error,
     gather,
@@ -23,6 +31,7 @@ from trainer.checkpoint.collective import (
 )
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.lease import Lease
 from trainer.config import Tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.storage import is_url, is_writable, shown
@@ -94,6 +103,7 @@ class Checkpointer:
         rank: int,
         world_size: int,
         peer_timeout: float = 300.0,
+        lease: Lease | None = None,
     ) -> None:
         """
         Args:
@@ -103,12 +113,16 @@ class Checkpointer:
             peer_timeout: seconds that rank 0 waits for the files of other ranks. Must be shorter
                 than the timeout of collectives, in which the others wait meanwhile: this error
                 explains the failure, theirs does not.
+            lease: of this process on the folder, on rank 0 of a run that trains; None if nobody
+                else can write there, or if nothing is saved. Once another process has taken the
+                folder over, a save ends this process.
         """
         self.folder = folder
         self.config = config
         self._rank = rank
         self._world_size = world_size
         self._peer_timeout = peer_timeout
+        self._lease = lease
         self._staging = layout.Staging()
         self._copying: futures.Future[tuple[bytes, memoryview]] | None = None
         self._thread: threading.Thread | None = None
@@ -156,13 +170,15 @@ class Checkpointer:
         if step == self._at:
             return
         meta_text = writer.describe(step, self._world_size, meta)
-        folder = integrity.step_folder(self.folder, step)
         self._error = None
         self._saving = step
+        folder = self.folder / history.plain_name(step)
         try:
             with raise_on_all_ranks(self._world_size):
                 if self._rank == 0:
-                    self._prepare(step)
+                    folder = self._prepare(step)
+            # By name: another node may have mounted the folder at another place.
+            folder = self.folder / gather(folder.name, self._world_size)[0]
             # A rank on a slow network file system must not write before it sees the folder.
             if isinstance(folder, Path):  # object stores have no folders
                 self._await_everywhere(folder)
@@ -172,7 +188,7 @@ class Checkpointer:
         pieces = layout.pieces_to_write(tensors, self._rank, self._world_size)
         self._copying = self._staging.copy(pieces)
         self._verified.discard(folder)
-        arguments = (step, self._copying, meta_text)
+        arguments = (step, folder, self._copying, meta_text)
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="checkpoint", daemon=True
         )
@@ -314,6 +330,8 @@ class Checkpointer:
         self.settle()
         with raise_on_all_ranks(self._world_size):
             if self._rank == 0:
+                if self._lease is not None:
+                    self._lease.check_or_end()
                 self._remove_after(step)
 
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> Tree:
@@ -396,30 +414,64 @@ class Checkpointer:
             self._verified.add(folder)
         return damage
 
-    def _prepare(self, step: int) -> None:
+    def continue_from(self, step: int | None) -> None:
+        """Says, before the first save, which step the run continues from. Collective.
+
+        Args:
+            step: the newest checkpoint that counts from now on, or a later step that was restored
+                from elsewhere; None: the run starts from nothing.
+        """
+        with raise_on_all_ranks(self._world_size):
+            if self._lease is not None and not self._lease.has_decided:
+                self._lease.check_or_end()
+                found = None if step is None else integrity.newest_until(self.folder, step)
+                self._lease.decide(*(found or (None, 0)))
+
+    def _prepare(self, step: int) -> Location:
         """Removes interrupted saves and abandoned later steps, and creates the step's folder.
 
         Abandoned steps are removed before the save, not after it: if the process died in between,
         a restart would take one of them for the newest step.
         """
+        if self._lease is not None:
+            assert self._lease.has_decided, "call continue_from before the first save"
+            self._lease.check_or_end()
+            for leftover in self._lease.abandoned():
+                files.remove_folder(leftover, first=history.NUMBER)
         for leftover in integrity.uncommitted_folders(self.folder):
-            logger.info("removing %s: saving it was interrupted", leftover)
-            integrity.remove_step(leftover)
+            if self._may_remove(leftover):
+                logger.info("removing %s: saving it was interrupted", leftover)
+                integrity.remove_step(leftover)
+        for superseded in integrity.superseded_folders(self.folder):
+            if self._may_remove(superseded):
+                logger.warning("removing %s: the run resumed from an earlier step", superseded)
+                integrity.remove_step(superseded)
         self._remove_after(step - 1)
-        files.make_folder(integrity.step_folder(self.folder, step))
+        if self._lease is not None:
+            return self._lease.claim(step)
+        folder = self.folder / history.plain_name(step)
+        files.make_folder(folder)
+        return folder
+
+    def _may_remove(self, folder: Location) -> bool:
+        return self._lease is None or self._lease.may_remove(folder)
 
     def _remove_after(self, step: int) -> None:
         # The newest first: if this is interrupted, the rest is still the start of the history.
         for later in reversed(self.steps()):
-            if later > step:
+            folder = integrity.step_folder(self.folder, later)
+            if later > step and self._may_remove(folder):
                 logger.warning("removing step %d: the run resumed from an earlier step", later)
-                integrity.remove_step(integrity.step_folder(self.folder, later))
+                integrity.remove_step(folder)
 
     def _write(
-        self, step: int, content: futures.Future[tuple[bytes, memoryview]], meta: bytes
+        self,
+        step: int,
+        folder: Location,
+        content: futures.Future[tuple[bytes, memoryview]],
+        meta: bytes,
     ) -> None:
         """Writes, commits and removes old steps; keeps an error for the next collective call."""
-        folder = integrity.step_folder(self.folder, step)
         try:
             writer.write_step(
                 folder,
@@ -428,20 +480,24 @@ class Checkpointer:
                 rank=self._rank,
                 world_size=self._world_size,
                 peer_timeout=self._peer_timeout,
+                lease=self._lease,
             )
         except Exception as error:
             self._fail(step, error)
             # Partial files must not fill up a disk that is already full.
             if self._rank == 0:
                 with suppress(CheckpointError):  # then the next save removes it
-                    integrity.remove_step(folder)
+                    if self._lease is None:
+                        integrity.remove_step(folder)
+                    else:  # another rank may still write there
+                        integrity.clear_step(folder)
         else:
             if self._rank == 0:
                 self._remove_old()
 
     def _fail(self, step: int, error: Exception) -> None:
         """Keeps the error for `wait`. Rank 0, which sees the errors of all ranks, logs it."""
-        name = integrity.step_folder(self.folder, step).name
+        name = history.plain_name(step)
         self._error = CheckpointError(
             f"saving {name} failed: {error}. The checkpoints committed before it stay readable"
         )
@@ -457,7 +513,9 @@ class Checkpointer:
         check = integrity.check_sizes
         try:
             for step in retention.outdated_steps(self.folder, last, every, check, self._kept):
-                integrity.remove_step(integrity.step_folder(self.folder, step))
+                folder = integrity.step_folder(self.folder, step)
+                if self._may_remove(folder):
+                    integrity.remove_step(folder)
         except CheckpointError as error:
             logger.warning("an old checkpoint could not be removed: %s", error)
 

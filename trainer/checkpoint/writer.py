@@ -28,6 +28,7 @@ import torch
 import trainer
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.lease import Lease
 from trainer.errors import CheckpointError
 from trainer.storage import Digest
 
@@ -65,6 +66,7 @@ def write_step(
     rank: int,
     world_size: int,
     peer_timeout: float,
+    lease: Lease | None = None,
 ) -> None:
     """Writes a rank's files of a step. Rank 0 returns when the step is committed.
 
@@ -73,6 +75,7 @@ def write_step(
         content: header and body of the rank's safetensors file.
         meta: content of meta.json, which rank 0 writes.
         peer_timeout: seconds that rank 0 waits for the others after writing its own file.
+        lease: of rank 0. If another training has taken over, the process ends.
 
     Raises:
         CheckpointError: a file cannot be written; on rank 0 also, another rank failed or is late.
@@ -85,7 +88,14 @@ def write_step(
             files.write(folder / _note(rank), note)
             return
         digests = {_tensors(0): digest, integrity.META: files.write(folder / integrity.META, meta)}
-        integrity.commit(folder, digests | _await_peers(folder, world_size, peer_timeout))
+        digests |= _await_peers(folder, world_size, peer_timeout)
+        if lease is None:
+            integrity.commit(folder, digests)
+            return
+        lease.check_or_end()
+        integrity.commit(folder, digests, lease.number)
+        # Again: whoever takes over from now on finds this step.
+        lease.check_or_end()
     except Exception as error:
         if rank > 0:  # lets rank 0 give up now instead of after the timeout
             try:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.lock import GROUP, Group
 from trainer.elastic.rendezvous import Rendezvous, Round, RunEnded
 from trainer.elastic.workers import Exit, Main, Workers
 from trainer.errors import (
@@ -148,6 +149,7 @@ class _Agent:
         )
         self._workers, self._processes, self._preemption = workers, processes, preemption
         self._is_elastic, self._snapshots = elastic is not None, settings.snapshots
+        self._several_machines = settings.secrets_folder is not None
         self._keeper: Keeper | None = None
         self._received: list[tuple[signal.Signals, float]] = []  # signals not handled yet
         # The signal that asked the run to stop and its time, and one that came later.
@@ -171,11 +173,13 @@ class _Agent:
         except LaunchError as error:
             self._end_run(EXIT_FAILED, str(error))
             raise
+        else:
+            self._end_run(code, "its messages say why")
+            return code
         finally:
             if self._keeper is not None:
                 self._keeper.close()
-        self._end_run(code, "its messages say why")
-        return code
+            self._rendezvous.leave()
 
     def _end_run(self, code: int, reason: str) -> None:
         # A preempted agent leaves alone: the other machines may continue.
@@ -205,6 +209,9 @@ class _Agent:
             "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
             **loopback_only(self._rendezvous.host),
         }
+        if self._several_machines:
+            run = self._rendezvous.derived_secret("groups").hex()
+            shared[GROUP] = str(Group(run, joined.order))
         if self._snapshots:
             secret = self._rendezvous.derived_secret("keepers")
             if self._keeper is None:  # one for all rounds, or restarts would lose the snapshots
@@ -309,12 +316,14 @@ class _Agent:
                 expected |= {-number, 128 + number}
             if code in expected:
                 return None
+        if code == EXIT_REGROUP and not self._is_elastic:
+            return EXIT_FAILED
         if code == EXIT_REGROUP:
             logger.info(
                 "another machine stopped: starting again from the newest checkpoint with those "
                 "that are there"
             )
-            return None if self._is_elastic else EXIT_FAILED
+            return None
         if code >= 0 and code != EXIT_CRASHED:
             return code
         rank = joined.first_rank + local_rank

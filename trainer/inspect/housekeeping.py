@@ -117,7 +117,7 @@ def _report(root: Location, check: Check, valid: str) -> int:
     from rich.filesize import decimal
     from rich.table import Table
 
-    from trainer.checkpoint import integrity
+    from trainer.checkpoint import history, integrity
 
     table = Table("step", "age", "size", "ranks", "state")
     problems = []
@@ -134,9 +134,14 @@ def _report(root: Location, check: Check, valid: str) -> int:
         state = ("damaged" if damage else valid) + (", best" if step == best else "")
         ranks = str(meta.get("world_size", "-"))
         table.add_row(str(step), age, decimal(_size(folder)), ranks, state)
-    for folder in integrity.uncommitted_folders(root):
-        number = str(int(folder.name.rpartition("-")[2]))
-        table.add_row(number, "-", decimal(_size(folder)), "-", "not committed")
+    others = {
+        "not committed": integrity.uncommitted_folders(root),
+        "superseded": integrity.superseded_folders(root),
+    }
+    for state, folders in others.items():
+        for folder in folders:
+            number = str(history.folders([folder.name])[0].step)
+            table.add_row(number, "-", decimal(_size(folder)), "-", state)
     if not table.row_count:
         raise CheckpointError(f"there is no checkpoint in {root}. Check the folder")
     console = _console()
@@ -179,7 +184,7 @@ def _gc(args: argparse.Namespace) -> int:
         best, check = retention.best_step(root), integrity.check_content
         last, every = config.keep_last, config.keep_every
         outdated = retention.outdated_steps(root, last, every, check, best)
-        going = integrity.uncommitted_folders(root)
+        going = integrity.uncommitted_folders(root) + integrity.superseded_folders(root)
         going += [integrity.step_folder(root, step) for step in outdated]
         freed = 0
         for folder in going:

@@ -18,6 +18,7 @@ from trainer.storage.local import (
     write_text,
 )
 from trainer.storage.objects import (
+    create,
     download,
     exists,
     glob,
@@ -40,6 +41,7 @@ __all__ = [
     "atomic_write",
     "chunks",
     "copy",
+    "create",
     "download",
     "exists",
     "glob",

@@ -149,9 +149,7 @@ class _Failure:
     def of(cls, error: BaseException) -> _Failure:
         # Read the type before unwrapping: S3 may give a time-out the status 400.
         timed_out = isinstance(error, TimeoutError)
-        # fsspec wraps a store's exception, for example in a FileNotFoundError.
-        while type(error).__module__ == "builtins" and error.__cause__ is not None:
-            error = error.__cause__
+        error = _unwrapped(error)
         kind = type(error).__name__
         status = _http_status(error)
         if status is None and isinstance(error, FileNotFoundError):
@@ -190,6 +188,18 @@ def _is_transient(error: BaseException, status: int | None) -> bool:
         return not isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError)
     kind = type(error)
     return kind.__module__ != "builtins" and not _PERMANENT_NAMES.search(kind.__name__)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Returns the HTTP status with which a store has answered, if it has."""
+    return _http_status(_unwrapped(error))
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    # fsspec wraps a store's exception, for example in a FileNotFoundError.
+    while type(error).__module__ == "builtins" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _http_status(error: BaseException) -> int | None:

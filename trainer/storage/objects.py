@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
-from trainer.storage.attempts import attempt, shown
+from trainer.storage.attempts import attempt, shown, status_of
 from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Of a multipart upload. S3 takes at most 10,000 parts, so objects of up to 640 GB.
 _PART_BYTES = 64 * 2**20
 _DOWNLOAD_TRIES = 3  # while the SHA-256 of the content is wrong
+_CONFLICT, _PRECONDITION_FAILED = 409, 412
 
 
 def exists(url: str) -> bool:
@@ -148,6 +149,31 @@ def write(url: str, *parts: bytes | memoryview) -> Digest:
         StorageError: it cannot be written. The former object, if any, is still there.
     """
     return _write(url, lambda: chunks(parts))
+
+
+def create(url: str, content: bytes) -> bool:
+    """Writes a small object unless there is one; of several processes that try, one succeeds.
+
+    Args:
+        content: unlike that of any other process.
+
+    Returns:
+        Whether this call has written it.
+    """
+
+    def create_once(fs: AbstractFileSystem, path: str) -> bool:
+        try:
+            fs.pipe_file(path, content, mode="create")
+        except Exception as error:  # every store's package has its own exceptions
+            if isinstance(error, FileExistsError) or status_of(error) == _PRECONDITION_FAILED:
+                return False
+            if status_of(error) == _CONFLICT:  # another process creates it right now
+                raise ConnectionError("two processes create it at once") from None
+            raise
+        return True
+
+    # If the answer to a request was lost, a retry finds the object that it has written.
+    return attempt("write", url, create_once) or read(url) == content
 
 
 def upload(path: Path, url: str) -> Digest:

@@ -22,8 +22,14 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface of collectives; ports of ranks are on it, too."""
 
 _CONNECT_SECONDS = 5.0
-# A machine that loses power is detected after 2 + 5 x 1 = 7 s.
-_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}
+# A machine that loses power is detected after 2 + 5 x 1 = 7 s. Keep-alives are not sent while sent
+# data has no answer; the last option limits that time, in milliseconds.
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 2,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 5,
+    "TCP_USER_TIMEOUT": 7000,
+}
 
 
 class Neighbor:

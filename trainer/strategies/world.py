@@ -22,7 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     rendezvous,
 )
 
-from trainer.errors import EXIT_REGROUP, LaunchError, SamestepError
+from trainer.errors import EXIT_REGROUP, ConnectError, LaunchError, SamestepError
 from trainer.strategies.neighbor import Neighbor
 
 logger = logging.getLogger(__name__)
@@ -214,12 +214,12 @@ def _leave(culprit: str, code: int) -> NoReturn:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns errors of torch.distributed into a LaunchError with the fix."""
+    """Turns errors of torch.distributed into a ConnectError with the fix."""
     try:
         yield
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise LaunchError(
+        raise ConnectError(
             f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}. Check"
             " that the address is reachable from this node and that all processes were started."
         ) from error

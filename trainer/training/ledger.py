@@ -24,13 +24,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.ranges import merged
+from trainer.storage import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +128,11 @@ class Ledger:
                 step,
                 aside.name,
             )
-        # Rows after the checkpoint's head describe steps that will be taken again.
+        # Rows after the checkpoint's head describe steps that will be taken again. A new file takes
+        # the place of the old one, to which a process may still write that was taken for dead.
         elif path.exists():
-            os.truncate(path, found[1])
+            with path.open("rb") as old, atomic_write(path) as new:
+                new.write(old.read(found[1]))
         self._file = JsonlTracker(path, resume_step=None)
         # A second start from the same checkpoint finds the head of the `lost` row instead of ours.
         self._repeat_order = found is None or found[0] != self.head

@@ -305,7 +305,7 @@ def open_parts(
     """
     with (
         open_strategy(experiment) as strategy,
-        only_writer_of(experiment, strategy.world.rank),
+        only_writer_of(experiment, strategy.world.rank) as lease,
     ):
         if strategy.accelerator.compiles:
             raise ConfigError(
@@ -319,8 +319,9 @@ def open_parts(
                 "micro-batches. Set training.micro_batch_size to the number that a run logs"
             )
         dataset = experiment.data.open()
-        checkpointer = open_checkpointer(experiment, strategy.world)
+        checkpointer = open_checkpointer(experiment, strategy.world, lease)
         newest = checkpointer.latest()
+        checkpointer.continue_from(newest)
         weights = experiment.init_from if newest is None or experiment.freezes else None
         prepared = prepare(
             experiment, dataset, strategy, weights, newest is not None, build_optimizer

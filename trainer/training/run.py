@@ -20,6 +20,7 @@ from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer import storage
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
+from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
@@ -72,13 +73,14 @@ def train(experiment: Experiment) -> int:
     ):
         # Before the lock makes the run's folder, so that a typo in data.path leaves none behind.
         dataset = experiment.data.open()
-        locks.enter_context(only_writer_of(experiment, strategy.world.rank))
+        lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             experiment.tracking.wandb.claim(Path(experiment.output))
         stop.join(strategy.world.size)
-        checkpointer = open_checkpointer(experiment, strategy.world)
+        checkpointer = open_checkpointer(experiment, strategy.world, lease)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
+        checkpointer.continue_from(step)
         if step is not None:
             check_origin(experiment, source, step)
         if step is not None and (reason := reason_to_end(experiment, source, step)):
@@ -177,13 +179,17 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
 
 
 @contextmanager
-def only_writer_of(experiment: Experiment, rank: int) -> Iterator[None]:
+def only_writer_of(experiment: Experiment, rank: int) -> Iterator[Lease | None]:
     """Locks the folders that a run writes: its checkpoints, and its output if that is elsewhere.
+
+    Yields:
+        The lease on the checkpoints, on rank 0.
 
     Raises:
         CheckpointError: a folder is not writable.
         ConfigError: another training writes there.
     """
+    lease = None
     with ExitStack() as locks:
         # Rank 0 represents the run; the other ranks write into folders that it has locked.
         if rank == 0:
@@ -191,11 +197,11 @@ def only_writer_of(experiment: Experiment, rank: int) -> Iterator[None]:
             needed_by = chosen = f"output={experiment.output}"
             if experiment.checkpoint.folder is not None:
                 needed_by = f"checkpoint.folder={experiment.checkpoint.folder}"
-            locks.enter_context(only_writer(checkpoints, needed_by))
+            lease = locks.enter_context(only_writer(checkpoints, needed_by))
             same = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
             if experiment.checkpoint.folder is not None and not same:
                 locks.enter_context(only_writer(output, chosen))
-        yield
+        yield lease
 
 
 def build_trainer(
@@ -379,7 +385,9 @@ def checkpoint_folder(experiment: Experiment) -> files.Location:
     return Path(experiment.output) / "checkpoints" if folder is None else files.location(folder)
 
 
-def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
+def open_checkpointer(
+    experiment: Experiment, world: World, lease: Lease | None = None
+) -> Checkpointer:
     """Opens the checkpoints of a run for training; all ranks must see the folder. Collective."""
     checkpointer = Checkpointer(
         checkpoint_folder(experiment),
@@ -387,6 +395,7 @@ def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
         rank=world.rank,
         world_size=world.size,
         peer_timeout=experiment.training.collective_timeout / 2,
+        lease=lease,
     )
     checkpointer.check_shared()
     return checkpointer

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,16 +21,17 @@ import pytest
 from tests.processes import fork
 from trainer.checkpoint import files, lock
 from trainer.checkpoint.files import Location
-from trainer.checkpoint.lock import Lock, Owner, only_writer
+from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.lock import Group, Lock, Owner, only_writer
 from trainer.config import load
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, SupersededError
 from trainer.training import run
 from trainer.training.experiment import Experiment
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"WAIT": 0.3, "RENEW": 0.05, "STALE": 0.5, "RACE": 0.1}.items():
+    for name, seconds in {"WAIT": 0.3, "RENEW": 0.05, "STALE": 0.5}.items():
         monkeypatch.setattr(lock, f"_{name}_SECONDS", seconds)
 
 
@@ -127,14 +130,85 @@ def test_who_was_taken_over_ends(tmp_path: Path) -> None:
         os._exit(0)
     while not (tmp_path / ".owner").exists():
         time.sleep(0.01)
-    while (ended := os.waitpid(first, os.WNOHANG)) == (0, 0):
-        leave_note(
-            tmp_path, host="elsewhere", machine="another"
-        )  # as the new owner does again and again
-        time.sleep(0.05)
-    assert os.waitstatus_to_exitcode(ended[1]) == 2
+    os.kill(first, signal.SIGSTOP)
+    taken = Lease.take(tmp_path)
+    assert taken is not None
+    assert taken.number == 2
+    os.kill(first, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 2
     assert "another training has taken" in (tmp_path / "log").read_text()
-    assert json.loads((tmp_path / ".owner").read_text())["host"] == "elsewhere"
+    taken.check()
+
+
+def test_a_late_note_of_a_former_owner_hides_no_owner(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was frozen while it renewed its note; it is here and dead, but not the newest owner."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with only_writer(folder):
+        monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)
+        leave_note(folder, lease=0, pid=ended.pid)
+        with pytest.raises(ConfigError, match="is running in"):
+            Lock(folder).take(alone=False)
+
+
+@pytest.mark.parametrize(
+    ("order", "is_later"), [((3, 1), True), ((2, 8), True), ((2, 7), False), ((1, 9), False)]
+)
+def test_a_later_round_of_the_same_run_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], is_later: bool
+) -> None:
+    """Its host has found the machines of the round before lost."""
+    monkeypatch.setenv(lock.GROUP, str(Group("a", order)))
+    for name in ("a", "b"):
+        leave_note(tmp_path, host="elsewhere", machine="another", group=f"{name} 2 7")
+        began = time.monotonic()
+        with only_writer(tmp_path):
+            waited = time.monotonic() - began > lock._STALE_SECONDS
+            assert waited == (name == "b" or not is_later)
+
+
+def test_a_later_round_does_not_wait_for_the_lock_of_a_frozen_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(lock.GROUP, "a 1 1")
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 60.0)
+    with only_writer(tmp_path):
+        monkeypatch.setenv(lock.GROUP, "a 1 2")
+        began = time.monotonic()
+        with only_writer(tmp_path) as lease:
+            assert time.monotonic() - began < 30
+            lease.check()
+
+
+def test_a_run_on_several_machines_tries_again_if_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner may be a part of the run that does not know yet that another part goes on."""
+    monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)
+    with only_writer(tmp_path):
+        monkeypatch.setattr(Owner, "is_dead", False)
+        for group, code in {"": 2, "a 1 1": 70}.items():
+            monkeypatch.setenv(lock.GROUP, group)
+            with pytest.raises(ConfigError, match="is running in") as refused:
+                Lock(tmp_path).take(alone=False)
+            assert refused.value.exit_code == code
+
+
+def test_of_several_that_start_at_once_one_gets_the_lease(folder: Location) -> None:
+    files.make_folder(folder)
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: Lease.take(folder), range(8)))
+    numbers = [lease.number for lease in taken if lease is not None]
+    assert numbers
+    assert len(set(numbers)) == len(numbers)
+    newest = max((lease for lease in taken if lease is not None), key=lambda each: each.number)
+    newest.check()
+    for lease in taken:
+        if lease is not None and lease is not newest:
+            with pytest.raises(SupersededError, match="another training has taken"):
+                lease.check()
 
 
 def test_checkpoints_may_lie_among_what_else_the_run_writes(

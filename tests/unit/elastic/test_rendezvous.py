@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from trainer.elastic import rendezvous, secret
+from tests.waiting import until
+from trainer.elastic import host, rendezvous, secret
+from trainer.elastic.host import Records, Renewal
 from trainer.elastic.rendezvous import Event, Rendezvous, Round, RunEnded
-from trainer.errors import ConfigError, LaunchError, RendezvousError
+from trainer.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
 from trainer.storage.channel import Channel
 
 Join = Callable[[Rendezvous, int], "Future[Round | None]"]
@@ -23,8 +27,10 @@ Join = Callable[[Rendezvous, int], "Future[Round | None]"]
 def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Lets agents join at the same time."""
     monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 0.2)
+    is_over = threading.Event()
     with ThreadPoolExecutor(8) as pool:
-        yield lambda agent, workers: pool.submit(agent.join, workers, lambda: False)
+        yield lambda agent, workers: pool.submit(agent.join, workers, is_over.is_set)
+        is_over.set()  # else those that wait in a test that has failed would wait on
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +39,13 @@ def _secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(32 * "s")
     file.chmod(0o600)
     monkeypatch.setenv(secret.ENVIRONMENT, str(file))
+    monkeypatch.chdir(tmp_path)  # the agents share the folder `checkpoints` there
 
 
 def agent(port: int, min_agents: int, max_agents: int, run: str = "train") -> Rendezvous:
-    return Rendezvous(f"127.0.0.1:{port}", min_agents, max_agents, run, Path("checkpoints"))
+    return Rendezvous(
+        f"127.0.0.1:{port}", min_agents, max_agents, run, Path("checkpoints").absolute()
+    )
 
 
 def agents(count: int, min_agents: int, max_agents: int) -> list[Rendezvous]:
@@ -188,3 +197,152 @@ def test_a_port_that_is_taken(join: Join, monkeypatch: pytest.MonkeyPatch, greet
                 LaunchError, match=r"another program listens at .* Give each run its own port"
             ):
                 refused.result(5)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address that is not this machine's, and where nobody answers; hosts are soon given up."""
+    address, listen = "127.0.0.9", rendezvous._listen
+    monkeypatch.setattr(
+        rendezvous, "_listen", lambda host, port: None if host == address else listen(host, port)
+    )
+    monkeypatch.setattr(rendezvous, "own_address", lambda host, port: "127.0.0.1")
+    for name, seconds in {"_RENEW_SECONDS": 0.1, "_SILENT_SECONDS": 1.0}.items():
+        monkeypatch.setattr(host, name, seconds)
+    return address
+
+
+def test_when_the_host_is_lost_one_of_the_others_becomes_the_host(
+    join: Join, elsewhere: str
+) -> None:
+    records = Records(Path("checkpoints").absolute())
+    assert records.create(1, elsewhere, 9) is not None
+    lost = [
+        Rendezvous(f"{elsewhere}:9", 3, 3, "train", Path("checkpoints").absolute())
+        for _ in range(3)
+    ]
+    joined = [future.result(20) for future in [join(each, 1) for each in lost]]
+    assert sorted(each.first_rank for each in joined if each) == [0, 1, 2]
+    found = records.newest()
+    assert found is not None
+    assert (found.number, found.host) == (2, "127.0.0.1")
+    assert [each.host for each in lost] == ["127.0.0.1"] * 3
+
+
+def test_a_host_that_renews_its_record_is_waited_for(join: Join, elsewhere: str) -> None:
+    """It cannot be reached from here, and a round of others may run there."""
+    records = Records(Path("checkpoints").absolute())
+    record = records.create(1, elsewhere, 9)
+    assert record is not None
+    renewal = Renewal(records, record)
+    renewal.start()
+    waiting = join(Rendezvous(f"{elsewhere}:9", 1, 3, "train", Path("checkpoints").absolute()), 1)
+    with pytest.raises(TimeoutError):
+        waiting.result(3)
+    renewal.leave()
+    assert waiting.result(20) is not None
+    found = records.newest()
+    assert found is not None
+    assert found.number == 2
+
+
+def test_a_host_without_enough_agents_does_not_keep_others_from_trying(
+    elsewhere: str,
+) -> None:
+    alone, is_over = agent(0, 2, 3), threading.Event()
+    waiting = threading.Thread(target=alone.join, args=(1, is_over.is_set), daemon=True)
+    waiting.start()
+    records = Records(Path("checkpoints").absolute())
+    until(lambda: records.newest() is not None)
+    until(lambda: records.newest() is not None and records.is_silent, 10)
+    is_over.set()
+    waiting.join(5)
+
+
+def test_a_host_that_was_frozen_joins_the_next_one(join: Join, elsewhere: str) -> None:
+    first = agent(0, 1, 1)
+    assert join(first, 1).result(5) is not None
+    records = Records(Path("checkpoints").absolute())
+    # As another agent does while this one is frozen.
+    assert records.create(2, "127.0.0.1", first._port + 1) is not None
+    assert event_of(first) == "lost"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, port = server.getsockname()
+    assert records.create(3, "127.0.0.1", port) is not None
+    again = join(first, 1).result(20)
+    assert again is not None
+    found = records.newest()
+    assert found is not None
+    assert (found.number, found.port) == (4, port)
+
+
+def test_of_many_that_become_the_host_one_does(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    with ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(lambda port: Records(folder).create(1, "host", port), range(8)))
+    (record,) = [record for record in created if record is not None]
+    assert Records(folder).newest() == record
+
+
+def test_a_pause_of_the_watcher_is_no_silence_of_the_host(tmp_path: Path, elsewhere: str) -> None:
+    records = Records(tmp_path)
+    record = records.create(1, "host", 1)
+    assert record is not None
+    assert records.newest() == record
+    time.sleep(1.2)  # the watcher is frozen, and then asks before it looks again
+    assert not records.is_silent
+    records.write(replace(record, renewals=5))
+    records.newest()
+    assert not records.is_silent
+    time.sleep(1.2)
+    records.newest()
+    assert records.is_silent
+
+
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_SILENT_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("short_silence")
+def test_an_agent_that_is_frozen_is_lost(join: Join) -> None:
+    """Its kernel keeps the connection alive. When it wakes up, it joins again."""
+    first, frozen = agents(2, 1, 2)
+    for future in [join(each, 1) for each in (first, frozen)]:
+        assert future.result(10) is not None
+    began = time.monotonic()
+    assert event_of(first) == "lost"
+    assert time.monotonic() - began > 0.7
+    assert event_of(frozen) == "lost"
+    again = [join(each, 1) for each in (first, frozen)]
+    assert [future.result(10) is not None for future in again] == [True, True]
+
+
+@pytest.mark.usefixtures("short_silence")
+def test_a_host_that_is_frozen_is_lost(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    _host, other = agents(2, 1, 1)
+    assert join(other, 1).result(10) is not None
+    began = time.monotonic()
+    while time.monotonic() < began + 1.5:  # it lives, and says so
+        assert other.event() is None
+        time.sleep(0.05)
+    monkeypatch.setattr(rendezvous._Host, "_tell_here", lambda _: None)
+    assert event_of(other) == "lost"
+
+
+def test_a_folder_that_cannot_be_read_for_a_while(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the store is down at the moment of a loss: the agent tries again."""
+    alone, newest, failures = agent(0, 1, 1), Records.newest, [1, 2, 3]
+
+    def fail_at_first(records: Records) -> host.Record | None:
+        if failures:
+            failures.pop()
+            raise UnreachableError("the store does not answer")
+        return newest(records)
+
+    monkeypatch.setattr(Records, "newest", fail_at_first)
+    assert join(alone, 1).result(10) is not None
+    assert not failures

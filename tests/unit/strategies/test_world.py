@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
 from tests.processes import run_ranks
+from trainer.errors import EXIT_CRASHED, ConnectError
 from trainer.strategies.world import PROGRESS, World
 
 
@@ -52,3 +55,18 @@ def threads_after_the_end() -> list[str]:
     world.connect("gloo")
     world.close()
     return [each.name for each in threading.enumerate() if each.name == "failure-watch"]
+
+
+def test_an_elastic_run_starts_again_when_its_processes_cannot_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The network may fail at any moment, this one included."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        values = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ConnectError, match="rank 1 could not meet the others") as error:
+            World.start(1.0)
+    assert error.value.exit_code == EXIT_CRASHED

@@ -1,0 +1,156 @@
+"""Which of the checkpoints in a run's folder count, when several trainings have written there.
+
+Each training that takes a folder over has a lease with a number, `.lease-00000007` (see
+`trainer.checkpoint.lease`). The lease names the checkpoint that its holder continues from, and so
+the leases form one line of history: the newest lease, the one whose checkpoint it continues from,
+and so on. A training that was frozen, and goes on after another one has taken over, may still write
+a checkpoint; as no later lease continues from it, it does not count. An example:
+
+    lease 1 continues from nothing           and commits steps 2, 4, 6
+    lease 2 continues from step 4 of lease 1 and commits steps 6', 8'
+    lease 3 continues from step 8 of lease 2 and commits step 10
+
+Step 6 was committed by lease 1 after lease 2 had looked. The line is 3, then 2 up to step 8, then 1
+up to step 4: the steps 2, 4, 6', 8' and 10 count.
+
+`COMMITTED` in the folder of a step has the number of the lease. Steps without one, of older
+versions and of conversions, have the number 0 and count always: none is a late writer's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from trainer.checkpoint import files
+from trainer.checkpoint.files import Location
+
+NUMBER = "LEASE"
+"""File in the folder of a step with the number of the lease whose holder writes there."""
+NOTHING = -1
+"""The step that a lease continues from if there is no checkpoint."""
+
+_FOLDER = re.compile(r"step-(\d{8,})(?:-lease-(\d+))?")
+_LEASE = re.compile(r"\.lease-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of a step, by its name.
+
+    Attributes:
+        step: number of optimizer steps taken.
+        lease: the number in its name, if any; else the file `LEASE` has it.
+    """
+
+    name: str
+    step: int
+    lease: int | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of a lease.
+
+    Attributes:
+        number: of the lease.
+        step: that its holder continues from; None until the holder has decided.
+        of: number of the lease that has written this step.
+        names_after: no earlier training has made a folder of a later step, as far as the holder
+            has seen when it decided.
+    """
+
+    number: int
+    step: int | None = None
+    of: int = 0
+    names_after: int = NOTHING
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps on the line of history: those of a lease up to a step.
+
+    Attributes:
+        or_lower: whether lower numbers count as well: older leases have left no record.
+    """
+
+    lease: int
+    until: float
+    or_lower: bool = False
+
+
+def plain_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def lease_name(number: int) -> str:
+    return f".lease-{number:08d}"
+
+
+def folders(names: Collection[str]) -> list[Folder]:
+    """Returns the folders of steps among the names in a run's folder, the oldest first."""
+    found = [(match, name) for name in names if (match := _FOLDER.fullmatch(name))]
+    all_folders = [
+        Folder(name, int(match[1]), int(match[2]) if match[2] else None) for match, name in found
+    ]
+    return sorted(all_folders, key=lambda folder: (folder.step, folder.lease or 0))
+
+
+def lease_numbers(names: Collection[str]) -> list[int]:
+    """Returns the numbers of the leases among the names in a run's folder, the lowest first."""
+    return sorted(int(match[1]) for name in names if (match := _LEASE.fullmatch(name)))
+
+
+def read_record(root: Location, number: int) -> Record | None:
+    """Returns a lease, undecided if its holder was killed while it created the file; or None."""
+    content = files.read_if_there(root / lease_name(number))
+    if content is None:
+        return None
+    try:
+        tree = json.loads(content)
+        return Record(number, tree["step"], tree["of"], tree["names_after"])
+    except (ValueError, TypeError, KeyError):
+        return Record(number)
+
+
+def line(root: Location, names: Collection[str]) -> list[Stretch]:
+    """Returns the line of history, the newest lease first; empty if there are no leases.
+
+    Args:
+        names: what is in the folder.
+    """
+    record = None
+    for number in reversed(lease_numbers(names)):
+        record = read_record(root, number)
+        if record is not None and record.step is not None:
+            break
+    if record is None or record.step is None:
+        return []
+    # Leases from before the oldest folder decide about nothing, and there may be thousands.
+    oldest = min((folder.step for folder in folders(names)), default=0)
+    stretches = [Stretch(record.number, math.inf)]
+    while record.step is not None and record.step >= oldest:
+        until = record.step
+        earlier = read_record(root, record.of) if record.of < record.number else None
+        known = earlier is not None and earlier.step is not None
+        stretches.append(Stretch(record.of, until, or_lower=not known))
+        if earlier is None or not known:
+            break
+        record = earlier
+    return stretches
+
+
+def counts(stretches: Sequence[Stretch], step: int, number: int) -> bool:
+    """Whether a step that this lease has written is on the line."""
+    if not stretches or number == 0:
+        return True
+    until = math.inf
+    for stretch in stretches:
+        # A rewind may have taken a later lease to before the step that it continued from.
+        until = min(until, stretch.until)
+        if stretch.lease == number or (stretch.or_lower and number < stretch.lease):
+            return step <= until
+    return False
