@@ -164,6 +164,7 @@ def quicken(net: Network) -> None:
         machine.environment["CHAOS_SECONDS"] = json.dumps(QUICK)
 
 
+@pytest.mark.long
 def test_the_machine_of_the_rendezvous_dies(
     experiment_file: str,
     undisturbed: Callable[[int], Path],
