@@ -102,7 +102,7 @@ def create(path: Location, content: bytes) -> bool:
     Another process may see the file before all of its content.
 
     Args:
-        content: unlike that of any other process.
+        content: differs from what any other process would write.
 
     Returns:
         Whether this call has written it.

@@ -71,7 +71,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps on the line of history: those of a lease up to a step.
+    """Steps on the line of history: the steps of one lease, up to a last one.
 
     Attributes:
         or_lower: whether lower numbers count as well: older leases have left no record.

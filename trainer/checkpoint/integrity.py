@@ -90,7 +90,7 @@ class _Listed:
 
 
 def _listed(root: Location) -> list[_Listed]:
-    """Returns all folders of steps; the oldest first, and of one step that of the lowest lease."""
+    """Returns all folders of steps, sorted by step, then by lease."""
     names = files.names(root)
     folders = history.folders(names)
     stretches = history.line(root, names)

@@ -35,7 +35,7 @@ class Lease:
 
     Attributes:
         root: folder of the run's checkpoints.
-        number: one more than that of the former lease.
+        number: one more than the number of the former lease.
     """
 
     def __init__(self, root: Location, number: int) -> None:

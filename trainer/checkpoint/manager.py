@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import Mapping
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from trainer.checkpoint import (
     integrity,
     layout,
     restoring,
-    retention,
     writer,
 )
 from trainer.checkpoint.collective import (
@@ -32,6 +30,7 @@ from trainer.checkpoint.collective import (
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.removal import Removal
 from trainer.config import Tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.storage import is_url, is_writable, shown
@@ -123,6 +122,7 @@ class Checkpointer:
         self._world_size = world_size
         self._peer_timeout = peer_timeout
         self._lease = lease
+        self._removal = Removal(folder, lease)
         self._staging = layout.Staging()
         self._copying: futures.Future[tuple[bytes, memoryview]] | None = None
         self._thread: threading.Thread | None = None
@@ -332,7 +332,7 @@ class Checkpointer:
             if self._rank == 0:
                 if self._lease is not None:
                     self._lease.check_or_end()
-                self._remove_after(step)
+                self._removal.after(step)
 
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> Tree:
         """Fills tensors of any kind in place, whatever world size and strategy wrote them.
@@ -436,33 +436,13 @@ class Checkpointer:
         if self._lease is not None:
             assert self._lease.has_decided, "call continue_from before the first save"
             self._lease.check_or_end()
-            for leftover in self._lease.abandoned():
-                files.remove_folder(leftover, first=history.NUMBER)
-        for leftover in integrity.uncommitted_folders(self.folder):
-            if self._may_remove(leftover):
-                logger.info("removing %s: saving it was interrupted", leftover)
-                integrity.remove_step(leftover)
-        for superseded in integrity.superseded_folders(self.folder):
-            if self._may_remove(superseded):
-                logger.warning("removing %s: the run resumed from an earlier step", superseded)
-                integrity.remove_step(superseded)
-        self._remove_after(step - 1)
+        self._removal.leftovers()
+        self._removal.after(step - 1)
         if self._lease is not None:
             return self._lease.claim(step)
         folder = self.folder / history.plain_name(step)
         files.make_folder(folder)
         return folder
-
-    def _may_remove(self, folder: Location) -> bool:
-        return self._lease is None or self._lease.may_remove(folder)
-
-    def _remove_after(self, step: int) -> None:
-        # The newest first: if this is interrupted, the rest is still the start of the history.
-        for later in reversed(self.steps()):
-            folder = integrity.step_folder(self.folder, later)
-            if later > step and self._may_remove(folder):
-                logger.warning("removing step %d: the run resumed from an earlier step", later)
-                integrity.remove_step(folder)
 
     def _write(
         self,
@@ -486,14 +466,11 @@ class Checkpointer:
             self._fail(step, error)
             # Partial files must not fill up a disk that is already full.
             if self._rank == 0:
-                with suppress(CheckpointError):  # then the next save removes it
-                    if self._lease is None:
-                        integrity.remove_step(folder)
-                    else:  # another rank may still write there
-                        integrity.clear_step(folder)
+                self._removal.failed(folder)
         else:
             if self._rank == 0:
-                self._remove_old()
+                config = self.config
+                self._removal.outdated(config.keep_last, config.keep_every, self._kept)
 
     def _fail(self, step: int, error: Exception) -> None:
         """Keeps the error for `wait`. Rank 0, which sees the errors of all ranks, logs it."""
@@ -506,18 +483,6 @@ class Checkpointer:
             again = "" if self._failures == 1 else f" ({self._failures} saves in a row have failed)"
             message = "%s; training goes on, and the next save tries again%s"
             logger.warning(message, self._error, again)
-
-    def _remove_old(self) -> None:
-        """Removes what retention does not keep. A failure is only a warning: the save succeeded."""
-        last, every = self.config.keep_last, self.config.keep_every
-        check = integrity.check_sizes
-        try:
-            for step in retention.outdated_steps(self.folder, last, every, check, self._kept):
-                folder = integrity.step_folder(self.folder, step)
-                if self._may_remove(folder):
-                    integrity.remove_step(folder)
-        except CheckpointError as error:
-            logger.warning("an old checkpoint could not be removed: %s", error)
 
     def _await_everywhere(self, path: Location) -> None:
         """Waits until all ranks see a file or folder that rank 0 has made.

@@ -38,10 +38,10 @@ class Record:
     """A host of the rendezvous.
 
     Attributes:
-        number: one more than that of the host before it.
+        number: one more than the number of the host before it.
         host, port: where agents reach it.
         renewals: how often it has renewed the record, or -1 if it has left.
-        token: unlike that of any other record.
+        token: differs from the token of any other record.
     """
 
     number: int

@@ -67,7 +67,7 @@ class Round:
         first_rank: rank of the agent's first worker.
         world_size: number of workers of all agents.
         port: of the round's key-value store, on the machine of the rendezvous.
-        order: number of the host, and of the round among those of this host.
+        order: number of the host, and of the round of this host.
     """
 
     first_rank: int

@@ -74,7 +74,7 @@ class MultiTask(TextToText):
         self._pairs = seq2seq.SequenceToSequence(self._of_pairs, vocabulary)
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
-        """The layout of plain text, and beside it that of pairs, on two sides of equal sizes."""
+        """The layout of plain text, with the layout of pairs, on two sides of equal sizes."""
         spec = self._texts.pack_spec(sequence_length)
         width, target_width = self._size(spec.sequence_length)
         pairs = replace(self._of_pairs, target_length=target_width).build(self._vocabulary)

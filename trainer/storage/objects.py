@@ -155,7 +155,7 @@ def create(url: str, content: bytes) -> bool:
     """Writes a small object unless there is one; of several processes that try, one succeeds.
 
     Args:
-        content: unlike that of any other process.
+        content: differs from what any other process would write.
 
     Returns:
         Whether this call has written it.
