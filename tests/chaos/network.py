@@ -124,6 +124,7 @@ class Machine(Namespace):
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
             "TMPDIR": str(self.stderr.parent / "temporary"),
+            "PYTHONPATH": str(Path(__file__).parents[2]),  # for `tests`, and the code beside it
             **self.environment,
         }
         command = ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount"]

@@ -137,4 +137,4 @@ def test_features_and_plans(
     # There is no table in which neighbors could be looked up.
     result = samestep("neighbours", run, "statement", "--in", "a statement")
     assert result.code == 2
-    assert "has no token embeddings" in result.err
+    assert "there is no table of token embeddings" in result.err

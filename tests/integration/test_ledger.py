@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import Samestep
+from trainer.checkpoint.integrity import step_folder
 from trainer.training.ledger import GENESIS, chain
 
 
@@ -37,7 +38,7 @@ def test_a_run_that_went_back_has_the_head_of_one_that_did_not(
     ]
     assert samestep("train", experiment_file, f"output={run}", *overrides).code == 0
     assert rows(run)[-1]["head"] == rows(finished_run)[-1]["head"]
-    meta = json.loads((run / "checkpoints" / "step-00000012" / "meta.json").read_text())
+    meta = json.loads((step_folder(run / "checkpoints", 12) / "meta.json").read_text())
     assert meta["ledger"]["head"] == rows(run)[-1]["head"]
 
     result = samestep("ledger", "verify", run)
