@@ -42,8 +42,8 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
 
 def count_digest(spec: PackSpec, policy: Policy) -> str:
     """Hex digest of a packing, equal for packings with equal numbers of examples."""
+    spec = replace(spec, of_pairs=None)  # the layout of other datasets
     # `concat` and `padded` fill the first side only: T5's objectives share their counts.
-    spec = replace(spec, of_pairs=None)
     if policy in ("concat", "padded") and not spec.text_pairs:
         spec = replace(spec, sides=None)
     return packing_digest(spec, policy)

@@ -207,7 +207,7 @@ def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float
         weight=weight,
         isolated=examples[0].isolated,
         random=np.concatenate(random)[by_row] if random else None,
-        paired=np.concatenate(paired)[by_row] if len(paired) == len(examples) else None,
+        paired=np.concatenate(paired)[by_row] if paired else None,
         labels=_merge_labels([each.labels for each in examples if each.labels is not None], by_row),
     )
 

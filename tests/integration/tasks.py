@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from tests.integration.commands import Start
 from trainer.cli import main
 
 NAMES = ("class", "file", "list", "name", "number", "object", "string", "type", "value", "function")
@@ -203,6 +205,19 @@ def write_task(kind: str, folder: Path) -> Path:
 def _write_yaml(path: Path, tree: Mapping[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(dict(tree), sort_keys=False), encoding="utf-8")
     return path
+
+
+def assert_same_in_three_processes(
+    start: Start, experiment: Path, run: Path, output: Path, *settings: str
+) -> None:
+    """Trains an experiment under FSDP2, and compares all losses with those of `run`."""
+    arguments = ("train", experiment, f"output={output}", *settings, "strategy=fsdp")
+    assert start(*arguments, "--processes", 3).wait(300).code == 0
+    alone, three = (
+        [row["train/loss"] for row in rows_of(each) if "train/loss" in row]
+        for each in (run, output)
+    )
+    np.testing.assert_allclose(three, alone, rtol=1e-4, atol=1e-5)
 
 
 def rows_of(run: Path) -> Sequence[dict[str, Any]]:

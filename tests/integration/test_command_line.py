@@ -80,20 +80,26 @@ def test_a_reader_that_leaves_early_is_no_error(
     assert (result.code, result.err) == (128 + signal.SIGPIPE, "")
 
 
+def leases_of(run: Path) -> set[str]:
+    """Names of the leases; each start takes one."""
+    return {file.name for file in (run / "checkpoints").glob(".lease-*")}
+
+
 def content_of(run: Path) -> dict[Path, bytes]:
-    """All files but leases, of which each start takes one."""
+    """All files but leases."""
     files = [file for file in run.rglob("*") if file.is_file()]
-    return {file: file.read_bytes() for file in files if not file.name.startswith(".lease-")}
+    return {file: file.read_bytes() for file in files if file.name not in leases_of(run)}
 
 
 def test_finished_run(samestep: Samestep, finished_run: Path) -> None:
     """Started again it says that there is nothing to do, and changes nothing."""
-    before = content_of(finished_run)
+    before, leases = content_of(finished_run), leases_of(finished_run)
     result = samestep("train", finished_run / "config.yaml")
     assert result.code == 0
     assert "nothing to do" in result.err
     assert "raise training.steps" in result.err
     assert before == content_of(finished_run)
+    assert leases_of(finished_run) - leases == {f".lease-{1 + len(leases):08d}"}
 
 
 def test_finished_run_with_other_settings(samestep: Samestep, finished_run: Path) -> None:

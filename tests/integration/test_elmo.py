@@ -110,14 +110,7 @@ def test_a_task_brings_new_words(
     unknown = [row for row in tasks.rows_of(other / "run-tagging") if "heldout/entity_f1" in row]
     assert unknown[-1]["heldout/entity_f1"] <= scores[-1]["heldout/entity_f1"]
     # The same run in three processes.
-    three = tmp_path / "three"
-    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
-    assert start(*arguments, "--processes", 3).wait(300).code == 0
-    losses = [
-        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
-        for each in (tuned, three)
-    ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    tasks.assert_same_in_three_processes(start, experiment, tuned, tmp_path / "three", *settings)
 
 
 def test_features_and_plans(

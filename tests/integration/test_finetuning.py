@@ -475,14 +475,7 @@ def test_two_texts_in_both_orders(
     wrong = samestep("label", run, alone, "--output", tmp_path / "alone-labeled.jsonl")
     assert wrong.code == 1
     assert samestep("evaluate", run).code == 0
-    three = tmp_path / "three"
-    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
-    assert start(*arguments, "--processes", 3).wait(300).code == 0
-    losses = [
-        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
-        for each in (run, three)
-    ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    tasks.assert_same_in_three_processes(start, experiment, run, tmp_path / "three", *settings)
     plan = samestep("plan", experiment, *settings, "--devices", 1, "--strategy", "single")
     assert plan.code == 0, plan.err
 
@@ -533,16 +526,9 @@ def test_long_texts_in_windows(
     for line, row in zip(lines, labeled.read_text().splitlines(), strict=True):
         expected = list(line["probabilities"].values())
         assert json.loads(row)["label"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    three = tmp_path / "three"
-    settings = ("objective.stride=10", "data.sequence_length=16", "training.steps=12")
+    settings = ("objective.stride=10", "data.sequence_length=16")
     experiment = folders["whole"] / "classification.yaml"
-    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
-    assert start(*arguments, "--processes", 3).wait(300).code == 0
-    losses = [
-        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row][:5]
-        for each in (run, three)
-    ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    tasks.assert_same_in_three_processes(start, experiment, run, tmp_path / "three", *settings)
 
 
 def test_features_below_an_lstm_and_a_conditional_random_field(
@@ -564,14 +550,7 @@ def test_features_below_an_lstm_and_a_conditional_random_field(
     tensors = load_weights(run).tensors
     assert tensors["tag_transitions"].shape[0] == len(load_weights(run).config.labels) + 1
     assert samestep("evaluate", run).code == 0
-    three = tmp_path / "three"
-    arguments = ("train", experiment, f"output={three}", *settings, "strategy=fsdp")
-    assert start(*arguments, "--processes", 3).wait(300).code == 0
-    losses = [
-        [row["train/loss"] for row in tasks.rows_of(each) if "train/loss" in row]
-        for each in (run, three)
-    ]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    tasks.assert_same_in_three_processes(start, experiment, run, tmp_path / "three", *settings)
     # Objective and model must agree.
     other = samestep("train", experiment, f"output={tmp_path}/x", *settings, "model.crf=false")
     assert "model.crf=true" in other.message

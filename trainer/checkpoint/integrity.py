@@ -36,7 +36,7 @@ def step_folder(root: Location, step: int) -> Location:
     """Returns the folder of a step, in the folder of all checkpoints of a run."""
     found = [folder for folder in history.folders(files.names(root)) if folder.step == step]
     if len(found) > 1:  # several trainings have saved it, of which one counts
-        for folder in reversed(_listed(root)):
+        for folder in reversed(listed(root)):
             if folder.step == step and folder.committed and folder.counts:
                 return folder.place
     name = found[-1].name if found else history.plain_name(step)
@@ -49,22 +49,22 @@ def committed_steps(root: Location) -> list[int]:
     Steps of trainings from which the run did not continue do not count, see
     `trainer.checkpoint.history`.
     """
-    return sorted({each.step for each in _listed(root) if each.committed and each.counts})
+    return sorted({each.step for each in listed(root) if each.committed and each.counts})
 
 
 def uncommitted_folders(root: Location) -> list[Location]:
     """Returns the folders of saves that were interrupted, or are under way."""
-    return [each.place for each in _listed(root) if not each.committed]
+    return [each.place for each in listed(root) if not each.committed]
 
 
 def superseded_folders(root: Location) -> list[Location]:
     """Returns the folders of committed steps that do not count."""
-    return [each.place for each in _listed(root) if each.committed and not each.counts]
+    return [each.place for each in listed(root) if each.committed and not each.counts]
 
 
 def newest_until(root: Location, step: float) -> tuple[int, int] | None:
     """Returns the newest committed step up to `step`, and the number of the lease that wrote it."""
-    found = [each for each in _listed(root) if each.committed and each.counts and each.step <= step]
+    found = [each for each in listed(root) if each.committed and each.counts and each.step <= step]
     return (found[-1].step, found[-1].lease) if found else None
 
 
@@ -74,11 +74,14 @@ def is_committed(folder: Location) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Listed:
+class Saved:
     """A folder of a step.
 
     Attributes:
+        step: number of optimizer steps taken.
         lease: that committed the step; 0 if none did.
+        place: the folder.
+        committed: whether the step was written completely.
         counts: whether the step is on the line of history.
     """
 
@@ -89,18 +92,18 @@ class _Listed:
     counts: bool
 
 
-def _listed(root: Location) -> list[_Listed]:
+def listed(root: Location) -> list[Saved]:
     """Returns all folders of steps, sorted by step, then by lease."""
     names = files.names(root)
     folders = history.folders(names)
     stretches = history.line(root, names)
 
-    def look(folder: history.Folder) -> _Listed:
+    def look(folder: history.Folder) -> Saved:
         place = root / folder.name
         committed = files.read_if_there(place / _COMMITTED)
         lease = _lease_of(committed or b"")
         counts = history.counts(stretches, folder.step, lease)
-        return _Listed(folder.step, lease, place, committed is not None, counts)
+        return Saved(folder.step, lease, place, committed is not None, counts)
 
     # In threads, because each look is a request if the root is in an object store.
     with ThreadPoolExecutor(files.THREADS) as pool:

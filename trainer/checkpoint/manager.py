@@ -436,8 +436,7 @@ class Checkpointer:
         if self._lease is not None:
             assert self._lease.has_decided, "call continue_from before the first save"
             self._lease.check_or_end()
-        self._removal.leftovers()
-        self._removal.after(step - 1)
+        self._removal.before_save(step)
         if self._lease is not None:
             return self._lease.claim(step)
         folder = self.folder / history.plain_name(step)

@@ -8,6 +8,7 @@ later holder can have made (`trainer.checkpoint.lease`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from trainer.checkpoint import files, history, integrity, retention
 from trainer.checkpoint.files import Location
@@ -28,27 +29,32 @@ class Removal:
     def __init__(self, root: Location, lease: Lease | None) -> None:
         self._root, self._lease = root, lease
 
-    def leftovers(self) -> None:
-        """Removes interrupted saves, and steps of trainings that the run did not continue from."""
+    def before_save(self, step: int) -> None:
+        """Removes interrupted saves, and steps that the run has not continued from, or repeats."""
         if self._lease is not None:
             for leftover in self._lease.abandoned():
                 files.remove_folder(leftover, first=history.NUMBER)
-        for leftover in integrity.uncommitted_folders(self._root):
-            if self._may_remove(leftover):
-                logger.info("removing %s: saving it was interrupted", leftover)
-                integrity.remove_step(leftover)
-        for superseded in integrity.superseded_folders(self._root):
-            if self._may_remove(superseded):
-                logger.warning("removing %s: the run resumed from an earlier step", superseded)
-                integrity.remove_step(superseded)
+        saved = integrity.listed(self._root)
+        for each in saved:
+            if not each.committed and self._may_remove(each.place):
+                logger.info("removing %s: saving it was interrupted", each.place)
+                integrity.remove_step(each.place)
+            elif each.committed and not each.counts and self._may_remove(each.place):
+                logger.warning("removing %s: the run resumed from an earlier step", each.place)
+                integrity.remove_step(each.place)
+        self._remove_later(saved, step - 1)
 
     def after(self, step: int) -> None:
-        """Removes later steps, the newest first: if it is interrupted, the rest is a history."""
-        for later in reversed(integrity.committed_steps(self._root)):
-            folder = integrity.step_folder(self._root, later)
-            if later > step and self._may_remove(folder):
-                logger.warning("removing step %d: the run resumed from an earlier step", later)
-                integrity.remove_step(folder)
+        """Removes later steps."""
+        self._remove_later(integrity.listed(self._root), step)
+
+    def _remove_later(self, saved: Sequence[integrity.Saved], step: int) -> None:
+        # The newest first: if this is interrupted, the rest is still the start of the history.
+        for each in reversed(saved):
+            is_later = each.committed and each.counts and each.step > step
+            if is_later and self._may_remove(each.place):
+                logger.warning("removing step %d: the run resumed from an earlier step", each.step)
+                integrity.remove_step(each.place)
 
     def outdated(self, last: int, every: int | None, kept: int | None) -> None:
         """Removes what retention does not keep. A failure is only a warning: the save succeeded.

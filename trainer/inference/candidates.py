@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
-from trainer.inference.hidden_states import batches, special_tokens
-from trainer.models import Inputs
+from trainer.inference.fill import masked_lm_tokens
+from trainer.inference.hidden_states import batches, padded_inputs, special_tokens
 from trainer.storage import write_text
 from trainer.training.weights import Weights, load_weights
 
@@ -146,9 +146,7 @@ class CandidateScorer:
                 f"the model of {weights.folder} does not score words in a text. Use a masked or a "
                 "left-to-right language model."
             )
-        if self._fills_masks and None in (vocabulary.mask, vocabulary.cls, vocabulary.sep):
-            raise ConfigError("the tokenizer has no mask token; use a BERT or RoBERTa model")
-        self._mask = vocabulary.mask
+        self._mask = masked_lm_tokens(vocabulary)[1] if self._fills_masks else None
         self._before, self._after = special_tokens(weights.config, vocabulary)
         self._batch_tokens = max(1, min(_BATCH_TOKENS, _BATCH_LOGITS // vocabulary.size))
         self._device = for_any_shapes().device
@@ -187,7 +185,7 @@ class CandidateScorer:
         texts = [before.rstrip(), after, *(space + word for word in probe.candidates)]
         left, right, *words = [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
         _check_words(probe, words)
-        assert self._mask is not None, "checked at the start"
+        assert self._mask is not None, "the model fills masks"
         found: dict[int, _Sequence] = {}
         for candidate, word in enumerate(words):
             count = len(word)
@@ -214,19 +212,11 @@ class CandidateScorer:
 
     def _scores(self, sequences: Sequence[_Sequence]) -> list[float]:
         """The score of each candidate of each sequence, in order."""
-        tokens = pad_sequence([torch.tensor(each.tokens) for each in sequences], batch_first=True)
-        lengths = torch.tensor([len(each.tokens) for each in sequences])
-        places = torch.arange(tokens.shape[1])
-        predicted = None
+        inputs = padded_inputs([torch.tensor(each.tokens) for each in sequences], self._device)
         if self._fills_masks:
-            positions = [torch.tensor(each.at) for each in sequences]
-            predicted = pad_sequence(positions, batch_first=True).to(self._device)
-        inputs = Inputs(
-            tokens=tokens.to(self._device),
-            segments=(places < lengths[:, None]).int().to(self._device),
-            positions=places.expand_as(tokens).to(self._device),
-            predicted=predicted,
-        )
+            read_at = [torch.tensor(each.at) for each in sequences]
+            predicted = pad_sequence(read_at, batch_first=True).to(self._device)
+            inputs = replace(inputs, predicted=predicted)
         outputs = self._model(inputs, self._outputs)
         # Sorted: next tokens come before previous ones, as `_whole` lists them.
         logits = [outputs[name].float() for name in sorted(self._outputs)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError
+from trainer.examples import Vocabulary
 from trainer.models import Inputs, Model
 from trainer.training.weights import Weights, load_weights
 
@@ -134,21 +135,31 @@ def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
     return logits[0].float().softmax(-1).cpu()
 
 
+def masked_lm_tokens(vocabulary: Vocabulary) -> tuple[int, int, int]:
+    """The ids of [CLS], [MASK] and [SEP].
+
+    Raises:
+        ConfigError: the tokenizer lacks one.
+    """
+    cls, mask, sep = vocabulary.cls, vocabulary.mask, vocabulary.sep
+    if mask is None or cls is None or sep is None:
+        raise ConfigError("the tokenizer has no mask token; use a BERT or RoBERTa model")
+    return cls, mask, sep
+
+
 def encode_masked(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     """Tokens of a text between [CLS] and [SEP], and the positions of its masks."""
-    vocabulary = tokenizer.vocabulary
-    if vocabulary.mask is None or vocabulary.cls is None or vocabulary.sep is None:
-        raise ConfigError("the tokenizer has no mask token; use a BERT or RoBERTa model")
+    cls, mask, sep = masked_lm_tokens(tokenizer.vocabulary)
     # Both spellings are read. The mask includes the space before it, as in RoBERTa's vocabulary.
     parts = text.replace("<mask>", "[MASK]").split("[MASK]")
     if len(parts) < 2:
         raise ConfigError(f"{text!r} has no mask; write [MASK] where a word is missing")
     parts[:-1] = [part.rstrip() for part in parts[:-1]]
-    tokens, masked = [vocabulary.cls], []
+    tokens, masked = [cls], []
     # A mask goes between two parts, so before every part but the first.
     for number, ids in enumerate(tokenizer.encode_batch(parts)):
         if number:
             masked.append(len(tokens))
-            tokens.append(vocabulary.mask)
+            tokens.append(mask)
         tokens.extend(ids.tolist())
-    return [*tokens, vocabulary.sep], masked
+    return [*tokens, sep], masked

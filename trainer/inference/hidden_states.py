@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -98,6 +98,18 @@ def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
         count = max(1, batch_tokens // int(lengths[order[first]]))
         yield order[first : first + count]
         first += count
+
+
+def padded_inputs(sequences: Sequence[Tensor], device: torch.device) -> Inputs:
+    """Sequences of tokens, int [S] each, as rows of a batch; the shorter ones end with padding."""
+    tokens = pad_sequence(list(sequences), batch_first=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    positions = torch.arange(tokens.shape[1])
+    return Inputs(
+        tokens=tokens.to(device),
+        segments=(positions < lengths[:, None]).int().to(device),
+        positions=positions.expand_as(tokens).to(device),
+    )
 
 
 def special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> list[list[int]]:
@@ -228,14 +240,10 @@ class TextEncoder:
         # Positions after a text are padding of token 0, which `segments` hides from attention.
         # torch cannot pad the uint16 of shards.
         sequences = [torch.from_numpy(text.astype(np.int64)) for text in texts]
-        tokens = pad_sequence(sequences, batch_first=True)
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        real = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self._device)
-        inputs = Inputs(
-            tokens=tokens.to(self._device),
-            segments=real.int(),
-            positions=torch.arange(tokens.shape[1], device=self._device).expand_as(tokens),
-            prefix=real if self._is_prefix else None,
-        )
+        inputs = padded_inputs(sequences, self._device)
+        assert inputs.segments is not None
+        real = inputs.segments > 0
+        if self._is_prefix:
+            inputs = replace(inputs, prefix=real)
         found: dict[str, Tensor] = self.model(inputs, outputs)
         return real, found

@@ -32,6 +32,7 @@ from trainer.examples import TaskRow
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
 from trainer.objectives import classification, regression
+from trainer.objectives.task_rows import means_of_rows
 from trainer.progress import Progress
 from trainer.publish.model_card import manifests_of
 from trainer.storage import json_lines, shown
@@ -243,10 +244,7 @@ class Labeler:
             )
             with self._accelerator.autocast(self._precision):
                 logits = self._objective.row_outputs(self._model, batch).float()
-            # Of a row in several windows, the mean.
-            sums = torch.zeros(len(numbers), logits.shape[1])
-            sums.index_add_(0, torch.from_numpy(document), logits.cpu())
-            means = sums / torch.from_numpy(np.bincount(document))[:, None]
+            means = torch.from_numpy(means_of_rows(logits.cpu().numpy(), document))
             found[numbers] = (means.softmax(-1) if self.is_classifier else means).numpy()
         return found
 

@@ -141,8 +141,7 @@ def _truncate(
     task = experiment.objective.task
     if not (isinstance(task, seq2seq.Config | multi_task.Config) and task.truncate_sources):
         return sources
-    of_layout = task.of if isinstance(task, multi_task.Config) else task
-    if of_layout.layout != "encoder_decoder":
+    if task.layout != "encoder_decoder":
         return sources
     phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
     longest = phase.sequence_length - 1  # the end token takes a position

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead
+from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead, check_task_parts
 from trainer.models.family import Family
 from trainer.models.heads import (
     EmbeddingHead,
@@ -193,17 +193,7 @@ class Config(Family):
                 f"causal is true, but a {self.head} head pools the first position, which sees no "
                 "other. Set causal to false: the weights of a left-to-right model fit."
             )
-        if self.head_lstm < 0:
-            raise ConfigError(f"head_lstm is {self.head_lstm}. Use a number of layers, or 0.")
-        if self.head == "language_model" or self.virtual_tokens:
-            for name in ("scalar_mix", "head_lstm"):
-                if getattr(self, name):
-                    raise ConfigError(
-                        f"{name} is for a task's head, without a prompt or prefix. Set head to "
-                        "classification or another task, and model.peft to null or lora."
-                    )
-        if self.crf and self.head != "tagging":
-            raise ConfigError(f"crf is true, but head is {self.head}. Set head to tagging.")
+        check_task_parts(self)
 
     @property
     def causal_outputs(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +50,40 @@ def check_labels(head: Head, labels: tuple[str, ...]) -> None:
     for label in labels:
         if (times := labels.count(label)) > 1:
             raise ConfigError(f"labels has {label!r} {times} times. Labels must differ.")
+
+
+class HasTaskParts(Protocol):
+    """A configuration with parts between hidden states and a task's head."""
+
+    @property
+    def head(self) -> str: ...
+    @property
+    def scalar_mix(self) -> bool: ...
+    @property
+    def head_lstm(self) -> int: ...
+    @property
+    def crf(self) -> bool: ...
+    @property
+    def virtual_tokens(self) -> int: ...
+
+
+def check_task_parts(config: HasTaskParts) -> None:
+    """Rejects parts between hidden states and a task's head that it has no place for.
+
+    Raises:
+        ConfigError: names the part.
+    """
+    if config.head_lstm < 0:
+        raise ConfigError(f"head_lstm is {config.head_lstm}. Use a number of layers, or 0.")
+    if config.head == "language_model" or config.virtual_tokens:
+        parts = {"scalar_mix": config.scalar_mix, "head_lstm": config.head_lstm}
+        if given := [name for name, value in parts.items() if value]:
+            raise ConfigError(
+                f"{given[0]} is for a task's head, without a prompt or prefix. Set head to "
+                "classification or another task, and model.peft, if there is any, to null or lora."
+            )
+    if config.crf and config.head != "tagging":
+        raise ConfigError(f"crf is true, but head is {config.head}. Set head to tagging.")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from trainer.models import Inputs, Model, ModelConfig, Outputs, Role, Start, Sto
 from trainer.models.base import layer_numbers, matrix_flops
 from trainer.models.characters import CharacterEmbeddings, Characters
 from trainer.models.concat_pooling import ConcatPoolHead, pool_directions
-from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels
+from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels, check_task_parts
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import look_up
 from trainer.models.head_lstm import HeadLstm
@@ -129,16 +129,7 @@ class RecurrentConfig(ModelConfig):
                 "tied is true, but embeddings of characters have no matrix of tokens. Set tied to "
                 "false."
             )
-        self._check_task_parts()
-
-    def _check_task_parts(self) -> None:
-        if self.head_lstm < 0:
-            raise ConfigError(f"head_lstm is {self.head_lstm}. Use a number of layers, or 0.")
-        for name in ("scalar_mix", "head_lstm"):
-            if getattr(self, name) and self.head == "language_model":
-                raise ConfigError(
-                    f"{name} is for a task's head. Set head to classification or another task."
-                )
+        check_task_parts(self)
         if self.scalar_mix and len(self.mixed_layers) <= self.layers:
             raise ConfigError(
                 "scalar_mix adds up layers, and these have different widths. Set embedding_width "
@@ -149,8 +140,6 @@ class RecurrentConfig(ModelConfig):
                 f"head_lstm is {self.head_lstm}, each direction of which is half as wide as the "
                 f"states, and these are {self.width} wide. Use layers of an even width."
             )
-        if self.crf and self.head != "tagging":
-            raise ConfigError(f"crf is true, but head is {self.head}. Set head to tagging.")
 
     @property
     def mixed_layers(self) -> list[int]:

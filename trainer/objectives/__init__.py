@@ -206,3 +206,9 @@ class ObjectiveConfig(ABC):
         Raises:
             ConfigError: the vocabulary lacks a token that the objective needs.
         """
+
+
+def adapted_inside(of: ObjectiveConfig, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+    """`ObjectiveConfig.adapted` of an objective whose settings are `objective.of`."""
+    settings = of.adapted(missing, offers)
+    return tuple(setting.replace("objective.", "objective.of.", 1) for setting in settings)

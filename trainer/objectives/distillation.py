@@ -27,6 +27,7 @@ from trainer.objectives import (
     Task,
     Taught,
     Tensors,
+    adapted_inside,
     classification,
 )
 from trainer.objectives.rows import Float32
@@ -178,9 +179,7 @@ class Config(ObjectiveConfig):
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         own = ("objective.cosine=0",) if "hidden" in missing else ()
-        wrapped = self.task.adapted(missing, offers)
-        renamed = [setting.replace("objective.", "objective.of.", 1) for setting in wrapped]
-        return (*own, *renamed)
+        return (*own, *adapted_inside(self.task, missing, offers))
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         objective: Objective = self.of.build(vocabulary)

@@ -17,9 +17,9 @@ from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
 from trainer.models import Outputs
-from trainer.objectives import Objective, ObjectiveConfig, seq2seq
+from trainer.objectives import Objective, ObjectiveConfig, adapted_inside, seq2seq
 from trainer.objectives.rows import Bools, Int64
-from trainer.objectives.text_to_text import Ragged, SelfSupervised, TextToText
+from trainer.objectives.text_to_text import Layout, Ragged, SelfSupervised, TextToText
 
 _KINDS = ("span_corruption", "denoising", "prefix_lm")
 
@@ -51,9 +51,14 @@ class Config(ObjectiveConfig):
                 f"{', '.join(_KINDS)}."
             )
 
+    @property
+    def layout(self) -> Layout:
+        """See `LayoutConfig`."""
+        own: Layout = self.of.layout
+        return own
+
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        wrapped = self.of.adapted(missing, offers)
-        return tuple(setting.replace("objective.", "objective.of.", 1) for setting in wrapped)
+        return adapted_inside(self.of, missing, offers)
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MultiTask(self, vocabulary)
@@ -69,7 +74,7 @@ class MultiTask(TextToText):
         self._of_pairs = seq2seq.Config(
             truncate_sources=config.truncate_sources,
             truncate_targets=config.truncate_targets,
-            layout=config.of.layout,
+            layout=config.layout,
         )
         self._pairs = seq2seq.SequenceToSequence(self._of_pairs, vocabulary)
 

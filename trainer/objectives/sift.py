@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Inputs, Model, Outputs
 from trainer.models.sampling import normal
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, adapted_inside
 from trainer.objectives.rows import Float32
 from trainer.objectives.task_rows import PairConfig
 
@@ -65,8 +65,7 @@ class Config(ObjectiveConfig):
         return own
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        wrapped = self.task.adapted(missing, offers)
-        return tuple(setting.replace("objective.", "objective.of.", 1) for setting in wrapped)
+        return adapted_inside(self.task, missing, offers)
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Sift(self, self.of.build(vocabulary))

@@ -357,13 +357,25 @@ class ScoredRows(NamedTuple):
 
 def scored_rows(predictions: Predictions) -> ScoredRows:
     """The rows that have outputs, in order."""
-    numbers, row, count = np.unique(predictions.document, return_inverse=True, return_counts=True)
+    numbers, row = np.unique(predictions.document, return_inverse=True)
     rows = [predictions.rows[number] for number in numbers.tolist()]
+    return ScoredRows(rows, means_of_rows(predictions.outputs, row))
+
+
+def means_of_rows(outputs: Float32, row: Int64) -> Float32:
+    """The mean output of each row.
+
+    Args:
+        outputs: of N examples, [N, C].
+        row: of each example, numbered from 0; each row has examples.
+    """
+    count = np.bincount(row)
     if (count == 1).all():
-        return ScoredRows(rows, predictions.outputs[np.argsort(predictions.document)])
-    sums = np.zeros((len(rows), predictions.outputs.shape[1]))
-    np.add.at(sums, row, predictions.outputs)
-    return ScoredRows(rows, (sums / count[:, None]).astype(np.float32))
+        return outputs[np.argsort(row)]
+    sums = np.zeros((len(count), outputs.shape[1]))
+    np.add.at(sums, row, outputs)
+    means: Float32 = (sums / count[:, None]).astype(np.float32)
+    return means
 
 
 def rows_with_outputs(predictions: Predictions) -> Iterator[tuple[TaskRow, Float32]]:

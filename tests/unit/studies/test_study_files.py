@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 
-from trainer.config import Kinds, Tree, decode, load, recipes
+from trainer.config import Kinds, Tree, decode, load, recipes, to_tree
 from trainer.models import lstm
 from trainer.studies.jobs import Job, list_jobs
 from trainer.studies.stages import task
@@ -20,6 +21,7 @@ FILES = sorted((recipes.FOLDER / "studies").glob("*.yaml"))
 SCALES = sorted(path.name for path in (recipes.FOLDER / "studies" / "scales").iterdir())
 # Files that are not free to copy; jobs are listed by their names and sizes.
 OWN_FILES = ("train.jsonl", "dev.jsonl", "train.conll", "valid.conll")
+_MODEL = Annotated[Any, Kinds("trainer.models")]
 PAGES = Path(__file__).parents[3] / "docs" / "studies"
 
 
@@ -53,16 +55,15 @@ def pretrained(job: Job) -> Tree:
 
 def check_settings_of_the_model(before: Tree, file: Tree) -> None:
     """A task's settings of a model are those that the kind of its start has."""
-    changes, kind = file["experiment"].get("model") or {}, file["source"]["kind"]
-    if kind in TASKS:
-        labels = {"regression": ["score"], "question_answering": []}.get(kind)
-        labels = file["source"].get("labels") or ["a", "b"] if labels is None else labels
-        changes = {"head": TASKS[kind].head, "labels": labels, "nsp": False, **changes}
-    if "head" in changes and "nsp" not in before:
-        changes.pop("nsp")
-    if changes.get("head") == "classification" and "causal" in before:
-        changes = {"causal": False, **changes}
-    decode(Annotated[Any, Kinds("trainer.models")], {**before, **changes}, "model")
+    changes, source = file["experiment"].get("model") or {}, file["source"]
+    config = decode(_MODEL, before, "model")
+    if source["kind"] in TASKS:
+        default = {"regression": ["score"], "question_answering": []}
+        labels = source.get("labels") or default.get(source["kind"], ["a", "b"])
+        direction = {"causal": changes["causal"]} if "causal" in changes else {}
+        config = dataclasses.replace(config, **direction)
+        config = config.for_needs(frozenset({TASKS[source["kind"]].head}), tuple(labels))
+    decode(_MODEL, {"kind": before["kind"], **to_tree(config), **changes}, "model")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
