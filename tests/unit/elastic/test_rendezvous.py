@@ -54,6 +54,12 @@ def agents(count: int, min_agents: int, max_agents: int) -> list[Rendezvous]:
     return [first, *(agent(first._port, min_agents, max_agents) for _ in range(count - 1))]
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, port = server.getsockname()
+    return int(port)
+
+
 def event_of(agent: Rendezvous) -> Event | None:
     deadline = time.monotonic() + 2
     while (event := agent.event()) is None and time.monotonic() < deadline:
@@ -216,9 +222,10 @@ def test_when_the_host_is_lost_one_of_the_others_becomes_the_host(
     join: Join, elsewhere: str
 ) -> None:
     records = Records(Path("checkpoints").absolute())
-    assert records.create(1, elsewhere, 9) is not None
+    port = free_port()
+    assert records.create(1, elsewhere, port) is not None
     lost = [
-        Rendezvous(f"{elsewhere}:9", 3, 3, "train", Path("checkpoints").absolute())
+        Rendezvous(f"{elsewhere}:{port}", 3, 3, "train", Path("checkpoints").absolute())
         for _ in range(3)
     ]
     joined = [future.result(20) for future in [join(each, 1) for each in lost]]
@@ -232,11 +239,13 @@ def test_when_the_host_is_lost_one_of_the_others_becomes_the_host(
 def test_a_host_that_renews_its_record_is_waited_for(join: Join, elsewhere: str) -> None:
     """It cannot be reached from here, and a round of others may run there."""
     records = Records(Path("checkpoints").absolute())
-    record = records.create(1, elsewhere, 9)
+    port = free_port()
+    record = records.create(1, elsewhere, port)
     assert record is not None
     renewal = Renewal(records, record)
     renewal.start()
-    waiting = join(Rendezvous(f"{elsewhere}:9", 1, 3, "train", Path("checkpoints").absolute()), 1)
+    folder = Path("checkpoints").absolute()
+    waiting = join(Rendezvous(f"{elsewhere}:{port}", 1, 3, "train", folder), 1)
     with pytest.raises(TimeoutError):
         waiting.result(3)
     renewal.leave()
@@ -266,8 +275,7 @@ def test_a_host_that_was_frozen_joins_the_next_one(join: Join, elsewhere: str) -
     # As another agent does while this one is frozen.
     assert records.create(2, "127.0.0.1", first._port + 1) is not None
     assert event_of(first) == "lost"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        _, port = server.getsockname()
+    port = free_port()
     assert records.create(3, "127.0.0.1", port) is not None
     again = join(first, 1).result(20)
     assert again is not None
