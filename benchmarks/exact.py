@@ -81,7 +81,9 @@ def in_ranks(size: int, *settings: str | int) -> dict[str, list[float]]:
         return pool.starmap(measure, ranks, chunksize=1)[0]
 
 
-def compare(folder: Path, model: str, processes: int, repeats: int) -> list[Comparison]:
+def compare(
+    folder: Path, model: str, processes: int, repeats: int, strategies: Sequence[str]
+) -> list[Comparison]:
     """One comparison for each strategy that this number of processes can use."""
     file = folder / "experiment.yaml"
     file.write_text(f"""
@@ -93,7 +95,8 @@ optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: 1000, global_batch_size: {BATCH}, micro_batch_size: {UNIT}}}
 """)
     found = []
-    for title, strategy in STRATEGIES.items():
+    for title in strategies:
+        strategy = STRATEGIES[title]
         if (strategy == "single") != (processes == 1):
             continue
         with tempfile.TemporaryDirectory(dir=folder) as output:
@@ -116,13 +119,16 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)"
     )
+    parser.add_argument(
+        "--strategies", choices=STRATEGIES, nargs="+", default=[*STRATEGIES], help="(default: all)"
+    )
     args = parser.parse_args(given)
     found: list[Comparison] = []
     with tempfile.TemporaryDirectory() as folder:
         write_dataset(Path(folder))
         for model in args.model:
             for processes in args.processes:
-                found += compare(Path(folder), model, processes, args.repeats)
+                found += compare(Path(folder), model, processes, args.repeats, args.strategies)
     publish(found, args.json)
 
 

@@ -1,16 +1,14 @@
-"""Going on after a death: from the kill of one of several workers to the next step done, from
-memory and from disk.
+"""Going on after a death: from the kill of one of several workers to the next step.
 
     python -m benchmarks.recovery
 
-An elastic run trains a model with AdamW under FSDP2, takes a snapshot, or else saves a checkpoint,
-every few steps, and loses a worker to SIGKILL again and again. The figures are read from what it
-writes to metrics.jsonl.
+A run trains BERT with AdamW, and loses a worker to SIGKILL again and again: under `--elastic` from
+memory and from the local disk, under torchrun from the disk, and as replicas of torchft if that is
+installed (`benchmarks.torchft_replicas`). The figures come from the times in its metrics.jsonl.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import statistics
@@ -18,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,8 +29,33 @@ from benchmarks.pairing import Comparison, arguments, publish
 from benchmarks.step import SHAPES, bert
 from trainer.monitoring.jsonl import read_rows
 
-WAYS = {"memory": "snapshot_every: {every}, every: 1000000", "disk": "every: {every}"}
+NEVER = 1_000_000
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run is kept, and by whom it is started again.
+
+    Attributes:
+        every: steps between snapshots or checkpoints; None: the number of the command line.
+        checkpoint: settings of the run, with {every}.
+        starter: `elastic`, `torchrun` or `torchft`.
+    """
+
+    every: int | None
+    checkpoint: str
+    starter: str = "elastic"
+
+
+WAYS = {
+    "memory, each step": Way(1, f"snapshot_every: {{every}}, every: {NEVER}"),
+    "memory": Way(None, f"snapshot_every: {{every}}, every: {NEVER}"),
+    "disk": Way(None, "every: {every}"),
+    "disk, torchrun": Way(None, "every: {every}", "torchrun"),
+    "torchft": Way(1, "", "torchft"),
+}
 _PATIENCE_SECONDS = 300
+_WINDOW_SECONDS = 30.0  # after a kill, in which also a replica of torchft is back
 
 Row: TypeAlias = dict[str, Any]
 
@@ -41,45 +65,58 @@ class Recoveries:
     """What the deaths of one run came to.
 
     Attributes:
-        seconds: from each kill to the next step done.
+        seconds: from each kill to the next step, which is the one after the longest pause.
+        lost: seconds of training that each took within `_WINDOW_SECONDS`, whatever they went into.
         redone: steps that were taken again after each.
         stalls: seconds that each snapshot or checkpoint held training up; the first, which takes
             memory, left out.
     """
 
     seconds: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
     redone: list[int] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
 
 
 def recover(
-    folder: Path, model: str, processes: int, way: str, every: int, kills: int
+    folder: Path, model: str, processes: int, way: Way, every: int, kills: int
 ) -> Recoveries:
     """Trains and kills so many times, each time when there is something new to go on from."""
-    found = Recoveries()
+    found, every = Recoveries(), way.every or every
     with tempfile.TemporaryDirectory(dir=folder) as output:
         metrics = Path(output) / "metrics.jsonl"
-        steps = 3 * every * (kills + 1)  # more than are needed
-        with _training(
-            folder, Path(output), model, processes, steps, WAYS[way].format(every=every)
-        ) as pid:
-            reached = 0
+        with _training(folder, Path(output), model, processes, way, every) as pid:
+            began = 0.0
             for _ in range(kills):
-                last = reached + 2 * every + every // 2
-                rows = _rows_until(metrics, last)
-                found.stalls += stalls(rows, reached, every)
-                killed = time.time()
-                os.kill(_children(_children(pid)[0])[-1], signal.SIGKILL)
-                first = _rows_until(metrics, 0, last, killed)[-1]
+                rows = _follow(metrics, began, lambda rows: len(rows) > 2 * every + every // 2 + 5)
+                found.stalls += stalls(rows, every)
+                _kill_last_worker(pid)
+                killed, last = time.time(), rows[-1]["step"]
+                seen = _window(metrics, killed)
+                pauses = [
+                    now["time"] - before["time"] for before, now in pairwise([rows[-1], *seen])
+                ]
+                first = seen[pauses.index(max(pauses))]
                 found.seconds.append(first["time"] - killed)
-                found.redone.append(last + 1 - first["step"])
-                reached = first["step"]
+                found.redone.append(max(0, last + 1 - first["step"]))
+                pace = statistics.median(b["time"] - a["time"] for a, b in pairwise(rows))
+                new = len({row["step"] for row in seen if row["step"] > last})
+                found.lost.append(max(0.0, seen[-1]["time"] - killed - new * pace))
+                began = seen[-1]["time"]
     return found
+
+
+def _kill_last_worker(pid: int) -> None:
+    """Kills the last process that trains: a child of the command, or of its fork server."""
+    workers = _children(pid)
+    while len(workers) == 1:
+        workers = _children(workers[0])
+    os.kill(workers[-1], signal.SIGKILL)
 
 
 @contextmanager
 def _training(
-    folder: Path, output: Path, model: str, processes: int, steps: int, checkpoint: str
+    folder: Path, output: Path, model: str, processes: int, way: Way, every: int
 ) -> Iterator[int]:
     """A run that goes on in the process whose number this is, and ends with the block."""
     file = folder / "experiment.yaml"
@@ -89,50 +126,56 @@ data: {{path: {folder}, sequence_length: 32}}
 model: {bert(model)}
 objective: {{kind: mlm}}
 optimizer: {{kind: adamw, lr: 1e-4}}
-training: {{steps: {steps}, global_batch_size: {processes}, micro_batch_size: 1, log_every: 1}}
-checkpoint: {{{checkpoint}}}
+training: {{steps: {NEVER}, global_batch_size: {processes}, micro_batch_size: 1, log_every: 1}}
+checkpoint: {{{way.checkpoint.format(every=every)}}}
 """)
-    command = [
-        sys.executable,
-        "-m",
-        "trainer.cli",
-        "train",
-        str(file),
-        f"output={output}",
-        "--elastic",
-        "1",
-    ]
+    ours = ["trainer.cli", "train", str(file), f"output={output}"]
+    commands = {
+        "elastic": [*ours, "--elastic", "1", "--processes", str(processes)],
+        "torchrun": [
+            *("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"),
+            *("--max-restarts=1000", "-m", *ours),
+        ],
+        "torchft": ["benchmarks.torchft_replicas", model, str(output), str(processes)],
+    }
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, "--processes", str(processes)], env=environment) as process:
+    command = [sys.executable, "-m", *commands[way.starter]]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
             yield process.pid
         finally:
-            process.kill()  # with which its workers end, too
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def _rows_until(metrics: Path, step: int, most: float = math.inf, since: float = 0.0) -> list[Row]:
-    """The rows up to the first of a step from `step` to `most` that ended after `since`, once it is
-    there.
-    """
+def _follow(metrics: Path, since: float, is_over: Callable[[list[Row]], bool]) -> list[Row]:
+    """The rows of steps that ended after `since`, those included that the run removes again."""
+    found: dict[float, Row] = {}
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        rows = list(read_rows(metrics)) if metrics.exists() else []
-        for number, row in enumerate(rows):
-            if step <= row["step"] <= most and row["time"] > since:
-                return rows[: number + 1]
+        for row in read_rows(metrics) if metrics.exists() else []:
+            if row["time"] > since:
+                found[row["time"]] = row
+        rows = [found[when] for when in sorted(found)]
+        if is_over(rows):
+            return rows
         time.sleep(0.02)
     raise TimeoutError(f"the run did not get on within {_PATIENCE_SECONDS} s; see its messages")
 
 
-def stalls(rows: Sequence[Row], reached: int, every: int) -> list[float]:
-    """Seconds of the saves since a step, but for the first.
+def _window(metrics: Path, killed: float) -> list[Row]:
+    """The rows of the time after a kill."""
+    return _follow(metrics, killed, lambda _: time.time() > killed + _WINDOW_SECONDS)
+
+
+def stalls(rows: Sequence[Row], every: int) -> list[float]:
+    """Seconds of the saves in these rows, but for the first.
 
     What follows step n is in the row of step n + 1.
     """
     found = [
         (now["time"] - before["time"]) * now["time/checkpoint"]
         for before, now in pairwise(rows)
-        if before["step"] > reached and before["step"] % every == 0
+        if before["step"] % every == 0 and "time/checkpoint" in now
     ]
     return found[1:]
 
@@ -157,22 +200,21 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_dataset(Path(folder))
         runs = {
-            way: recover(Path(folder), args.model, args.processes, way, args.every, args.repeats)
-            for way in WAYS
+            name: recover(Path(folder), args.model, args.processes, way, args.every, args.repeats)
+            for name, way in WAYS.items()
+            if way.starter != "torchft" or find_spec("torchft")
         }
     title = f"Recovery of BERT-{args.model} from the death of one of {args.processes} workers"
-    compared = Comparison(
-        title,
-        "recoveries",
-        "wall",
-        {way: [1 / s for s in run.seconds] for way, run in runs.items()},
-    )
-    for way, run in runs.items():
-        compared.notes[way] = (
-            f"{1 / compared.rate(way):.2f} s each, {max(run.redone)} of at most {args.every} steps "
-            "redone, "
-            f"{statistics.median(run.stalls):.3f} s a save"
+    rates = {name: [1 / seconds for seconds in run.seconds] for name, run in runs.items()}
+    compared = Comparison(title, "recoveries", "wall", rates)
+    for name, run in runs.items():
+        compared.notes[name] = (
+            f"next step after {statistics.median(run.seconds):.2f} s, "
+            f"{statistics.median(run.lost):.1f} s lost of {_WINDOW_SECONDS:.0f}, "
+            f"steps redone: {', '.join(map(str, run.redone))}"
         )
+        if run.stalls:
+            compared.notes[name] += f"; {statistics.median(run.stalls):.3f} s a save"
     publish([compared], args.json)
 
 

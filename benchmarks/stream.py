@@ -1,29 +1,23 @@
-"""Streaming from an object store on this machine, from a cold cache.
-
-Its share of the speed of local files.
+"""Streaming from an object store on this machine: a whole pass over the data, by wall time.
 
     python -m benchmarks.stream --corpus corpus/*.jsonl.zst
 
-The store is a process of its own (moto), which takes CPU time from what it serves, so this says
-less about the network than about what downloading, checking and caching cost. Wall time of a whole
-pass over the data.
+First beside local files, as fast as it goes. The store takes CPU time from what it serves, so it
+says more about the cost of downloading, checking and caching than about networks. Then from a store
+with a limited bandwidth, without and with failures, beside s3fs's own download of the same files.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import fsspec
 
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.loader import open_loader
+from benchmarks.object_store import object_store
 from benchmarks.pairing import Comparison, Contender, compare, publish
 from data_pipeline.building.push import push
 from data_pipeline.reading.cache import ShardCache
@@ -31,40 +25,6 @@ from data_pipeline.reading.dataset import Dataset
 
 _LENGTH, _BATCH_SIZE = 128, 64
 _SHARD_BYTES = 2**20
-_SERVER = """
-import sys, time
-from moto.moto_server.threaded_moto_server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print("http://%s:%d" % server.get_host_and_port(), flush=True)
-sys.stdin.read()  # until it is closed
-"""
-
-
-@contextmanager
-def object_store() -> Iterator[None]:
-    """An S3 server on this machine with the bucket `bucket`, which clients in this process find."""
-    import boto3
-
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-    ) as server:
-        assert server.stdout is not None
-        environment = {
-            "AWS_ENDPOINT_URL": server.stdout.readline().decode().strip(),
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-        clients = fsspec.get_filesystem_class("s3")  # remember where their server was
-        with patch.dict(os.environ, environment):
-            clients.clear_instance_cache()
-            boto3.client("s3").create_bucket(Bucket="bucket")
-            try:
-                yield
-            finally:
-                clients.clear_instance_cache()
 
 
 def one_pass(dataset: Dataset) -> float:
@@ -99,13 +59,57 @@ def compare_streaming(folder: Path, repeats: int) -> Comparison:
         )
 
 
+def compare_limited(folder: Path, limit: float, failures: float, repeats: int) -> Comparison:
+    """Measures passes over a cold cache, and downloads of all shards, from a slow store.
+
+    Args:
+        limit: of the store, in MB a second.
+        failures: share of reads that fail.
+    """
+    with object_store(limit * 1e6, failures):
+        url = "s3://bucket/dataset"
+        push(folder, url)
+        shards = Dataset.open(folder).shards("train")
+        megabytes = sum(shard.bytes for shard in shards) / 1e6
+
+        def ours() -> float:
+            with tempfile.TemporaryDirectory() as cache:
+                one_pass(Dataset.open(url, ShardCache.open_folder(cache, "100GB")))
+            return megabytes
+
+        def plain() -> float:
+            with tempfile.TemporaryDirectory() as target:
+                fsspec.filesystem("s3").get([f"{url}/{shard.name}" for shard in shards], target)
+            return megabytes
+
+        contenders = [Contender("samestep", ours), Contender("s3fs, download only", plain)]
+        title = f"A store of {limit:g} MB a second; {failures:.0%} of reads fail"
+        found = compare(title, "megabytes", contenders, repeats, clock="wall")
+    for name in found.rates:
+        found.notes[name] = f"{found.rate(name) / limit:.2f} of the limit"
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = data_arguments(__doc__).parse_args(arguments)
-    with tempfile.TemporaryDirectory() as temporary, object_store():
-        compared = compare_streaming(
-            prepare_dataset(args, Path(temporary), _SHARD_BYTES), args.repeats
-        )
-    publish([compared], args.json)
+    parser = data_arguments(__doc__)
+    parser.add_argument(
+        "--limits",
+        type=float,
+        nargs="*",
+        default=[2, 8],
+        help="bandwidths of the slow store, in MB a second (default: 2 8)",
+    )
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = prepare_dataset(args, Path(temporary), _SHARD_BYTES)
+        with object_store():
+            compared = [compare_streaming(folder, args.repeats)]
+        compared += [
+            compare_limited(folder, limit, failures, args.repeats)
+            for limit in args.limits
+            for failures in (0.0, 0.01)
+        ]
+    publish(compared, args.json)
 
 
 if __name__ == "__main__":

@@ -49,17 +49,20 @@ class Observer:
         fault: its name.
         run: the run's folder.
         sign: a pattern of what the run says when it has noticed; None if it has no need to.
+
+    Attributes:
+        rows: the time and number of each step that was seen, taken again or not.
     """
 
     def __init__(self, fault: str, run: Path, sign: str | None) -> None:
         self.fault, self.run, self._sign = fault, run, sign
-        self._rows: set[tuple[float, int]] = set()
+        self.rows: set[tuple[float, int]] = set()
         self._struck: float | None = None
         self._noticed: float | None = None
 
     def reach(self, process: Process, step: int) -> None:
         """Returns when the run has taken a step."""
-        self.until(process, lambda: any(taken >= step for _, taken in self._rows))
+        self.until(process, lambda: any(taken >= step for _, taken in self.rows))
         assert process.popen.poll() is None, process.stderr.read_text()
 
     def end(self, process: Process) -> Result:
@@ -71,7 +74,7 @@ class Observer:
         """Returns when a condition holds, or the command has ended."""
         for _ in moments(process):
             rows = read_rows(self.run / "metrics.jsonl")
-            self._rows |= {(row["time"], row["step"]) for row in rows if "train/loss" in row}
+            self.rows |= {(row["time"], row["step"]) for row in rows if "train/loss" in row}
             if (
                 self._sign
                 and not self._noticed
@@ -81,13 +84,18 @@ class Observer:
             if condition():
                 return
 
+    @property
+    def newest(self) -> float:
+        """When the last step was taken."""
+        return max((when for when, _ in self.rows), default=0.0)
+
     def strike(self, when: float | None = None) -> None:
         """The fault comes now, or came at a time in seconds since 1970."""
         self._struck = when or time.time()
 
     def when(self, step: int) -> float:
         """The time when the run had first taken a step."""
-        return min(time for time, taken in self._rows if taken == step)
+        return min(time for time, taken in self.rows if taken == step)
 
     def outcome(self) -> Outcome:
         """After the run's end. Fails unless its ledger proves what it was fed."""
@@ -96,7 +104,7 @@ class Observer:
         assert self._struck is not None
         assert self._noticed or not self._sign, f"nothing said {self._sign!r}"
         passes = [(number, tally) for tally in verdict.tallies.values() for number in tally.passes]
-        rows = sorted(self._rows)
+        rows = sorted(self.rows)
         before = max((step for when, step in rows if when <= self._struck), default=0)
         started = max(start["time"] for start in read_rows(self.run / "starts.jsonl"))
         new = [when for when, step in rows if when > max(self._struck, started) and step > before]

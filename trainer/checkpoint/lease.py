@@ -71,8 +71,9 @@ class Lease:
         if newest != self.number:
             raise SupersededError(
                 f"another training has taken {self.root} over, as this one gave no sign of life "
-                f"(its lease is {self.number}, the newest {newest}). This one ends, to keep their "
-                "files apart. To resume it, stop the other and start it again"
+                f"(its lease is {self.number}, the newest {newest}). This process ends, to keep "
+                "their files apart; if it is part of an elastic run, it joins the others. If these "
+                "are two runs, start one of them with another output"
             )
 
     def check_or_end(self) -> None:

@@ -108,7 +108,7 @@ def _list(study: Study, jobs: Jobs) -> int:
         sys.stdout.write(f"{job.name}  {state:8}  {job.stage}: {arms[job.digest]}\n")
     done = sum(job.result() is not None for job in jobs.all)
     takes = study.config.cpu_hours
-    hours = f"; the whole study takes about {takes:g} hours of one core" if takes else ""
+    hours = f"; CPU time of the whole study: about {takes:g} h" if takes else ""
     sys.stdout.write(f"{done} of {len(jobs.all)} jobs are finished{hours}\n")
     return EXIT_DONE
 

@@ -286,6 +286,7 @@ class Trainer:
             groups.freeze(self.optimizer, self.state.step)
             # Clipping would spread an error in one tensor over all of them.
             self.digests.before_clipping(self.state.step + 1)
+            self.checkpoints.secure()
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _check(

@@ -75,8 +75,12 @@ def test_loader(text, tmp_path) -> None:
 def test_resume_and_stream(text, tmp_path) -> None:
     (resumed,) = measured(resume.main, text, tmp_path)
     assert list(resumed.rates) == ["1%", "50%", "99%"]
-    (streamed,) = measured(stream.main, text, tmp_path)
+    streamed, *limited = measured(stream.main, text, tmp_path, "--limits", "0.5")
     assert list(streamed.rates) == ["S3, cold cache", "local files", "S3, warm cache"]
+    assert len(limited) == 2  # without and with failures
+    assert all(
+        0 < rate < 0.6 for each in limited for rates in each.rates.values() for rate in rates
+    )
 
 
 def test_others_get_our_examples_without_masks(dataset_folder, tmp_path) -> None:
@@ -122,13 +126,13 @@ def test_the_stall_of_a_save_and_the_step_beside_it_are_told_apart() -> None:
 
 
 def test_stalls_after_a_recovery_leave_out_the_first() -> None:
-    """Steps of 2 s, of which those after a save spend a part on it; the run goes on from step 4."""
+    """Steps of 2 s, of which those after a save spend a part on it."""
     shares = {7: 0.5, 9: 0.25, 11: 0.125}
     rows = [
         {"step": step, "time": 2.0 * step, "time/checkpoint": shares.get(step, 0.0)}
         for step in range(1, 12)
     ]
-    assert recovery.stalls(rows, reached=5, every=2) == [0.5, 0.25]
+    assert recovery.stalls(rows[5:], every=2) == [0.5, 0.25]
 
 
 def test_paired_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,101 @@
+"""An S3 server on this machine (moto), as fast as it can be or with limits and failures.
+
+It is a process of its own, and takes CPU time from what it serves.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+
+_PIECE_BYTES = 2**16
+
+
+@contextmanager
+def object_store(bytes_a_second: float = 0.0, failures: float = 0.0) -> Iterator[None]:
+    """An S3 server with the bucket `bucket`, which clients in this process find.
+
+    Args:
+        bytes_a_second: of all its answers together; 0 means no limit.
+        failures: share of reads that are answered with status 503.
+    """
+    import boto3
+
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "benchmarks.object_store", str(bytes_a_second), str(failures)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        environment = {
+            "AWS_ENDPOINT_URL": server.stdout.readline().decode().strip(),
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        clients = fsspec.get_filesystem_class("s3")  # remember where their server was
+        with patch.dict(os.environ, environment):
+            clients.clear_instance_cache()
+            boto3.client("s3").create_bucket(Bucket="bucket")
+            try:
+                yield
+            finally:
+                clients.clear_instance_cache()
+
+
+@dataclass
+class _Limited:
+    """A WSGI application whose answers share a bandwidth, and of whose reads some fail."""
+
+    app: Any
+    bytes_a_second: float
+    failures: float
+    _free_at: float = 0.0  # when all bytes that were let through have passed
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterator[bytes]:
+        if environ["REQUEST_METHOD"] == "GET" and random.random() < self.failures:
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return
+        for content in self.app(environ, start_response):
+            for first in range(0, len(content), _PIECE_BYTES):
+                piece = content[first : first + _PIECE_BYTES]
+                self._pass(len(piece))
+                yield piece
+
+    def _pass(self, size: int) -> None:
+        if not self.bytes_a_second:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_a_second
+            wait = self._free_at - time.monotonic()
+        time.sleep(wait)
+
+
+def _serve(bytes_a_second: float, failures: float) -> None:
+    """Prints the server's address, and serves until standard input is closed."""
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
+
+    app = _Limited(DomainDispatcherApplication(create_backend_app), bytes_a_second, failures)
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(f"http://127.0.0.1:{server.port}", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve(*map(float, sys.argv[1:]))
