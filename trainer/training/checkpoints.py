@@ -71,15 +71,20 @@ class Checkpoints:
         for each in self._all():
             each.copied()
 
-    def secure(self) -> None:
+    def secure(self) -> bool:
         """Waits until this rank's part of the last step is safe, if there is a snapshot of each.
 
         To be called before a collective that precedes the next update: no rank takes that update
         before all have done this, so a failure costs the step that is being taken, and at most the
         one before it.
+
+        Returns:
+            Whether there is a snapshot of each step.
         """
-        if self.snapshots is not None and self.snapshots.config.every == 1:
-            self.snapshots.join()
+        if self.snapshots is None or self.snapshots.config.every > 1:
+            return False
+        self.snapshots.join()
+        return True
 
     def discard_after(self, step: int) -> None:
         """Removes what was saved after a step, so a restart also continues from that step."""

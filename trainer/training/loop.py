@@ -282,11 +282,12 @@ class Trainer:
                 micro_batches,
                 end_section,
             )
+            if self.checkpoints.secure():
+                end_section("checkpoint")
             # Before clipping: frozen layers have no part in the norm.
             groups.freeze(self.optimizer, self.state.step)
             # Clipping would spread an error in one tensor over all of them.
             self.digests.before_clipping(self.state.step + 1)
-            self.checkpoints.secure()
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _check(
