@@ -351,3 +351,17 @@ def test_nodes_that_start_together_do_no_harm_to_each_other(
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda _: digests(make_loader(remote, tmp_path / "cache"), 8), range(4))
         assert list(found) == [expected] * 4
+
+
+def test_many_loaders_of_one_cache_fetch_each_shard_once(
+    dataset: Path, remote: str, faulty_s3: FaultyProxy, tmp_path: Path
+) -> None:
+    expected = digests(make_loader(dataset, None), 8)
+    loaders = 64
+    with ThreadPoolExecutor(loaders) as pool:
+        found = pool.map(
+            lambda _: digests(make_loader(remote, tmp_path / "cache"), 8), range(loaders)
+        )
+        assert list(found) == [expected] * loaders
+    fetched = [each for each in faulty_s3.requests if each.startswith("GET") and ".tar" in each]
+    assert len(fetched) == len(set(fetched)) == len(shards_in(tmp_path / "cache"))
