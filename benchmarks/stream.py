@@ -86,7 +86,8 @@ def compare_limited(folder: Path, limit: float, failures: float, repeats: int) -
         title = f"A store of {limit:g} MB a second; {failures:.0%} of reads fail"
         found = compare(title, "megabytes", contenders, repeats, clock="wall")
     for name in found.rates:
-        found.notes[name] = f"{found.rate(name) / limit:.2f} of the limit"
+        rate = found.rate(name)
+        found.notes[name] = f"{rate / limit:.2f} of the limit, {megabytes / rate:.1f} s"
     return found
 
 
