@@ -28,8 +28,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from data_pipeline.order.exclusions import merged
 from trainer.monitoring.jsonl import JsonlTracker
-from trainer.ranges import merged
 from trainer.storage import atomic_write
 
 logger = logging.getLogger(__name__)

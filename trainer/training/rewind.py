@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.ranges import global_number
+from data_pipeline.order.exclusions import global_number
 from trainer.training.loop import Trainer
 from trainer.training.phases import phase_of
 

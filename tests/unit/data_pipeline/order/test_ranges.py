@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.ranges import global_number, merged
+from data_pipeline.order.exclusions import global_number, merged
 
 
 def test_global_number_skips_excluded_examples() -> None:
