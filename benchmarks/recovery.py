@@ -140,7 +140,10 @@ checkpoint: {{{way.checkpoint.format(every=every)}}}
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *commands[way.starter]]
-    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+    messages = subprocess.DEVNULL if way.starter == "torchft" else None  # it writes some each step
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, stderr=messages
+    ) as process:
         try:
             yield process.pid
         finally:
@@ -196,13 +199,14 @@ def main(given: Sequence[str] | None = None) -> None:
         default=5,
         help="steps between snapshots, or checkpoints; 3 or more (default: 5)",
     )
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=[*WAYS], help="(default: all)")
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         write_dataset(Path(folder))
         runs = {
             name: recover(Path(folder), args.model, args.processes, way, args.every, args.repeats)
             for name, way in WAYS.items()
-            if way.starter != "torchft" or find_spec("torchft")
+            if name in args.ways and (way.starter != "torchft" or find_spec("torchft"))
         }
     title = f"Recovery of BERT-{args.model} from the death of one of {args.processes} workers"
     rates = {name: [1 / seconds for seconds in run.seconds] for name, run in runs.items()}

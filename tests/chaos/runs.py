@@ -63,7 +63,10 @@ def kill(process: Process) -> None:
 
 
 def assert_same_run(samestep: Samestep, run: Path, undisturbed: Path) -> None:
-    """The losses of all steps, the final weights, and a ledger that proves what the run was fed."""
+    """The losses of all steps, the final weights, and a ledger that proves what the run was fed.
+
+    Biases of attention's keys are left out: their gradient is 0, so they hold rounding errors.
+    """
     expected, found = losses(undisturbed), losses(run)
     assert list(found) == list(expected)
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
@@ -72,6 +75,8 @@ def assert_same_run(samestep: Samestep, run: Path, undisturbed: Path) -> None:
     weights, others = (_exported(samestep, folder) for folder in (run, undisturbed))
     assert weights.keys() == others.keys()
     for name, values in weights.items():
+        if name.endswith("key.bias"):
+            continue
         np.testing.assert_allclose(values, others[name], rtol=0, atol=1e-5, err_msg=name)
 
 
