@@ -23,13 +23,18 @@ _PIECE_BYTES = 2**16
 
 
 @contextmanager
-def object_store(bytes_a_second: float = 0.0, failures: float = 0.0) -> Iterator[None]:
+def object_store(bytes_a_second: float = 0.0, failures: float = 0.0) -> Iterator[list[int]]:
     """An S3 server with the bucket `bucket`, which clients in this process find.
 
     Args:
         bytes_a_second: of all its answers together; 0 means no limit.
         failures: share of reads that are answered with status 503.
+
+    Yields:
+        A list, which is empty until the server has ended; then it has the numbers of reads and of
+        failures.
     """
+    counts: list[int] = []
     import boto3
 
     pipe = subprocess.PIPE
@@ -47,9 +52,12 @@ def object_store(bytes_a_second: float = 0.0, failures: float = 0.0) -> Iterator
             clients.clear_instance_cache()
             boto3.client("s3").create_bucket(Bucket="bucket")
             try:
-                yield
+                yield counts
             finally:
                 clients.clear_instance_cache()
+                assert server.stdin is not None
+                server.stdin.close()
+                counts += map(int, server.stdout.read().split())
 
 
 @dataclass
@@ -61,9 +69,17 @@ class _Limited:
     failures: float
     _free_at: float = 0.0  # when all bytes that were let through have passed
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+    reads: int = 0
+    failed: int = 0
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterator[bytes]:
-        if environ["REQUEST_METHOD"] == "GET" and random.random() < self.failures:
+        is_read = environ["REQUEST_METHOD"] == "GET"
+        with self._lock:
+            fails = is_read and self._random.random() < self.failures
+            self.reads += is_read
+            self.failed += fails
+        if fails:
             start_response("503 Slow Down", [("Content-Length", "0")])
             return
         for content in self.app(environ, start_response):
@@ -82,7 +98,7 @@ class _Limited:
 
 
 def _serve(bytes_a_second: float, failures: float) -> None:
-    """Prints the server's address, and serves until standard input is closed."""
+    """Prints the server's address, serves until standard input is closed, and prints counts."""
     from moto.moto_server.werkzeug_app import (
         DomainDispatcherApplication,
         MotoRequestHandler,
@@ -95,6 +111,7 @@ def _serve(bytes_a_second: float, failures: float) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.port}", flush=True)
     sys.stdin.read()
+    print(app.reads, app.failed)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -68,20 +69,22 @@ class Recoveries:
         seconds: from each kill to the next step, which is the one after the longest pause.
         lost: seconds of training that each took within `_WINDOW_SECONDS`, whatever they went into.
         redone: steps that were taken again after each.
-        stalls: seconds that each snapshot or checkpoint held training up; the first, which takes
-            memory, left out.
+        stalls: seconds that each snapshot or checkpoint held training up; the first before each
+            kill left out, as the run's first reserves memory.
+        paces: seconds of a step before each kill.
     """
 
     seconds: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
     redone: list[int] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
 
 
 def recover(
     folder: Path, model: str, processes: int, way: Way, every: int, kills: int
 ) -> Recoveries:
-    """Trains and kills so many times, each time when there is something new to go on from."""
+    """Trains and kills so many times, right after a step, with something new to go on from."""
     found, every = Recoveries(), way.every or every
     with tempfile.TemporaryDirectory(dir=folder) as output:
         metrics = Path(output) / "metrics.jsonl"
@@ -92,7 +95,7 @@ def recover(
                 found.stalls += stalls(rows, every)
                 _kill_last_worker(pid)
                 killed, last = time.time(), rows[-1]["step"]
-                seen = _window(metrics, killed)
+                seen = _follow(metrics, killed, partial(_is_over, killed + _WINDOW_SECONDS))
                 pauses = [
                     now["time"] - before["time"] for before, now in pairwise([rows[-1], *seen])
                 ]
@@ -100,6 +103,7 @@ def recover(
                 found.seconds.append(first["time"] - killed)
                 found.redone.append(max(0, last + 1 - first["step"]))
                 pace = statistics.median(b["time"] - a["time"] for a, b in pairwise(rows))
+                found.paces.append(pace)
                 new = len({row["step"] for row in seen if row["step"] > last})
                 found.lost.append(max(0.0, seen[-1]["time"] - killed - new * pace))
                 began = seen[-1]["time"]
@@ -165,9 +169,8 @@ def _follow(metrics: Path, since: float, is_over: Callable[[list[Row]], bool]) -
     raise TimeoutError(f"the run did not get on within {_PATIENCE_SECONDS} s; see its messages")
 
 
-def _window(metrics: Path, killed: float) -> list[Row]:
-    """The rows of the time after a kill."""
-    return _follow(metrics, killed, lambda _: time.time() > killed + _WINDOW_SECONDS)
+def _is_over(end: float, _: list[Row]) -> bool:
+    return time.time() > end
 
 
 def stalls(rows: Sequence[Row], every: int) -> list[float]:
@@ -176,7 +179,7 @@ def stalls(rows: Sequence[Row], every: int) -> list[float]:
     What follows step n is in the row of step n + 1.
     """
     found = [
-        (now["time"] - before["time"]) * now["time/checkpoint"]
+        (now["time"] - before["time"]) * (now["time/checkpoint"] + now.get("time/snapshot", 0.0))
         for before, now in pairwise(rows)
         if before["step"] % every == 0 and "time/checkpoint" in now
     ]
@@ -213,6 +216,7 @@ def main(given: Sequence[str] | None = None) -> None:
     compared = Comparison(title, "recoveries", "wall", rates)
     for name, run in runs.items():
         compared.notes[name] = (
+            f"steps of {statistics.median(run.paces):.2f} s, "
             f"next step after {statistics.median(run.seconds):.2f} s, "
             f"{statistics.median(run.lost):.1f} s lost of {_WINDOW_SECONDS:.0f}, "
             f"steps redone: {', '.join(map(str, run.redone))}"

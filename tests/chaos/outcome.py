@@ -85,7 +85,7 @@ class Observer:
                 return
 
     @property
-    def newest(self) -> float:
+    def last_time(self) -> float:
         """When the last step was taken."""
         return max((when for when, _ in self.rows), default=0.0)
 

@@ -85,7 +85,8 @@ def next_start(observer: Observer, process: Process, killed: float) -> tuple[int
     def began() -> float:
         return max(row["time"] for row in read_rows(observer.run / "starts.jsonl"))
 
-    observer.until(process, lambda: observer.newest > began() > killed)
+    observer.until(process, lambda: observer.last_time > began() > killed)
+    assert process.popen.poll() is None, process.stderr.read_text()
     ended, first = min((when, step) for when, step in observer.rows if when > began())
     before = max(step for when, step in observer.rows if when < began())
     return first, ended, before + 1 - first

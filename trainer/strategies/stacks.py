@@ -23,6 +23,7 @@ PARTS = {
     ("trainer.training.loop", "Trainer._log_training"): "logging",
     ("trainer.training.loop", "Trainer.evaluate"): "evaluation",
     ("trainer.training.loop", "Trainer.save"): "checkpoint",
+    ("trainer.training.checkpoints", "Checkpoints.wait_for_snapshot"): "checkpoint",
     # Waits for the last save at the end of a run.
     ("trainer.checkpoint.manager", "Checkpointer.settle"): "checkpoint",
 }

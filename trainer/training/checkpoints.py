@@ -50,10 +50,16 @@ class Checkpoints:
     durable: Checkpointer
     snapshots: Checkpointer | None = None
 
-    def due(self, step: int, ending: bool) -> list[Checkpointer]:
-        """Where to save after a step, if anywhere; a run ends with a durable checkpoint only."""
-        # Snapshots are lost when the machines are given back, so the end needs no snapshot.
-        due = [self.durable] if ending or step % self.durable.config.every == 0 else []
+    def due(self, step: int, is_best: bool, ending: bool) -> list[Checkpointer]:
+        """Where to save after a step, if anywhere.
+
+        Args:
+            is_best: whether the step has the best evaluation; that needs a durable checkpoint.
+            ending: whether the run ends with this step. Snapshots are lost when the machines are
+                given back, so it then needs a durable checkpoint, and no snapshot.
+        """
+        is_durable = ending or is_best or step % self.durable.config.every == 0
+        due = [self.durable] if is_durable else []
         if self.snapshots is not None and not ending and step % self.snapshots.config.every == 0:
             due.append(self.snapshots)
         return due
@@ -71,12 +77,13 @@ class Checkpoints:
         for each in self._all():
             each.copied()
 
-    def secure(self) -> bool:
-        """Waits until this rank's part of the last step is safe, if there is a snapshot of each.
+    def wait_for_snapshot(self) -> bool:
+        """Waits until the snapshot of the last step is written, if there is one of each step.
 
-        To be called before a collective that precedes the next update: no rank takes that update
-        before all have done this, so a failure costs the step that is being taken, and at most the
-        one before it.
+        To be called before an update. Rank 0 waits for the commit, the others for their own files:
+        they can take the update before rank 0 does, but not get past its next collective. So a
+        failure costs the step that is being taken and at most one finished step. Does not raise if
+        the snapshot failed.
 
         Returns:
             Whether there is a snapshot of each step.

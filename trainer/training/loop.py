@@ -20,7 +20,8 @@ is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
 every `log_every` steps, where it reads the accumulated metrics. Evaluations, probes and saves wait
 as well, and so do optional checks: of faults (each step) and of the state's bits
-(`verify_state_every`, `digest_every`).
+(`verify_state_every`, `digest_every`). With a snapshot of each step, it waits before an update for
+that of the step before.
 """
 
 from __future__ import annotations
@@ -215,9 +216,9 @@ class Trainer:
                 self._stop.decide(self.state.step, self.checkpoints.durable)
                 or self.best.out_of_patience
             )
-            # The best step must have a checkpoint, whatever checkpoint.every says.
-            ending = stopping or self.state.step in (self.config.steps, self.best.step)
-            if due := self.checkpoints.due(self.state.step, ending):
+            ending = stopping or self.state.step == self.config.steps
+            is_best = self.state.step == self.best.step
+            if due := self.checkpoints.due(self.state.step, is_best, ending):
                 self.save(due)
                 end_section("checkpoint")
             if stopping:
@@ -282,8 +283,8 @@ class Trainer:
                 micro_batches,
                 end_section,
             )
-            if self.checkpoints.secure():
-                end_section("checkpoint")
+            if self.checkpoints.wait_for_snapshot():
+                end_section("snapshot")
             # Before clipping: frozen layers have no part in the norm.
             groups.freeze(self.optimizer, self.state.step)
             # Clipping would spread an error in one tensor over all of them.

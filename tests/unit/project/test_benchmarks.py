@@ -75,11 +75,13 @@ def test_loader(text, tmp_path) -> None:
 def test_resume_and_stream(text, tmp_path) -> None:
     (resumed,) = measured(resume.main, text, tmp_path)
     assert list(resumed.rates) == ["1%", "50%", "99%"]
-    streamed, *limited = measured(stream.main, text, tmp_path, "--limits", "0.5")
+    streamed, *limited = measured(
+        stream.main, text, tmp_path, "--limits", "1", "--failures", "0.02"
+    )
     assert list(streamed.rates) == ["S3, cold cache", "local files", "S3, warm cache"]
     assert len(limited) == 2  # without and with failures
     assert all(
-        0 < rate < 0.6 for each in limited for rates in each.rates.values() for rate in rates
+        0 < rate < 1.1 for each in limited for rates in each.rates.values() for rate in rates
     )
 
 

@@ -1,14 +1,20 @@
-"""Settings that may differ from those of a checkpoint."""
+"""When a run saves and waits, and settings that may differ from those of a checkpoint."""
 
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 
+from trainer.checkpoint import writer
+from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.config import Tree, to_tree
 from trainer.errors import ConfigError
-from trainer.training.checkpoints import changes_since
+from trainer.training.checkpoints import Checkpoints, changes_since
 from trainer.training.starting import load_experiment
 
 ROBERTA = "model={kind: roberta, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64}"
@@ -17,6 +23,55 @@ ROBERTA = "model={kind: roberta, vocab_size: 600, layers: 2, width: 32, heads: 2
 def description(file: str, *overrides: str) -> Tree:
     experiment = load_experiment(file, ["model.kind=roberta", ROBERTA, *overrides])
     return {"config": to_tree(experiment), "teacher": None, "step": 3}
+
+
+def checkpoints(folder: Path, snapshot_every: int | None) -> Checkpoints:
+    durable = Checkpointer(folder / "durable", Config(every=10), rank=0, world_size=1)
+    if snapshot_every is None:
+        return Checkpoints(durable)
+    config = Config(every=snapshot_every)
+    return Checkpoints(durable, Checkpointer(folder / "snapshots", config, rank=0, world_size=1))
+
+
+def test_where_a_step_is_saved(tmp_path: Path) -> None:
+    both = checkpoints(tmp_path, 1)
+    names = {both.durable: "durable", both.snapshots: "snapshot"}
+
+    def due(step: int, is_best: bool = False, ending: bool = False) -> list[str]:
+        return [names[each] for each in both.due(step, is_best, ending)]
+
+    assert due(9) == ["snapshot"]
+    assert due(10) == ["durable", "snapshot"]
+    assert due(9, is_best=True) == ["durable", "snapshot"]
+    assert due(9, ending=True) == due(9, is_best=True, ending=True) == ["durable"]
+
+
+@pytest.mark.parametrize(("every", "waits"), [(None, False), (2, False), (1, True)])
+def test_snapshots_of_each_step_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, waits: bool
+) -> None:
+    may_write, write_step = threading.Event(), writer.write_step
+
+    def write_later(*arguments: object, **options: object) -> None:
+        assert may_write.wait(30)
+        write_step(*arguments, **options)
+
+    monkeypatch.setattr(writer, "write_step", write_later)
+    found = checkpoints(tmp_path, every)
+    if found.snapshots is not None:
+        found.snapshots.save(2, {"weights": torch.zeros(3)}, {})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(found.wait_for_snapshot)
+        if waits:
+            with pytest.raises(TimeoutError):
+                waiting.result(0.3)
+            may_write.set()
+        assert waiting.result(30) is waits
+    if waits and found.snapshots is not None:
+        assert found.snapshots.steps() == [2]
+    may_write.set()
+    if found.snapshots is not None:
+        found.snapshots.wait()
 
 
 def test_settings_of_initial_weights_may_change(experiment_file: str) -> None:

@@ -417,7 +417,7 @@ function shares() {
 }
 
 function fillShares(section, runs) {
-  const known = ["forward", "backward", "forward_backward", "waiting", "optimizer", "data_wait", "evaluation", "checkpoint", "logging"];
+  const known = ["forward", "backward", "forward_backward", "waiting", "optimizer", "data_wait", "evaluation", "checkpoint", "snapshot", "logging"];
   const names = [...new Set([...known, ...runs.flatMap(run => Object.keys(run.shares))])].filter(name => runs.some(run => run.shares[name]));
   element(section, "h2", {}, "Where the time goes");
   const grid = element(section, "div", { class: "share" });
