@@ -77,21 +77,21 @@ class Checkpoints:
         for each in self._all():
             each.copied()
 
-    def wait_for_snapshot(self) -> bool:
+    @property
+    def keeps_each_step(self) -> bool:
+        """Whether there is a snapshot of each step."""
+        return self.snapshots is not None and self.snapshots.config.every == 1
+
+    def wait_for_snapshot(self) -> None:
         """Waits until the snapshot of the last step is written, if there is one of each step.
 
         To be called before an update. Rank 0 waits for the commit, the others for their own files:
         they can take the update before rank 0 does, but not get past its next collective. So a
         failure costs the step that is being taken and at most one finished step. Does not raise if
         the snapshot failed.
-
-        Returns:
-            Whether there is a snapshot of each step.
         """
-        if self.snapshots is None or self.snapshots.config.every > 1:
-            return False
-        self.snapshots.join()
-        return True
+        if self.snapshots is not None and self.keeps_each_step:
+            self.snapshots.join()
 
     def discard_after(self, step: int) -> None:
         """Removes what was saved after a step, so a restart also continues from that step."""

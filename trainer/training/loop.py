@@ -144,7 +144,7 @@ class Trainer:
         self.recorder.open(self.state.step, trackers, ledger, throughput)
         self.digests.open(ledger and ledger.with_name(FILE), self.state.step)
         self.model.train()
-        with self.heartbeat:
+        with self.heartbeat, self.recorder.held_rows(self.checkpoints.keeps_each_step):
             while not (self.finished or self._stop.agreed):
                 if fault := self._run_phase(self.phase):
                     return fault
@@ -283,7 +283,9 @@ class Trainer:
                 micro_batches,
                 end_section,
             )
-            if self.checkpoints.wait_for_snapshot():
+            if self.checkpoints.keeps_each_step:
+                self.checkpoints.wait_for_snapshot()
+                self.recorder.release()  # the last step is safe
                 end_section("snapshot")
             # Before clipping: frozen layers have no part in the norm.
             groups.freeze(self.optimizer, self.state.step)

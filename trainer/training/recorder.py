@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from trainer.errors import SamestepError
 from trainer.examples import LoaderState
 from trainer.monitoring import Level, Tracker, stragglers
 from trainer.monitoring.clock import Clock
+from trainer.monitoring.jsonl import Row
 from trainer.monitoring.meter import Meter
 from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
@@ -44,6 +47,8 @@ class Recorder:
         self._strategy = strategy
         self._compiles, self._graphs = compiles, 0
         self._trackers: Sequence[Tracker] = ()
+        # Whether rows wait until their step is safe, and those that do: step and metrics.
+        self._holds, self._held = False, list[tuple[int, Mapping[str, float]]]()
         self.ledger = Ledger()
         self._throughput: Throughput | None = None
         self.meter = Meter(strategy.accelerator.to_device, is_exact=strategy.exact)
@@ -140,10 +145,46 @@ class Recorder:
         self.ledger.close_row(hexadecimal(digest))
         self._digest = 0
 
+    @contextmanager
+    def held_rows(self, held: bool) -> Iterator[None]:
+        """Within this context, rows are written by `release` only, if `held`.
+
+        When it is left, the others are written, unless another rank may be the reason: then their
+        step may have to be taken again.
+        """
+        self.release()  # from the checkpoint that the run continues from
+        self._holds = held
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, SamestepError):
+                self.release()
+            raise
+        self._holds = False
+        self.release()
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a row of metrics."""
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        """Writes a row of metrics, or holds it, see `held_rows`."""
+        self._held.append((step, metrics))
+        if not self._holds:
+            self.release()
+
+    def release(self) -> None:
+        """Writes the rows that are held."""
+        rows, self._held = self._held, []
+        for step, metrics in rows:
+            for tracker in self._trackers:
+                tracker.log(step, metrics)
+
+    def drop_written(self, rows: Iterable[Row]) -> None:
+        """Forgets those of the held rows that a run had written before it was killed.
+
+        Args:
+            rows: all that it has written.
+        """
+        if self._held:
+            first, _ = self._held[0]
+            del self._held[: sum(row["step"] >= first for row in rows)]
 
     def alert(self, level: Level, title: str, text: str) -> None:
         """Notifies users, on the rank that has the trackers."""
@@ -152,7 +193,8 @@ class Recorder:
 
     def state_dict(self) -> Meta:
         """The open window over all replicas, and the ledger's state. Collective."""
-        return {
+        held = {"held_rows": self._held} if self._held else {}
+        return held | {
             "window": self.meter.totals(self._strategy.all_reduce),
             "digest": hexadecimal(self._over_replicas(self._digest)[0]),
             "ledger": self.ledger.state_dict(),
@@ -166,6 +208,7 @@ class Recorder:
             tokens: the run's count at that step.
         """
         self._logged_tokens, self._digest, self._filled = tokens, 0, 0
+        self._held = [(step, metrics) for step, metrics in state.get("held_rows", ())]
         if "ledger" in state:  # older versions have none
             self.ledger.load_state_dict(state["ledger"], state["step"])
         self.meter = Meter(

@@ -53,6 +53,7 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
     start = _record_start(folder, experiment, driver)
     tracking, description = experiment.tracking, to_tree(experiment)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
+    driver.recorder.drop_written(read_rows(folder / "metrics.jsonl"))
     scores = folder / "scores.jsonl"
     if scores.exists():  # removes the scores of checkpoints that will be written again
         JsonlTracker(scores, resume_step=step).close()

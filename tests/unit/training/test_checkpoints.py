@@ -66,7 +66,8 @@ def test_snapshots_of_each_step_are_waited_for(
             with pytest.raises(TimeoutError):
                 waiting.result(0.3)
             may_write.set()
-        assert waiting.result(30) is waits
+        waiting.result(30)
+    assert found.keeps_each_step is waits
     if waits and found.snapshots is not None:
         assert found.snapshots.steps() == [2]
     may_write.set()
