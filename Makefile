@@ -42,10 +42,10 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check  ## format, lint, types, import contracts and tests (10 minutes)
+test: check  ## format, lint, types, import contracts and tests (17 minutes)
 	$(PYTEST) --ignore tests/kernels
 
-test-all: test  ## the same, and the long proofs (22 minutes)
+test-all: test  ## the same, and the long proofs (31 minutes)
 	$(PYTEST) --ignore tests/kernels -m 'long and not chaos'
 
 test-kernels: install  ## GPU kernels without a GPU: interpreted, compiled for each GPU; graphs of torch.compile (5 minutes)
