@@ -34,9 +34,9 @@ def object_store(bytes_a_second: float = 0.0, failures: float = 0.0) -> Iterator
         A list, which is empty until the server has ended; then it has the numbers of reads and of
         failures.
     """
-    counts: list[int] = []
     import boto3
 
+    counts: list[int] = []
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", "benchmarks.object_store", str(bytes_a_second), str(failures)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as server:

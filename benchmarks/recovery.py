@@ -84,7 +84,7 @@ class Recoveries:
 def recover(
     folder: Path, model: str, processes: int, way: Way, every: int, kills: int
 ) -> Recoveries:
-    """Trains and kills so many times, right after a step, with something new to go on from."""
+    """Trains, and kills a worker `kills` times, right after a step and with a new checkpoint."""
     found, every = Recoveries(), way.every or every
     with tempfile.TemporaryDirectory(dir=folder) as output:
         metrics = Path(output) / "metrics.jsonl"

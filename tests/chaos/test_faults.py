@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from tests.chaos.outcome import Observer
 from tests.chaos.runs import Run, assert_same_run, kill
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.integration.commands import Process, Samestep, Start
+from tests.ports import free_port
 from trainer.monitoring.jsonl import read_rows
 
 STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.2"))
@@ -133,9 +133,7 @@ def test_a_killed_worker(
 
 @LONG
 def test_a_killed_agent(run: Run, survived: Survived) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    elastic = ("--elastic=1:2", f"--rendezvous={address}", "--processes=1")
+    elastic = ("--elastic=1:2", f"--rendezvous=127.0.0.1:{free_port()}", "--processes=1")
     victim, survivor = run.train(*elastic), run.train(*elastic)
     observer = Observer(
         "one of two agents killed (`kill -9`), back from disk",

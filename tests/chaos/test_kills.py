@@ -46,7 +46,8 @@ def test_no_step_that_was_reported_is_taken_again(
     generator = random.Random(strategy)
     steps = 6 * (kills + 1)
     data = (f"training.steps={steps}", "data.threads=0")
-    way = (f"strategy={strategy}", "training.micro_batch_size=16", paced(0.02))
+    paced = "objective={kind: tests.chaos.paced, seconds: 0.02}"
+    way = (f"strategy={strategy}", "training.micro_batch_size=16", paced)
     kept = ("checkpoint.every=100000", "checkpoint.snapshot_every=1", "--elastic=1:1")
     settings = (*data, *way, *kept, "--processes=4")
     run = Run(tmp_path / "run", experiment_file, settings, start)
@@ -90,7 +91,3 @@ def next_start(observer: Observer, process: Process, killed: float) -> tuple[int
     ended, first = min((when, step) for when, step in observer.rows if when > began())
     before = max(step for when, step in observer.rows if when < began())
     return first, ended, before + 1 - first
-
-
-def paced(seconds: float) -> str:
-    return f"objective={{kind: tests.chaos.paced, seconds: {seconds}}}"

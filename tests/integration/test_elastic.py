@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.integration.commands import Process, Samestep, Start, losses
+from tests.ports import free_port
 from tests.waiting import until
 
 OBJECTIVE = """
@@ -105,10 +105,8 @@ def test_agents_go_and_come(
 
     One that comes back costs no step.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    elastic = ("--elastic", "1:2", "--rendezvous", f"127.0.0.1:{port}", "--processes", 1)
+    address = f"127.0.0.1:{free_port()}"
+    elastic = ("--elastic", "1:2", "--rendezvous", address, "--processes", 1)
     at_5, at_9 = hold(5), hold(9)
     (coming := tmp_path / "a second machine comes").touch()
     first = train(*elastic)

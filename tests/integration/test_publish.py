@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests.integration.commands import Samestep
+from tests.ports import free_port
 from tests.writable_hub import READ, WRITE, WritableHub, running_writable_hub
 from trainer.training.weights import load_weights
 
@@ -222,7 +222,5 @@ def test_what_cannot_be_published(
     message = samestep(*publish, REPO).message
     assert "has a model in main that samestep publish has not pushed" in message
     assert not hub.commits
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     assert "ada/bert cannot be published" in samestep(*publish, REPO).message

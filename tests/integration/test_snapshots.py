@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.integration.commands import Process, Samestep, Start, losses
+from tests.ports import free_port
 
 EVERY, STEPS = 2, 12
 SLOW_OBJECTIVE = """
@@ -98,8 +98,7 @@ def test_a_killed_machine(
     start: Start, arguments: list[str], finished_run: Path, tmp_path: Path
 ) -> None:
     """What the other one holds is enough, and that goes on alone."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     arguments += ["--processes", "1", "--elastic", "1:2", "--rendezvous", address]
     (coming := tmp_path / "a second machine comes").touch()
     first, second = start(*arguments), start(*arguments)

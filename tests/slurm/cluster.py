@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.ports import free_port
 
 NODES = (
     "127.0.0.1",
@@ -58,11 +59,6 @@ JobRequeue=1
 {nodes}
 PartitionName=debug Nodes=127.0.0.[1-3] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass
@@ -136,7 +132,7 @@ def started(root: Path) -> Iterator[Slurm]:
     key = root / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
-    ports = [_free_port() for _ in range(1 + len(NODES))]
+    ports = [free_port() for _ in range(1 + len(NODES))]
     lines = [
         f"NodeName={name} NodeHostname=localhost NodeAddr={name} Port={port} CPUs=4 "
         "RealMemory=4000 State=UNKNOWN"

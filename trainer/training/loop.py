@@ -20,8 +20,8 @@ is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
 every `log_every` steps, where it reads the accumulated metrics. Evaluations, probes and saves wait
 as well, and so do optional checks: of faults (each step) and of the state's bits
-(`verify_state_every`, `digest_every`). With a snapshot of each step, it waits before an update for
-that of the step before.
+(`verify_state_every`, `digest_every`). With a snapshot of each step, an update waits for the
+snapshot of the step before.
 """
 
 from __future__ import annotations

@@ -149,16 +149,15 @@ class Recorder:
     def held_rows(self, held: bool) -> Iterator[None]:
         """Within this context, rows are written by `release` only, if `held`.
 
-        When it is left, the others are written, unless another rank may be the reason: then their
-        step may have to be taken again.
+        At its end the rows that are left are written, but not after an error that another rank may
+        have caused, since their step may have to be taken again.
         """
         self.release()  # from the checkpoint that the run continues from
         self._holds = held
         try:
             yield
-        except Exception as error:
-            if isinstance(error, SamestepError):
-                self.release()
+        except SamestepError:
+            self.release()
             raise
         self._holds = False
         self.release()
@@ -177,7 +176,7 @@ class Recorder:
                 tracker.log(step, metrics)
 
     def drop_written(self, rows: Iterable[Row]) -> None:
-        """Forgets those of the held rows that a run had written before it was killed.
+        """Forgets held rows that the run had written before it was killed.
 
         Args:
             rows: all that it has written.

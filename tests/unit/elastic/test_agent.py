@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import tests.processes  # noqa: F401 sets up the fork server
+from tests.ports import free_port
 from trainer.elastic.agent import Elastic, _Agent, run_workers
 from trainer.elastic.rendezvous import Round
 from trainer.elastic.workers import Exit, Workers
@@ -272,9 +272,7 @@ def littered(folder: Path) -> None:
 
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:
     """However its own workers end; here they do not save in time."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    elastic = Elastic(1, 2, address, secrets_folder=tmp_path / "checkpoints")
+    elastic = Elastic(1, 2, f"127.0.0.1:{free_port()}", secrets_folder=tmp_path / "checkpoints")
     gone, left = (
         CONTEXT.Process(target=agent, args=(tmp_path, [[LATE, 0]] * 2, 1, elastic))
         for _ in range(2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.ports import free_port
 from tests.waiting import until
 from trainer.elastic import host, rendezvous, secret
 from trainer.elastic.host import Records, Renewal
@@ -52,12 +53,6 @@ def agents(count: int, min_agents: int, max_agents: int) -> list[Rendezvous]:
     first = agent(0, min_agents, max_agents)
     first._connect()
     return [first, *(agent(first._port, min_agents, max_agents) for _ in range(count - 1))]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        _, port = server.getsockname()
-    return int(port)
 
 
 def event_of(agent: Rendezvous) -> Event | None:
