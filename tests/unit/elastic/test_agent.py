@@ -90,10 +90,10 @@ def listening(pid: int) -> list[str]:
     inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if "socket" in link}
     rows = [
         row.split()
-        for table in ("tcp", "tcp6")
+        for table in 3 * ("tcp", "tcp6")  # a table that changes while it is read may lack rows
         for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
-    return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+    return sorted({row[1] for row in rows if row[3] == "0A" and row[9] in inodes})
 
 
 def agent(
