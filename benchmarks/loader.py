@@ -1,4 +1,4 @@
-"""Batches for masked language modelling.
+"""Batches for masked language modeling.
 
 Our loader, webdataset, litdata, and an array in memory as the limit.
 
@@ -49,7 +49,7 @@ _SETTLE = (
 def open_loader(
     dataset: Dataset, length: int, batch_size: int, threads: int = 0, finite: bool = False
 ) -> StreamingLoader:
-    """Our loader, in the only process of a run of masked language modelling."""
+    """Our loader, in the only process of a run of masked language modeling."""
     objective = mlm.MaskedLM(mlm.Config(), dataset.tokenizer.vocabulary)
     return StreamingLoader(
         dataset,

@@ -159,7 +159,7 @@ def parts(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of 256 KiB, or of the size that the test is parametrised with."""
+    """A file system of 256 KiB, or of the size that the test is parametrized with."""
     folder = tmp_path / "disk"
     folder.mkdir()
     size = f"size={getattr(request, 'param', '256k')}"

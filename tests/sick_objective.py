@@ -18,7 +18,7 @@ from trainer.objectives import Loss, mlm
 
 @dataclass(frozen=True)
 class Config(mlm.Config):
-    """Masked language modelling with faults.
+    """Masked language modeling with faults.
 
     Attributes:
         sick: global examples that multiply the gradient of the micro-batches of a step, on the rank

@@ -22,7 +22,7 @@ from trainer.partition import local_parts
 
 @dataclass(frozen=True)
 class Config(sick_objective.Config):
-    """Masked language modelling at leisure.
+    """Masked language modeling at leisure.
 
     Attributes:
         seconds: that each micro-batch takes longer.

@@ -1,4 +1,4 @@
-"""An objective to which something happens on one rank: masked language modelling otherwise."""
+"""An objective to which something happens on one rank: masked language modeling otherwise."""
 
 from __future__ import annotations
 

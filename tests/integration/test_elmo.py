@@ -128,6 +128,6 @@ def test_features_and_plans(
     parameters = load_weights(str(run)).tensors
     assert plan["bytes"]["parameters"] == 4 * sum(parameters[name].numel() for name in parameters)
     # There is no table in which neighbors could be looked up.
-    result = samestep("neighbours", run, "statement", "--in", "a statement")
+    result = samestep("neighbors", run, "statement", "--in", "a statement")
     assert result.code == 2
     assert "there is no table of token embeddings" in result.err

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.studies.finetune.page import write_page
 from trainer.studies.finetune.runs import Run, list_runs
 from trainer.studies.finetune.suite import Result, Suite
-from trainer.studies.finetune.table import as_table, notes, summarise
+from trainer.studies.finetune.table import as_table, notes, summarize
 from trainer.studies.finetune.task import PublishedModel, Task
 
 
@@ -118,12 +118,12 @@ def test_the_table_has_the_results_of_these_runs_alone(
     before = list_runs(str(finished_run), [task], folder, range(3), False, ["model.dropout=0.5"])
     runs = list_runs(str(finished_run), [task], folder, range(3), False, [])
     results = {run.digest: scored(run, 1.0) for run in before}
-    assert summarise([task], runs, results) == []
+    assert summarize([task], runs, results) == []
     results |= {
         run.digest: scored(run, accuracy)
         for run, accuracy in zip(runs, (0.7, 0.9, 0.5), strict=True)
     }
-    (row,) = summarise([task], runs, results)
+    (row,) = summarize([task], runs, results)
     assert (list(row.values), len(row.runs), row.learned) == ([0.7, 0.9, 0.5], 3, 2)
     # t of 2 degrees of freedom is 4.303, and the standard error 0.2 / sqrt(3).
     assert row.interval == pytest.approx((0.7 - 0.4968, 0.7 + 0.4968), abs=1e-4)
@@ -148,7 +148,7 @@ def test_the_table_says_who_has_published_what(
         replace(others[1], name="d", config=replace(task.config, published={})),
     ]
     runs = list_runs(str(finished_run), tasks_, folder, range(1), False, [])
-    rows = summarise(tasks_, runs, {run.digest: scored(run, 1.0) for run in runs})
+    rows = summarize(tasks_, runs, {run.digest: scored(run, 1.0) for run in runs})
     assert "learned: runs whose selecting score exceeds it by more than chance" in notes(rows)
     whose = "Published: b, c: A & B; classification: BERT-base (Devlin et al. 2019)."
     assert notes(rows).endswith(whose)
@@ -166,7 +166,7 @@ def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
     runs = list_runs(str(finished_run), [first, second], folder, range(1), True, [])
     assert len(runs) == 4
     more = {"matthews": 0.5, "f1": 0.8, "loss": 2.0, "other/matthews": 0.2, "other/loss": 1.0}
-    rows = summarise([first, second], runs, {run.digest: scored(run, 0.9, **more) for run in runs})
+    rows = summarize([first, second], runs, {run.digest: scored(run, 0.9, **more) for run in runs})
     columns = {str(column.header): list(column.cells) for column in as_table(rows).columns}
     names = ["f1", "accuracy", "matthews"]
     # Of the other point of the grid only the score that runs are compared by.
@@ -238,7 +238,7 @@ def test_runs_from_random_weights_have_the_same_model_and_steps(
         "classification",
         0.3,
     )
-    rows = summarise(
+    rows = summarize(
         [task], [run, scratch], {run.digest: scored(run, 0.9), scratch.digest: scored(scratch, 0.6)}
     )
     assert [row.columns()[:3] for row in rows] == [
@@ -337,7 +337,7 @@ def test_a_metric_that_no_run_has_is_left_out_of_the_table(
         task, config=replace(task.config, published={"accuracy": 50.0, "mismatched/accuracy": 40.0})
     )
     runs = list_runs(str(finished_run), [more], folder, range(1), False, [])
-    (row,) = summarise([more], runs, {run.digest: scored(run, 0.9) for run in runs})
+    (row,) = summarize([more], runs, {run.digest: scored(run, 0.9) for run in runs})
     assert row.metric == "accuracy"
 
 
@@ -349,7 +349,7 @@ def test_a_run_that_only_luck_lifts_above_a_constant_answer_has_not_learned(
     assert 0.62 < runs[0].learns_above < 0.63, "Wilson's interval of 30 of 60 rows"
     scores = (0.55, 0.6, 0.61)
     results = {run.digest: scored(run, x) for run, x in zip(runs, scores, strict=True)}
-    (row,) = summarise([task], runs, results)
+    (row,) = summarize([task], runs, results)
     assert row.columns()[6] == "0 of 3"
 
 
@@ -358,7 +358,7 @@ def test_published_scores_stand_beside_their_model_and_all_rows_alone(
 ) -> None:
     def published(task: Task, *settings: str) -> float | None:
         (run,) = list_runs(str(finished_run), [task], folder, range(1), False, settings)
-        return summarise([task], [run], {run.digest: scored(run, 1.0)})[0].published
+        return summarize([task], [run], {run.digest: scored(run, 1.0)})[0].published
 
     def of(kind: str, layers: int | None = None) -> Task:
         model = PublishedModel(kind=kind, layers=layers)
@@ -382,7 +382,7 @@ def test_the_page_links_to_each_run_and_follows_the_readers_colors(
         (run.folder / "predictions.jsonl").write_text("")
     scores = (0.7, 0.9, 0.5, 0.6, 0.6, 0.6)
     results = {run.digest: scored(run, x) for run, x in zip(runs, scores, strict=True)}
-    rows = summarise([name], runs, results)
+    rows = summarize([name], runs, results)
     assert [row.best for row in rows] == [True, False]
     write_page(rows, "title <i>", tmp_path / "table.html")
     page = (tmp_path / "table.html").read_text()

@@ -34,7 +34,7 @@ def teacher(
     return folder / "run-classification"
 
 
-def unlabelled(count: int) -> list[dict[str, Any]]:
+def unlabeled(count: int) -> list[dict[str, Any]]:
     """Rows of texts of all lengths, some too long for the model, with a column of their own."""
     rows = tasks.classification(count, begin=1000)
     return [
@@ -59,8 +59,8 @@ def test_probabilities_are_those_of_transformers(
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    rows = unlabelled(100)
-    file, output = tasks.write(tmp_path / "rows.jsonl", rows), tmp_path / "labelled.jsonl.zst"
+    rows = unlabeled(100)
+    file, output = tasks.write(tmp_path / "rows.jsonl", rows), tmp_path / "labeled.jsonl.zst"
     assert samestep("label", teacher, file, "--output", output, "--batch-tokens", 200).code == 0
     found = read(output)
     assert [{"id": row["id"], "text": row["text"]} for row in found] == rows
@@ -82,7 +82,7 @@ def test_probabilities_are_those_of_transformers(
         writer = csv.DictWriter(table, ["id", "text"])
         writer.writeheader()
         writer.writerows(rows)
-    other = tmp_path / "labelled.jsonl.gz"
+    other = tmp_path / "labeled.jsonl.gz"
     exported = (
         "label",
         tmp_path / "exported",
@@ -104,11 +104,11 @@ def test_probabilities_are_those_of_transformers(
     )
 
 
-def test_a_student_learns_from_what_was_labelled(
+def test_a_student_learns_from_what_was_labeled(
     teacher: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
     """And no label of a person."""
-    file = tasks.write(tmp_path / "rows.jsonl", unlabelled(300))
+    file = tasks.write(tmp_path / "rows.jsonl", unlabeled(300))
     assert samestep("label", teacher, file, "--output", tmp_path / "train.jsonl.zst").code == 0
     build = yaml.safe_load((teacher.parent / "classification-data.yaml").read_text())
     build["source"]["paths"], build["output"] = (
@@ -149,7 +149,7 @@ def test_regressions_give_numbers(
         == 0
     )
     rows = tasks.regression(40, begin=500)
-    output = tmp_path / "labelled.jsonl"
+    output = tmp_path / "labeled.jsonl"
     bare = tasks.write(tmp_path / "rows.jsonl", [{"a": row["a"], "b": row["b"]} for row in rows])
     assert samestep("label", tmp_path / "run-regression", bare, "--output", output).code == 0
     found = [row["score"] for row in read(output)]
@@ -161,7 +161,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
     suffix: str, teacher: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(label, "_ROWS", 16)
-    file = tasks.write(tmp_path / "rows.jsonl", unlabelled(100))
+    file = tasks.write(tmp_path / "rows.jsonl", unlabeled(100))
     whole, output = tmp_path / f"whole.{suffix}", tmp_path / f"out.{suffix}"
     assert samestep("label", teacher, file, "--output", whole).code == 0
     assert len(read(whole)) == 100
@@ -214,7 +214,7 @@ cli.main()
 def test_one_that_is_killed_goes_on(
     teacher: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:
-    file = tasks.write(tmp_path / "rows.jsonl", unlabelled(5000))
+    file = tasks.write(tmp_path / "rows.jsonl", unlabeled(5000))
     output = tmp_path / "out.jsonl.zst"
     process = start(
         "label", teacher, file, "--output", output, command=(sys.executable, "-c", HELD)
@@ -231,10 +231,10 @@ def test_one_that_is_killed_goes_on(
     assert [row["id"] for row in read(output)] == list(range(5000))
 
 
-def test_what_cannot_be_labelled_is_named(
+def test_what_cannot_be_labeled_is_named(
     teacher: Path, finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    rows = unlabelled(4)
+    rows = unlabeled(4)
     file, output = tasks.write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     ask = ("label", teacher, file, "--output", output)
     assert (

@@ -254,7 +254,7 @@ def of_tokens(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_neighbours(
+def test_neighbors(
     planted: Path,
     of_tokens: Path,
     finished_run: Path,
@@ -266,13 +266,13 @@ def test_neighbours(
     words = tmp_path / "words"
     options = ("--method", "ppmi", "--dimensions", 8, "--output", words)
     assert samestep("vectors", planted / "topics", *options).code == 0
-    result = samestep("neighbours", words, "t1w2", "--top", 4)
+    result = samestep("neighbors", words, "t1w2", "--top", 4)
     assert result.code == 0, result.err
     assert f"t1w2 alone, in the ppmi vectors of {words}" in result.out
     vectors = WordVectors.load(words)
     for cosine, word in vectors.nearest(vectors.find("t1w2"), 4):
         assert f"│ {cosine:.3f}  │ {word}" in result.out
-    asked = ("neighbours", finished_run, "class", "--in", "a class is a type")
+    asked = ("neighbors", finished_run, "class", "--in", "a class is a type")
     without, beside = samestep(*asked), samestep(*asked, "--vectors", of_tokens)
     assert "class alone, in the skipgram vectors of" in beside.out
     # What the model says stays the same, and comes after.
@@ -287,7 +287,7 @@ def test_neighbours(
         ((finished_run, "class", "--in", "a class", "--vectors", tmp_path), "has no vectors.json"),
         ((finished_run, "class", "--in", "a class", "--vectors", words), "the word 'class' is not"),
     ):
-        assert message in samestep("neighbours", *arguments).message
+        assert message in samestep("neighbors", *arguments).message
 
 
 def train(samestep: Samestep, experiment_file: str, output: Path, *overrides: object):

@@ -42,7 +42,7 @@ def reference(tmp_path: Path) -> BertForPreTraining:
     model = BertForPreTraining(BertConfig(**SHAPE)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():  # larger than at initialisation, and biases not zero
+        for parameter in model.parameters():  # larger than at initialization, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(tmp_path / "reference")
     return model

@@ -32,7 +32,7 @@ def pair(
     with torch.no_grad():
         for (
             parameter
-        ) in reference.parameters():  # larger than at initialisation, and biases not zero
+        ) in reference.parameters():  # larger than at initialization, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(tmp_path / "reference")
     weights = load_weights(tmp_path / "reference")

@@ -66,7 +66,7 @@ def make(family: str, task: str, folder: Path) -> Pair:
     with torch.no_grad():
         for (
             parameter
-        ) in reference.parameters():  # larger than at initialisation, and biases not zero
+        ) in reference.parameters():  # larger than at initialization, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(folder)
     weights = load_weights(folder)

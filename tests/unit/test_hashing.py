@@ -13,15 +13,15 @@ MASK = 2**64 - 1
 def reference(*parts: int) -> int:
     """The definition, in Python's integers: splitmix64 of (key so far xor next part)."""
 
-    def finalise(x: int) -> int:
+    def finalize(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) & MASK
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
         return x ^ (x >> 31)
 
-    key = finalise(parts[0])
+    key = finalize(parts[0])
     for part in parts[1:]:
-        key = finalise(key ^ part & MASK)
+        key = finalize(key ^ part & MASK)
     return key
 
 

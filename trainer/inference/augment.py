@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
-from data_pipeline.sources.unlabelled import Unlabelled
+from data_pipeline.sources.unlabeled import Unlabeled
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, combine, name_key, uniform
@@ -82,7 +82,7 @@ def run(
     json_lines.check_new(output, "--output")
     if templates := [text for text in texts if "{" in text]:
         raise ConfigError(f"--texts {templates[0]!r} is a template; name columns")
-    source = Unlabelled.open(file, texts, {})
+    source = Unlabeled.open(file, texts, {})
     augmenter = Augmenter(checkpoint, settings.candidates)
     made_of = {
         "model": augmenter.identity,
@@ -112,7 +112,7 @@ def run(
     logger.info("wrote %s: %d rows, %d of them copies", output, done.rows, done.rows - done.records)
 
 
-def _texts(source: Unlabelled, record: Record) -> tuple[str, ...]:
+def _texts(source: Unlabeled, record: Record) -> tuple[str, ...]:
     try:
         return source.parse_row(record).texts
     except BadRecord as error:

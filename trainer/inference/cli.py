@@ -1,4 +1,4 @@
-"""`samestep generate`, `features`, `neighbours`, `label` and `fill`: uses of a trained model.
+"""`samestep generate`, `features`, `neighbors`, `label` and `fill`: uses of a trained model.
 
 `samestep --help` imports this module, so each command imports what it needs when it runs.
 """
@@ -156,21 +156,21 @@ def _features(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def register_neighbours(commands: Commands) -> None:
-    """Adds `samestep neighbours`."""
+def register_neighbors(commands: Commands) -> None:
+    """Adds `samestep neighbors`."""
     parser = add_command(
         commands,
-        "neighbours",
-        _neighbours,
+        "neighbors",
+        _neighbors,
         "show the nearest neighbors of a word, alone and in its context",
         "Static neighbors are rows of the token embeddings. Contextual neighbors are words in\n"
         "texts, represented by the mean hidden state of their tokens: a word with several senses\n"
         "has different neighbors in each. Word vectors have static neighbors only.\n\n"
         "examples:\n"
-        "  samestep neighbours vectors/skipgram bank\n"
-        "  samestep neighbours runs/bert_base bank --vectors vectors/skipgram --in "
+        "  samestep neighbors vectors/skipgram bank\n"
+        "  samestep neighbors runs/bert_base bank --vectors vectors/skipgram --in "
         '"they sat on the bank of the river" --corpus sentences.txt\n'
-        "  samestep neighbours runs/bert_base bank --in "
+        "  samestep neighbors runs/bert_base bank --in "
         '"the bank of the river" "the bank lends money" "a river shore"',
     )
     add = parser.add_argument
@@ -210,8 +210,8 @@ def register_neighbours(commands: Commands) -> None:
     )
 
 
-def _neighbours(args: argparse.Namespace) -> int:
-    from trainer.inference import neighbours
+def _neighbors(args: argparse.Namespace) -> int:
+    from trainer.inference import neighbors
     from trainer.vectors.folder import is_folder
 
     if args.top < 1:
@@ -223,7 +223,7 @@ def _neighbours(args: argparse.Namespace) -> int:
                     f"--{name} is given, and the word vectors of {args.checkpoint} know no "
                     f"context; leave it out, or name a model"
                 )
-        neighbours.show_static(args.checkpoint, args.word, args.top)
+        neighbors.show_static(args.checkpoint, args.word, args.top)
         return EXIT_DONE
     if args.context is None:
         raise ConfigError(
@@ -232,7 +232,7 @@ def _neighbours(args: argparse.Namespace) -> int:
         )
     if args.field is not None and args.corpus is None:
         raise ConfigError(f"--field {args.field} needs --corpus; leave it out")
-    neighbours.show(
+    neighbors.show(
         args.checkpoint,
         args.word,
         args.context,
@@ -255,9 +255,9 @@ def register_label(commands: Commands) -> None:
         "Each row is written with all its columns. The label column holds the probability of each\n"
         "class, or the predicted number. If it is stopped, the same command resumes.\n\n"
         "examples:\n"
-        "  samestep label runs/sst2 reviews.jsonl.zst --output labelled.jsonl.zst\n"
+        "  samestep label runs/sst2 reviews.jsonl.zst --output labeled.jsonl.zst\n"
         "  samestep label runs/mnli 'pairs/*.parquet' --texts premise hypothesis \\\n"
-        "    --output labelled.jsonl.zst",
+        "    --output labeled.jsonl.zst",
     )
     add = parser.add_argument
     add(

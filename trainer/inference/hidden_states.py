@@ -1,4 +1,4 @@
-"""Hidden states of texts, layer by layer, for `samestep features` and `samestep neighbours`."""
+"""Hidden states of texts, layer by layer, for `samestep features` and `samestep neighbors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`samestep label`: rows labelled with the predictions of a fine-tuned model, to train a student.
+"""`samestep label`: rows labeled with the predictions of a fine-tuned model, to train a student.
 
 `Labeler` is the model; `run` reads rows, labels them and writes them.
 """
@@ -22,7 +22,7 @@ from data_pipeline.building.task_rows import Encoded
 from data_pipeline.packing.task_rows import filled, wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
-from data_pipeline.sources.unlabelled import Unlabelled
+from data_pipeline.sources.unlabeled import Unlabeled
 from trainer.accelerators import Precision
 from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint import integrity
@@ -42,7 +42,7 @@ from trainer.training.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 2048  # read, labelled and written together; an interruption loses at most these
+_ROWS = 2048  # read, labeled and written together; an interruption loses at most these
 _DIGITS = 6
 _LONGEST = 512  # tokens of a row, for a checkpoint that does not store a sequence length
 
@@ -86,7 +86,7 @@ def run(
     # source settings, and `soft` for probabilities.
     column = column or labeler.source.get("label", "label" if labeler.is_classifier else "score")
     words = labeler.source.get("words", {})
-    source = Unlabelled.open(file, texts, words)
+    source = Unlabeled.open(file, texts, words)
     if column in source.columns:
         raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
     sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in source.files]
@@ -103,7 +103,7 @@ def run(
     with resumable(output, made_of) as done, Progress("labeling", 1.0) as progress:
         if done.records:
             logger.info("resuming after row %d", done.records)
-        logger.info("labelling on %s", labeler.device)
+        logger.info("labeling on %s", labeler.device)
         records = islice(source.records(), done.records, None)
         # Rows of one read are batched by length and written in their own order; reads of 2048
         # leave little padding, and bound what an interruption loses.
@@ -120,7 +120,7 @@ def run(
 
 
 def _encode(
-    read: list[Record], source: Unlabelled, labeler: Labeler, skip: bool
+    read: list[Record], source: Unlabeled, labeler: Labeler, skip: bool
 ) -> tuple[list[Record], list[Encoded]]:
     """The records that hold texts, and their tokens.
 

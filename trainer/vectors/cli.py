@@ -25,7 +25,7 @@ def register(commands: Commands) -> None:
         "  samestep vectors datasets/wikipedia --method skipgram --output vectors/skipgram\n"
         "  samestep vectors datasets/wikipedia --method glove --dimensions 50 --window 10 \\\n"
         "    --output vectors/glove --text\n"
-        "  samestep neighbours vectors/skipgram play",
+        "  samestep neighbors vectors/skipgram play",
     )
     add = parser.add_argument
     add("dataset", metavar="DATASET", help="the dataset's folder or address")

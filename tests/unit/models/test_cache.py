@@ -24,7 +24,7 @@ DECODERS = [
 
 def make(build: Callable[..., Model], config: Any) -> Model:
     model = build(config).eval()
-    for parameter in model.parameters():  # larger than at initialisation, so that the tokens matter
+    for parameter in model.parameters():  # larger than at initialization, so that the tokens matter
         parameter.data += 0.1 * torch.randn(
             parameter.shape, generator=torch.Generator().manual_seed(0)
         )

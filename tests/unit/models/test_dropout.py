@@ -93,7 +93,7 @@ def test_columns_are_uniform():
         KEYS,  # places of one row
         split_key(torch.arange(64, dtype=torch.int32), 3)[
             2
-        ],  # rows with neighbouring keys, at one place
+        ],  # rows with neighboring keys, at one place
         split_key(torch.arange(64, dtype=torch.int32) << 24, 3)[2],
     ],
 )
@@ -105,7 +105,7 @@ def test_rows_are_independent(keys: torch.Tensor):
     assert (correlation**2).sum() / pairs * cells == pytest.approx(1, abs=5 * (4 / pairs) ** 0.5)
 
 
-def test_neighbouring_cells_are_independent():
+def test_neighboring_cells_are_independent():
     drops = (~kept(KEYS, 40_000)).double() - P
     for lag in (1, 2, 64, 768, 1024):
         correlation = (drops[:, lag:] * drops[:, :-lag]).mean() / (P * (1 - P))

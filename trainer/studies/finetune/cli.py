@@ -94,7 +94,7 @@ def _suite(args: argparse.Namespace) -> int:
         progress = Progress("fine-tuning", len(listed), done=whole.finished, logs=False)
         with execution.resumable(len(listed), lambda: len(whole.missing()), "runs"), progress:
             problems = whole.make(slots, partial(_tell, whole, len(slots), progress))
-    rows = table.summarise(tasks, listed, suite.read_results(folder))
+    rows = table.summarize(tasks, listed, suite.read_results(folder))
     # Without a terminal, rich would assume 80 columns and break the table.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table.as_table(rows), table.notes(rows))

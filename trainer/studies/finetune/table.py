@@ -107,7 +107,7 @@ def short(name: str) -> str:
     return name.rpartition("_")[2].rpartition(".")[2]
 
 
-def summarise(
+def summarize(
     tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, Result]
 ) -> list[Row]:
     """Returns the rows of each task, first of the score that its runs are compared by.

@@ -268,7 +268,7 @@ def test_another_seed_has_other_chunks_and_counts_of_its_own(built) -> None:
     assert counts[0] == counts[2] != counts[1]
 
 
-def test_masked_language_modelling_takes_pairs_too(built) -> None:
+def test_masked_language_modeling_takes_pairs_too(built) -> None:
     with_nsp, without = (
         rows_of(make_loader(built), 1)[0],
         rows_of(make_loader(built, nsp=False), 1)[0],

@@ -140,7 +140,7 @@ def test_permute_is_a_bijection(size: int) -> None:
         assert sorted(place) == list(range(size))
 
 
-def test_permute_scatters_neighbours() -> None:
+def test_permute_scatters_neighbors() -> None:
     size = 10_000
     place = permute(np.arange(size), np.full(size, size), combine(1, np.zeros(size)))
     steps = np.abs(np.diff(place))

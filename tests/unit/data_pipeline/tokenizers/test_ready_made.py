@@ -129,5 +129,5 @@ def test_every_file_is_short_and_says_what_it_costs():
         header = "\n".join(line for line in lines if line.startswith("#"))
         assert len(lines) < 40
         assert all(
-            word in header for word in ("download:", "dataset:", "time:", "licence:", "limit=1GB")
+            word in header for word in ("download:", "dataset:", "time:", "license:", "limit=1GB")
         )

@@ -1,4 +1,4 @@
-"""`samestep neighbours`: the cosines are those of the vectors that the model has."""
+"""`samestep neighbors`: the cosines are those of the vectors that the model has."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_cosines(
     )
     options = ("--layer", 1, "--top", 7)
     result = samestep(
-        "neighbours",
+        "neighbors",
         finished_run,
         "Prefixes",
         "--in",
@@ -109,7 +109,7 @@ def test_cosines(
 def test_the_texts_given_are_compared_with_each_other(
     finished_run: Path, samestep: Samestep
 ) -> None:
-    result = samestep("neighbours", finished_run, "class", "--in", *SENTENCES[:2], "--top", 3)
+    result = samestep("neighbors", finished_run, "class", "--in", *SENTENCES[:2], "--top", 3)
     found = [text for _, _, text in rows(result.out)[3:]]
     assert len(found) == 3
     assert any("a [class] is" in text for text in found)
@@ -141,6 +141,6 @@ def test_the_texts_given_are_compared_with_each_other(
 def test_bad_input(
     finished_run: Path, samestep: Samestep, arguments: tuple[str, ...], words: str
 ) -> None:
-    result = samestep("neighbours", finished_run, *arguments)
+    result = samestep("neighbors", finished_run, *arguments)
     assert result.code in (1, 2)
     assert result.message.startswith(words), result.message

@@ -16,7 +16,7 @@ from trainer.tasks import TaskKind
 
 
 @dataclass(frozen=True)
-class Unlabelled(TextsSource):
+class Unlabeled(TextsSource):
     """Reads the texts of each row; the bytes of a record hold all columns."""
 
     kind: ClassVar[TaskKind] = "classification"
@@ -27,7 +27,7 @@ class Unlabelled(TextsSource):
         path: str,
         texts: tuple[str, ...],
         words: dict[str, dict[str, str]],
-    ) -> Unlabelled:
+    ) -> Unlabeled:
         """Finds the files of a path, glob pattern or URL; `texts` and `words` as in `TextsConfig`.
 
         Raises:
@@ -42,6 +42,6 @@ class Unlabelled(TextsSource):
         return TaskRow(self.texts(row_of(data)), 0.0)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
-        # Rejects a table without the columns of the texts; the others go to the labelled file.
+        # Rejects a table without the columns of the texts; the others go to the labeled file.
         super()._chosen(names)
         return list(names)

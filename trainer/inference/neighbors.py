@@ -1,4 +1,4 @@
-"""`samestep neighbours`: nearest neighbors of a word in embedding space, alone and in context."""
+"""`samestep neighbors`: nearest neighbors of a word in embedding space, alone and in context."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def static(encoder: TextEncoder, tokens: list[int], top: int) -> list[tuple[floa
     return nearest(encoder.table, tokens, excluded, top)
 
 
-class Neighbour(NamedTuple):
+class Neighbor(NamedTuple):
     """A word in a text: its characters [begin, end), and its cosine to the query."""
 
     cosine: float
@@ -174,14 +174,14 @@ class Neighbour(NamedTuple):
 
 def contextual(
     encoder: TextEncoder, query: Query, texts: Iterator[str], layer: int, top: int
-) -> list[Neighbour]:
+) -> list[Neighbor]:
     """Returns the words nearest to the query, nearest first. Repeated texts count once.
 
     Raises:
         ConfigError: the texts contain no other word.
     """
     # By place, as a text may come again in a later block.
-    best: dict[tuple[str, int], Neighbour] = {}
+    best: dict[tuple[str, int], Neighbor] = {}
     truncated = count = 0
     while read := list(islice(texts, _TEXTS_AT_A_TIME)):
         # A set would not keep the order, and the first of equal cosines should stay the first.
@@ -209,7 +209,7 @@ def contextual(
 
 def _words(
     encoder: TextEncoder, query: Query, text: str, spans: Int64, hidden: Tensor
-) -> list[Neighbour]:
+) -> list[Neighbor]:
     """The words of a text, except the query's own word.
 
     Args:
@@ -229,7 +229,7 @@ def _words(
         return []
     cosines = torch.nn.functional.cosine_similarity(torch.stack(vectors), query.vector[None])
     return [
-        Neighbour(cosine, text, begin, end)
+        Neighbor(cosine, text, begin, end)
         for cosine, (begin, end) in zip(cosines.tolist(), places, strict=True)
     ]
 
@@ -255,16 +255,16 @@ def _named(encoder: TextEncoder, found: Sequence[tuple[float, int]]) -> list[tup
     ]
 
 
-def _static_table(neighbours: Sequence[tuple[float, str]], kind: str = "token") -> Table:
+def _static_table(neighbors: Sequence[tuple[float, str]], kind: str = "token") -> Table:
     table = Table("cosine", kind)
-    for cosine, name in neighbours:
+    for cosine, name in neighbors:
         table.add_row(f"{cosine:.3f}", Text(name))
     return table
 
 
-def _contextual_table(neighbours: Sequence[Neighbour]) -> Table:
+def _contextual_table(neighbors: Sequence[Neighbor]) -> Table:
     table = Table("cosine", "word", "text")
-    for cosine, text, begin, end in neighbours:
+    for cosine, text, begin, end in neighbors:
         # Line breaks would tear the row; they count as characters of the context like spaces.
         before = text[max(0, begin - _CONTEXT) : begin].replace("\n", " ")
         after = text[end : end + _CONTEXT].replace("\n", " ")
