@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from trainer.examples import Batch, Examples, PackSpec, Vocabulary
     from trainer.inference.evaluate import evaluate
     from trainer.inference.trained_model import TrainedModel, load_model
-    from trainer.models import Inputs, Model, ModelConfig
+    from trainer.models import Model, ModelConfig
     from trainer.models.family import Family
+    from trainer.models.inputs import Inputs
     from trainer.models.transformer import Transformer
     from trainer.monitoring.jsonl import JsonlTracker, read_metrics
     from trainer.objectives import Loss, Objective, ObjectiveConfig
@@ -81,7 +82,8 @@ _MODULES = {
     "trainer.examples": ("Batch", "Examples", "PackSpec", "Vocabulary"),
     "trainer.inference.evaluate": ("evaluate",),
     "trainer.inference.trained_model": ("TrainedModel", "load_model"),
-    "trainer.models": ("Inputs", "Model", "ModelConfig"),
+    "trainer.models": ("Model", "ModelConfig"),
+    "trainer.models.inputs": ("Inputs",),
     "trainer.models.family": ("Family",),
     "trainer.models.transformer": ("Transformer",),
     "trainer.monitoring.jsonl": ("JsonlTracker", "read_metrics"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 
 
 def outputs(model: nn.Module, *names: str, **columns: Tensor | None) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ QUICK = {
     "trainer.checkpoint.lock._RENEW_SECONDS": 1.0,
     "trainer.elastic.host._RENEW_SECONDS": 0.5,
     "trainer.elastic.host._SILENT_SECONDS": 2.0,
-    "trainer.elastic.rendezvous._SILENT_SECONDS": 4.0,
+    "trainer.elastic.rounds.SILENT_SECONDS": 4.0,
     "trainer.elastic.rendezvous._GREETING_SECONDS": 2.0,
     "trainer.elastic.agent._LEAVE_SECONDS": 1.0,
 }

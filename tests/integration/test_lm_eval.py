@@ -12,7 +12,7 @@ import yaml
 
 from tests.conftest import make_dataset
 from tests.integration.commands import Samestep
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.training.weights import load_weights
 
 pytestmark = pytest.mark.long

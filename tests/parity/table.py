@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from tests.outputs import fill, predict
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.training.weights import load_weights
 
 NEW_TOKENS = 20

@@ -24,7 +24,8 @@ from tests.parity.heads import (
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Inputs, bart
+from trainer.models import bart
+from trainer.models.inputs import Inputs
 from trainer.training.weights import load_weights
 
 # The stacks differ in depth.

@@ -17,7 +17,8 @@ from tests.parity.test_electra import randomized
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import ConfigError
-from trainer.models import Inputs, Stored, deberta_v2, deberta_v3
+from trainer.models import Stored, deberta_v2, deberta_v3
+from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
 from trainer.objectives import replaced_tokens
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, OpenAIGPTConfig, PreT
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Inputs, gpt2, openai_gpt
+from trainer.models import gpt2, openai_gpt
+from trainer.models.inputs import Inputs
 from trainer.models.transformer import Transformer
 from trainer.training.weights import load_weights
 

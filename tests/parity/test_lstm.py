@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.outputs import outputs
-from trainer.models import Inputs, bilm, lstm
+from trainer.models import bilm, lstm
+from trainer.models.inputs import Inputs
 from trainer.models.recurrent import RecurrentConfig
 
 SHAPE: dict[str, Any] = {"vocab_size": 50, "layers": 3, "hidden_size": 24, "dropout": 0.0}

@@ -12,8 +12,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Inputs, t5
+from trainer.models import t5
 from trainer.models.encoder_decoder import EncoderDecoder
+from trainer.models.inputs import Inputs
 from trainer.training.weights import load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.

@@ -18,7 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lock import GROUP, Group
-from trainer.elastic.rendezvous import Rendezvous, Round, RunEnded
+from trainer.elastic.rendezvous import Rendezvous, RunEnded
+from trainer.elastic.rounds import Round
 from trainer.elastic.workers import Exit, Main, Workers
 from trainer.errors import (
     EXIT_CRASHED,

@@ -16,25 +16,18 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from collections.abc import Callable
 
 from trainer.checkpoint.files import Location
-from trainer.elastic import secret
+from trainer.elastic import rounds, secret
 from trainer.elastic.host import Records, Renewal
+from trainer.elastic.rounds import Event, Host, Round
 from trainer.errors import CheckpointError, ConfigError, LaunchError, RendezvousError
 from trainer.storage.channel import (
     SECRET_BYTES,
     Channel,
-    Listener,
     Message,
     WrongSecretError,
     connect,
@@ -44,36 +37,7 @@ from trainer.strategies.neighbor import interface_of, keep_alive, own_address
 
 logger = logging.getLogger(__name__)
 
-Event: TypeAlias = Literal["joined", "lost"]
-
-_POLL_SECONDS = 0.1
-_LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
-_PATIENCE_SECONDS = 600.0
 _GREETING_SECONDS = 10.0
-_ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
-_HERE_SECONDS = 1.0  # between two messages about how many agents wait
-# Both ends of a connection say so often that they are alive. If one says nothing for longer, it is
-# frozen: its kernel still answers, so the connection does not break.
-_ALIVE_SECONDS = 3.0
-_SILENT_SECONDS = 15.0
-_MESSAGE_BYTES = 2**16
-
-
-@dataclass(frozen=True)
-class Round:
-    """An agent's place in a round.
-
-    Attributes:
-        first_rank: rank of the agent's first worker.
-        world_size: number of workers of all agents.
-        port: of the round's key-value store, on the machine of the rendezvous.
-        order: number of the host, and of the round of this host.
-    """
-
-    first_rank: int
-    world_size: int
-    port: int
-    order: tuple[int, int] = (0, 0)
 
 
 class RunEnded(Exception):
@@ -138,7 +102,7 @@ class Rendezvous:
             LaunchError: another program or another run listens at the address.
         """
         self._send(ready=workers)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + rounds.PATIENCE_SECONDS
         problem, here = "", self.min_agents
         while not cancelled():
             if self._ended is not None:
@@ -162,9 +126,9 @@ class Rendezvous:
                         self._port,
                         problem,
                     )
-                time.sleep(_POLL_SECONDS)
+                time.sleep(rounds.POLL_SECONDS)
                 continue
-            message = self._receive(_POLL_SECONDS)
+            message = self._receive(rounds.POLL_SECONDS)
             if "round" in message:
                 found = message["round"]
                 return Round(**{**found, "order": tuple(found["order"])})
@@ -196,7 +160,7 @@ class Rendezvous:
         # The host sends the message back to all agents, this one included.
         deadline = time.monotonic() + 1
         while self._connection is not None and self._ended is None and time.monotonic() < deadline:
-            self._receive(_POLL_SECONDS)
+            self._receive(rounds.POLL_SECONDS)
 
     def leave(self) -> None:
         """Lets another agent be the host, if this one is."""
@@ -240,7 +204,7 @@ class Rendezvous:
                 self.host,
                 self._port,
                 self.derived_secret("rendezvous"),
-                _MESSAGE_BYTES,
+                rounds.MESSAGE_BYTES,
                 _GREETING_SECONDS,
             )
         except (WrongSecretError, ConnectionAbortedError) as error:
@@ -284,7 +248,12 @@ class Rendezvous:
                 logger.info("hosting      the rendezvous at %s:%d", self.host, self._port)
             self._renewal = Renewal(self._records, record)
             self._renewal.start()
-        _Host(self, listening, self.derived_secret("rendezvous"), self._renewal).start()
+        Host(
+            listening,
+            self.derived_secret("rendezvous"),
+            (self.min_agents, self.max_agents),
+            self._renewal,
+        ).start()
         return None
 
     def _listen_here(self) -> socket.socket | None:
@@ -306,7 +275,7 @@ class Rendezvous:
 
     def _send(self, **message: object) -> None:
         if self._connection is not None:
-            _send(self._connection, message)
+            rounds.send(self._connection, message)
 
     def _receive(self, seconds: float) -> Message:
         """Returns the next message within this time, or {}; tells the host that this one lives."""
@@ -314,7 +283,7 @@ class Rendezvous:
             return {}
         # Time before the look: a pause of this process after it must not count as silence.
         now = time.monotonic()
-        if now > self._told + _ALIVE_SECONDS:
+        if now > self._told + rounds.ALIVE_SECONDS:
             self._told = now
             self._send(alive=True)
         try:
@@ -324,164 +293,12 @@ class Rendezvous:
             return {}
         if message:
             self._heard = now
-        elif now > self._heard + _SILENT_SECONDS:
+        elif now > self._heard + rounds.SILENT_SECONDS:
             logger.info("the host at %s:%d says nothing any more", self.host, self._port)
             self._disconnect()
         if "code" in message:
             self._ended = RunEnded(**message)
         return message
-
-
-class _Host(threading.Thread):
-    """The rendezvous itself: starts a round once all agents that are here are ready."""
-
-    def __init__(
-        self,
-        settings: Rendezvous,
-        listening: socket.socket,
-        key: bytes,
-        renewal: Renewal | None,
-    ) -> None:
-        super().__init__(name="rendezvous", daemon=True)
-        self._renewal = renewal
-        self._settings, self._interface = settings, listening.getsockname()[0]
-        self._listener = Listener(listening, key, _MESSAGE_BYTES)
-        self._selector = selectors.DefaultSelector()
-        # Every connected agent and its number of workers; None while it is not ready for a round.
-        self._agents: dict[Channel, int | None] = {}
-        self._heard: dict[Channel, float] = {}  # time of each agent's last message
-        self._round: list[Channel] = []
-        self._round_deadline = math.inf  # by when all agents of a broken round must have left it
-        # What the round has been told. A second message would change nothing, and with one for each
-        # of N agents that join or leave, N agents would get N * N messages.
-        self._told: set[Event] = set()
-        # Whether an agent has come since those that wait were told how many are here, and the time.
-        self._is_news, self._told_here = False, -math.inf
-        self._told_alive = time.monotonic()
-        self._rounds = 0
-        self._store: TCPStore | None = None
-        self._last_change = time.monotonic()
-
-    def run(self) -> None:
-        while self._renewal is None or not self._renewal.is_over:
-            while (agent := self._listener.accept(0)) is not None:
-                keep_alive(agent.socket)
-                self._selector.register(agent.socket, selectors.EVENT_READ, agent)
-                self._agents[agent], self._heard[agent] = None, time.monotonic()
-            now = time.monotonic()  # before the look, as in `Rendezvous._receive`
-            for key, _ in self._selector.select(_POLL_SECONDS):
-                agent = key.data
-                try:
-                    while message := agent.receive_json(0):
-                        self._heard[agent] = now
-                        self._handle(agent, message)
-                except OSError:
-                    self._drop(agent)
-            for agent, heard in list(self._heard.items()):
-                is_late = agent in self._round and now > self._round_deadline
-                if is_late or now > heard + _SILENT_SECONDS:
-                    self._drop(agent)
-            if not self._round:
-                self._start_round()
-            self._tell_here()
-            if self._renewal is not None:
-                enough = len(self._ready()) >= self._settings.min_agents
-                self._renewal.is_of_use = bool(self._round) or enough
-        logger.info("another agent hosts the rendezvous now")
-        self._listener.close()
-        for agent in list(self._agents):
-            self._drop(agent)
-
-    def _handle(self, agent: Channel, message: Message) -> None:
-        if "code" in message:  # the run has ended
-            self._round.clear()
-            self._tell(self._agents, message)
-            return
-        if "alive" in message:
-            return
-        self._agents[agent] = message.get("ready")
-        self._last_change, self._is_news = time.monotonic(), True
-        if agent in self._round:
-            self._leave(agent)
-        elif len(self._round) < self._settings.max_agents:
-            self._tell_round("joined")
-
-    def _ready(self) -> list[Channel]:
-        return [agent for agent, workers in self._agents.items() if workers is not None]
-
-    def _drop(self, agent: Channel) -> None:
-        self._selector.unregister(agent.socket)
-        agent.close()
-        del self._agents[agent], self._heard[agent]
-        self._leave(agent)
-
-    def _leave(self, agent: Channel) -> None:
-        """Breaks the round if the agent was in it: the others stop their workers and leave, too."""
-        if agent in self._round:
-            self._round.remove(agent)
-            self._round_deadline = min(self._round_deadline, time.monotonic() + _ENDING_SECONDS)
-            self._tell_round("lost")
-
-    def _tell_round(self, event: Event) -> None:
-        if event not in self._told:
-            self._told.add(event)
-            self._tell(self._round, {"event": event})
-
-    def _tell_here(self) -> None:
-        """Tells the agents that wait how many are here, and all that the host is alive."""
-        now = time.monotonic()
-        if self._is_news and now >= self._told_here + _HERE_SECONDS:
-            self._is_news, self._told_here = False, now
-            ready = self._ready()
-            self._tell(ready, {"here": len(ready) + len(self._round)})
-        if now >= self._told_alive + _ALIVE_SECONDS:
-            self._told_alive = now
-            self._tell(self._agents, {"alive": True})
-
-    def _start_round(self) -> None:
-        """Starts a round, unless more agents are expected."""
-        settings = self._settings
-        ready = self._ready()[: settings.max_agents]
-        waited = time.monotonic() - self._last_change
-        if len(ready) < settings.min_agents:
-            if ready and waited > _PATIENCE_SECONDS:
-                reason = (
-                    f"{len(ready)} of at least {settings.min_agents} machines have joined within "
-                    f"{_PATIENCE_SECONDS:g} s. Start more, or lower MIN of --elastic."
-                )
-                self._tell(ready, {"refused": reason})
-            return
-        # After a round, the connected agents are known, so nobody else is expected. Before the
-        # first round, others may be on their way.
-        known = self._store is not None
-        complete = len(ready) == settings.max_agents or (known and len(ready) == len(self._agents))
-        if not complete and waited < _LAST_CALL_SECONDS:
-            return
-        if self._renewal is not None and self._renewal.check():
-            return  # this host was frozen, and the others have gone on
-        self._round, self._round_deadline, self._told = ready, math.inf, set()
-        self._store = _open_store(self._interface)
-        self._rounds += 1
-        host = 0 if self._renewal is None else self._renewal.number
-        # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2
-        # and 5 of a world size of 6.
-        sizes = [self._agents[agent] or 0 for agent in ready]
-        first_rank = 0
-        for agent, size in zip(ready, sizes, strict=True):
-            self._agents[agent] = None
-            joined = Round(first_rank, sum(sizes), self._store.port, (host, self._rounds))
-            _send(agent, {"round": asdict(joined)})
-            first_rank += size
-
-    def _tell(self, agents: Iterable[Channel], message: Message) -> None:
-        for agent in agents:
-            _send(agent, message)
-
-
-def _send(agent: Channel, message: Message) -> None:
-    """Sends a message. If the peer is gone, the next `receive_json` raises."""
-    with suppress(OSError):
-        agent.send_json(message)
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
@@ -496,16 +313,3 @@ def _listen(host: str, port: int) -> socket.socket | None:
     except OSError:
         return None
     return listening
-
-
-def _open_store(interface: str) -> TCPStore:
-    """Opens a key-value store that listens on one interface; torch's own choice is all of them."""
-    listening = socket.create_server((interface, 0), backlog=1024)
-    port = listening.getsockname()[1]
-    return TCPStore(
-        interface or "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # which the store closes
-    )

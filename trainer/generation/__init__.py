@@ -17,8 +17,8 @@ from trainer.generation.config import Config as Config
 from trainer.generation.generates import Generates
 from trainer.generation.search import beam_search, one_by_one
 from trainer.hashing import combine, name_key, uniform
-from trainer.models import Inputs
 from trainer.models.cache import Cache
+from trainer.models.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from trainer.models import Inputs, ModelConfig
+from trainer.models import ModelConfig
 from trainer.models.cache import Cache
+from trainer.models.inputs import Inputs
 
 
 @runtime_checkable

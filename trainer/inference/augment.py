@@ -27,7 +27,7 @@ from trainer.hashing import U64, combine, name_key, uniform
 from trainer.inference.fill import encode_masked, load_masked_lm
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.progress import Progress
 from trainer.storage import json_lines, shown
 

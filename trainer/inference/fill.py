@@ -13,7 +13,8 @@ from torch import Tensor
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
-from trainer.models import Inputs, Model
+from trainer.models import Model
+from trainer.models.inputs import Inputs
 from trainer.training.weights import Weights, load_weights
 
 

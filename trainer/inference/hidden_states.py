@@ -21,7 +21,8 @@ from data_pipeline.sources.jsonl import JsonLines, lines
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
-from trainer.models import Inputs, ModelConfig, Outputs
+from trainer.models import ModelConfig, Outputs
+from trainer.models.inputs import Inputs
 from trainer.storage import shown
 from trainer.training.weights import Weights, load_weights
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Inputs, Outputs, Start, Stored, bert
+from trainer.models import Outputs, Start, Stored, bert
 from trainer.models.attention import take
 from trainer.models.config import Pooling
 from trainer.models.disentangled import (
@@ -24,6 +24,7 @@ from trainer.models.disentangled import (
     place_table,
 )
 from trainer.models.dropout import split_key
+from trainer.models.inputs import Inputs
 from trainer.models.stack import Context, ScanGroup, Stack
 from trainer.models.transformer import Transformer
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Inputs, Outputs, Start, Stored, bert
+from trainer.models import Outputs, Start, Stored, bert
 from trainer.models.config import Activation, Pooling
 from trainer.models.embeddings import Embeddings
 from trainer.models.generator import (
@@ -27,6 +27,7 @@ from trainer.models.generator import (
     WithGenerator,
 )
 from trainer.models.heads import MaskedLMHead
+from trainer.models.inputs import Inputs
 from trainer.models.transformer import Transformer
 
 MainHead = Literal["detector", "tokens", "tokens_or_copy"]

@@ -7,10 +7,11 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from trainer.models import Inputs, Outputs, Start, Stored
+from trainer.models import Outputs, Start, Stored
 from trainer.models.base import matrix_flops
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import split_key
+from trainer.models.inputs import Inputs
 from trainer.models.layers import activate
 from trainer.models.sampling import sample
 from trainer.models.transformer import Transformer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Inputs, Model, ModelConfig, Outputs, Role, Start, Stored
+from trainer.models import Model, ModelConfig, Outputs, Role, Start, Stored
 from trainer.models.base import layer_numbers, matrix_flops
 from trainer.models.characters import CharacterEmbeddings, Characters
 from trainer.models.concat_pooling import ConcatPoolHead, pool_directions
@@ -22,6 +22,7 @@ from trainer.models.embeddings import look_up
 from trainer.models.head_lstm import HeadLstm
 from trainer.models.heads import Factors, ScalarMix, TokenHead, VocabularyHead
 from trainer.models.initialization import initial_values
+from trainer.models.inputs import Inputs
 from trainer.models.lstm_layers import RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 

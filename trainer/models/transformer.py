@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
 from trainer.models.attention import SelfAttention, causal_mask, segment_mask, take
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache
@@ -20,6 +20,7 @@ from trainer.models.embeddings import Embeddings
 from trainer.models.fused import Mask
 from trainer.models.head_lstm import HeadLstm
 from trainer.models.heads import ScalarMix
+from trainer.models.inputs import Inputs
 from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models import Inputs, Outputs, Start, Stored, bert, huggingface
+from trainer.models import Outputs, Start, Stored, bert, huggingface
 from trainer.models.attention import segment_mask
 from trainer.models.base import POOLED
 from trainer.models.config import Head
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.heads import Factors, VocabularyHead
+from trainer.models.inputs import Inputs
 from trainer.models.stack import Context
 from trainer.models.transformer import Transformer
 from trainer.models.two_streams import SITES, TwoStreamLayer, distance_encodings

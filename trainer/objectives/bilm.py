@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from trainer.examples import Vocabulary
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, Objective, Tensors, causal_lm
 from trainer.objectives.rows import score_output, token_target
 

@@ -12,7 +12,8 @@ from torch import nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Predictions, Task, Tensors
 from trainer.objectives.rows import score_output

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import (
     Loss,
     Objective,

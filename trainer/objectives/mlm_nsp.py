@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.examples import Batch, Examples, PackSpec, PairTask, Vocabulary
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, Objective, Tensors, mlm
 from trainer.objectives.rows import score_output, token_target
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Objective, Tensors, mlm
 from trainer.objectives.chosen_tokens import MOST_WORDS

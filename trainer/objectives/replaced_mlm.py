@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.examples import Vocabulary
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, Objective, Tensors, replaced_tokens
 from trainer.objectives.rows import score_output, token_target
 

@@ -18,7 +18,7 @@ from torch import nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.hashing import combine, name_key
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, Objective, Tensors, mlm
 from trainer.objectives.rows import score_output, token_target
 

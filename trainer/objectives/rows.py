@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
-from trainer.models import Inputs, scores_of
+from trainer.models import scores_of
+from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target, TokenScore, score_logits
 from trainer.objectives import Loss, Objective, ObjectiveConfig, Tensors
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Vocabulary
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import ObjectiveConfig, Tensors
 from trainer.objectives.task_rows import RowTask, single_labels
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.models import Inputs, Model, Outputs
+from trainer.models import Model, Outputs
+from trainer.models.inputs import Inputs
 from trainer.models.sampling import normal
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, adapted_inside
 from trainer.objectives.rows import Float32

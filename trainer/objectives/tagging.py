@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names, entities
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, crf
 from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, labels_of, last_chunks

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Labels, PackSpec, Parts, TaskRow, Vocabulary
 from trainer.metrics import labels as metrics
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, rows
 from trainer.objectives.rows import Float32, Int64, Rows, fill_spans
 from trainer.tasks import TaskKind

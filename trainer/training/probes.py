@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.errors import ConfigError, MissingExtra, SamestepError
-from trainer.models import Inputs, Model, ModelConfig
+from trainer.models import Model, ModelConfig
+from trainer.models.inputs import Inputs
 from trainer.objectives import Objective
 from trainer.objectives.classification import Config as Classification
 from trainer.strategies import Replica, Strategy

@@ -19,7 +19,7 @@ import pytest
 import tests.processes  # noqa: F401 sets up the fork server
 from tests.ports import free_port
 from trainer.elastic.agent import Elastic, _Agent, run_workers
-from trainer.elastic.rendezvous import Round
+from trainer.elastic.rounds import Round
 from trainer.elastic.workers import Exit, Workers
 from trainer.errors import (
     EXIT_CRASHED,

@@ -15,9 +15,10 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.waiting import until
-from trainer.elastic import host, rendezvous, secret
+from trainer.elastic import host, rendezvous, rounds, secret
 from trainer.elastic.host import Records, Renewal
-from trainer.elastic.rendezvous import Event, Rendezvous, Round, RunEnded
+from trainer.elastic.rendezvous import Rendezvous, RunEnded
+from trainer.elastic.rounds import Event, Round
 from trainer.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
 from trainer.storage.channel import Channel
 
@@ -27,7 +28,7 @@ Join = Callable[[Rendezvous, int], "Future[Round | None]"]
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Lets agents join at the same time."""
-    monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(rounds, "_LAST_CALL_SECONDS", 0.2)
     is_over = threading.Event()
     with ThreadPoolExecutor(8) as pool:
         yield lambda agent, workers: pool.submit(agent.join, workers, is_over.is_set)
@@ -104,8 +105,8 @@ def test_too_few_agents(
     join: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They learn how many are here, and the wait has an end."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(rendezvous, "_HERE_SECONDS", 0.1)
+    monkeypatch.setattr(rounds, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(rounds, "_HERE_SECONDS", 0.1)
     first, second = agents(2, 3, 3)
     with caplog.at_level("INFO"):
         waiting = [join(first, 1), join(second, 1)]
@@ -121,10 +122,10 @@ def test_too_few_agents(
 def test_an_agent_that_does_not_end_its_workers_is_waited_for_only_so_long(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_ENDING_SECONDS", 0.3)
+    monkeypatch.setattr(rounds, "_ENDING_SECONDS", 0.3)
     first, second, stopped = agents(3, 1, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous, "_LAST_CALL_SECONDS", 30.0)  # for one that is late
+        patch.setattr(rounds, "_LAST_CALL_SECONDS", 30.0)  # for one that is late
         for future in [join(agent, 1) for agent in (first, second, stopped)]:
             assert future.result(20) is not None
     second._connection.socket.close()  # type: ignore[union-attr]
@@ -304,8 +305,8 @@ def test_a_pause_of_the_watcher_is_no_silence_of_the_host(tmp_path: Path, elsewh
 
 @pytest.fixture
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_ALIVE_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(rounds, "ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(rounds, "SILENT_SECONDS", 1.0)
 
 
 @pytest.mark.usefixtures("short_silence")
@@ -330,7 +331,7 @@ def test_a_host_that_is_frozen_is_lost(join: Join, monkeypatch: pytest.MonkeyPat
     while time.monotonic() < began + 1.5:  # it lives, and says so
         assert other.event() is None
         time.sleep(0.05)
-    monkeypatch.setattr(rendezvous._Host, "_tell_here", lambda _: None)
+    monkeypatch.setattr(rounds.Host, "_tell_here", lambda _: None)
     assert event_of(other) == "lost"
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.outputs import outputs, predict
-from trainer.models import Inputs, Model, Start, Stored, bart, bert, gpt2, openai_gpt, roberta, t5
+from trainer.models import Model, Start, Stored, bart, bert, gpt2, openai_gpt, roberta, t5
 from trainer.models.config import TransformerConfig
+from trainer.models.inputs import Inputs
 from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.stack import LayerPlace, Stack
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainer.config import Kinds, decode
-from trainer.models import Inputs
 from trainer.models.config import ModelConfig
+from trainer.models.inputs import Inputs
 
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.outputs import predict
 from trainer.errors import ConfigError
-from trainer.models import Inputs, bart, bert, gpt2, t5
+from trainer.models import bart, bert, gpt2, t5
+from trainer.models.inputs import Inputs
 from trainer.models.peft import adapters, lora, prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "width": 32, "heads": 2, "ffn_width": 64}

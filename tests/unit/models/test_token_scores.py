@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.models import (
-    Inputs,
     bart,
     bert,
     bilm,
@@ -29,6 +28,7 @@ from trainer.models import (
     xlnet,
 )
 from trainer.models import token_scores as module
+from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target, TokenScore, score_hidden, score_logits
 from trainer.objectives.rows import score_output
 

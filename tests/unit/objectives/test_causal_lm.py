@@ -10,7 +10,8 @@ from tests.outputs import predict
 from tests.unit.objectives.texts import pack
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
-from trainer.models import Inputs, Outputs, bert
+from trainer.models import Outputs, bert
+from trainer.models.inputs import Inputs
 from trainer.objectives.causal_lm import Config
 
 VOCABULARY = Vocabulary(size=50, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))

@@ -17,7 +17,8 @@ from tests.unit.objectives import test_task_objectives as of_bert
 from tests.unit.objectives.test_task_objectives import make, predictions
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow, Vocabulary
-from trainer.models import Inputs, Outputs, bart, bert, gpt2, roberta, t5
+from trainer.models import Outputs, bart, bert, gpt2, roberta, t5
+from trainer.models.inputs import Inputs
 from trainer.objectives import (
     classification,
     multiple_choice,

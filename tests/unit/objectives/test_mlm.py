@@ -13,7 +13,8 @@ from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import mix
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives.mlm import Config
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3

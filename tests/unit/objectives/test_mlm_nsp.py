@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import mix
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import mlm, mlm_nsp
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3

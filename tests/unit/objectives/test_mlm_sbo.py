@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import mix
-from trainer.models import Inputs, bert
+from trainer.models import bert
+from trainer.models.inputs import Inputs
 from trainer.objectives import mlm_sbo
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3

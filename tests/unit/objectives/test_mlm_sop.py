@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from tests.unit.objectives.test_mlm_nsp import VOCABULARY, random_pairs
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import mlm_nsp, mlm_sop
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from data_pipeline.building.task_rows import join, pack
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
-from trainer.models import Inputs, bert
+from trainer.models import bert
+from trainer.models.inputs import Inputs
 from trainer.objectives import contrastive, cosine
 
 VOCABULARY = Vocabulary(100, 0, 1, 2, 3, (0, 1, 2, 3))

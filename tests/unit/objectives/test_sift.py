@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
-from trainer.models import Inputs, Model, bert, gpt2
+from trainer.models import Model, bert, gpt2
+from trainer.models.inputs import Inputs
 from trainer.models.sampling import normal
 from trainer.objectives import classification, question_answering, regression, sift, tagging
 

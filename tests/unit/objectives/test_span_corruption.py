@@ -14,7 +14,8 @@ from benchmarks import span_corruption as benchmark
 from tests.unit.objectives.texts import EOS, SENTINELS, VOCABULARY, only, pack, pairs_of
 from trainer.errors import ConfigError
 from trainer.hashing import mix
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives.noise import random_parts
 from trainer.objectives.span_corruption import Config, SpanCorruption
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.examples import Vocabulary
-from trainer.models import Inputs, Outputs, scores_of
+from trainer.models import Outputs, scores_of
+from trainer.models.inputs import Inputs
 from trainer.models.token_scores import score_logits
 from trainer.objectives import (
     causal_lm,

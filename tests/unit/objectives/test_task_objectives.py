@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Labels, TaskRow, Vocabulary
 from trainer.hashing import mix
-from trainer.models import Inputs, Outputs
+from trainer.models import Outputs
+from trainer.models.inputs import Inputs
 from trainer.objectives import (
     Predictions,
     Task,

@@ -17,7 +17,8 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Inputs, ModelConfig, albert, bert, electra, gpt2, t5
+from trainer.models import ModelConfig, albert, bert, electra, gpt2, t5
+from trainer.models.inputs import Inputs
 from trainer.models.peft import lora
 from trainer.training.added_tokens import with_row_per_token
 from trainer.training.initial_weights import stored_values

@@ -12,7 +12,7 @@ from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.findings import Finding
 from trainer.inspect.certify import problem
 from trainer.inspect.certify.ranks import Ranks, first_odd
-from trainer.models import Inputs
+from trainer.models.inputs import Inputs
 from trainer.partition.digest import digests
 from trainer.strategies import Replica
 
