@@ -83,7 +83,7 @@ PHASES = (
 LORA = "model={kind: bert, peft: {kind: lora, rank: 4, targets: [query, value]}}"
 STUDENT = (
     "objective={{kind: distillation, teacher: {run}, of: mlm, soft: 5.0, hard: 2.0, cosine: 1.0, "
-    "cells: all}}"
+    "positions: all}}"
 )
 
 

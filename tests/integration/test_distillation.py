@@ -73,7 +73,7 @@ def distilled_mlm(teacher: Path) -> list[str]:
     """Settings that make a student with DistilBERT's loss of the experiment of the fixtures."""
     return [
         f"objective={{kind: distillation, teacher: {teacher}, of: mlm, soft: 5.0, hard: 2.0, "
-        "cosine: 1.0, cells: all}",
+        "cosine: 1.0, positions: all}",
         "model.layers=1",
     ]
 
@@ -314,7 +314,14 @@ def test_the_recipe_of_distilbert_is_that_of_its_released_code() -> None:
     66 million parameters, in its paper.
     """
     recipe = load(Experiment, "configs/distill/distilbert.yaml")
-    loss = {"temperature": 2.0, "soft": 5.0, "hard": 2.0, "mse": 0.0, "cosine": 1.0, "cells": "all"}
+    loss = {
+        "temperature": 2.0,
+        "soft": 5.0,
+        "hard": 2.0,
+        "mse": 0.0,
+        "cosine": 1.0,
+        "positions": "all",
+    }
     assert {name: getattr(recipe.objective, name) for name in loss} == loss
     assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.optimizer.weight_decay) == (
         5e-4,

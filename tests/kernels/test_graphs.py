@@ -101,7 +101,7 @@ def test_layers_have_few_static_graphs(
         teacher = request.getfixturevalue("finished_run")
         settings.append(
             f"objective={{kind: distillation, teacher: {teacher}, of: mlm, soft: 5.0, hard: 2.0, "
-            "cosine: 1.0, cells: all}"
+            "cosine: 1.0, positions: all}"
         )
     # Two processes where the strategy exchanges gradients inside of the backward pass.
     size = 1 if strategy == "single" else 2

@@ -136,7 +136,7 @@ class Taught(Objective):
 
 
 class OverBatch(Objective):
-    """An objective whose rows are compared with those of the whole global batch.
+    """An objective whose rows are compared with all rows of the global batch.
 
     Before the passes of a step, all its rows are summarized without gradients. What `over_batch`
     says of a row is then its column `over_batch`.

@@ -74,8 +74,8 @@ class Config(ObjectiveConfig):
             layer; for models with as many heads (Jiao et al. 2020, equation 7).
         layer_map: for `hidden` and `attention`, the teacher's layer for the embeddings and each
             layer of the student: [0, 3, 6, 9, 12] for 4 layers and a teacher of 12.
-        cells: the positions for `soft` and `mse`: `predicted`, or with mlm `all` that hold a token,
-            which takes as many logits (the released code of DistilBERT).
+        positions: where `soft` and `mse` compare: at `predicted` positions, or with mlm at `all`
+            that hold a token, which takes as many logits (the released code of DistilBERT).
     """
 
     teacher: str
@@ -88,7 +88,7 @@ class Config(ObjectiveConfig):
     hidden: float = 0.0
     attention: float = 0.0
     layer_map: tuple[int, ...] = ()
-    cells: Literal["predicted", "all"] = "predicted"
+    positions: Literal["predicted", "all"] = "predicted"
 
     def __post_init__(self) -> None:
         kind = type(self.of).__module__.rpartition(".")[2]
@@ -127,9 +127,9 @@ class Config(ObjectiveConfig):
                 "of.both_orders is true, and students are taught on one sequence a row. Set it to "
                 "false."
             )
-        if self.cells == "all" and kind != "mlm":
+        if self.positions == "all" and kind != "mlm":
             raise ConfigError(
-                f"cells is all, which is for mlm, and of is {kind}. Set cells to predicted."
+                f"positions is all, which is for mlm, and of is {kind}. Set positions to predicted."
             )
 
     def _check_layers(self, kind: str) -> None:
@@ -206,7 +206,7 @@ class Distillation(Taught):
         self._taught = frozenset(own | set(self._pairs.values()))
         self.needs = of.needs | self._outputs
         self.columns = of.columns
-        self._all = config.cells == "all"
+        self._all = config.positions == "all"
         self._teacher: nn.Module | None = None
 
     def attach(self, teacher: nn.Module) -> None:

@@ -82,8 +82,8 @@ def softmax(logits: Tensor, temperature: float) -> Tensor:
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("cells", ["predicted", "all"])
-def test_the_loss_equals_the_papers(cells: str) -> None:
+@pytest.mark.parametrize("positions", ["predicted", "all"])
+def test_the_loss_equals_the_papers(positions: str) -> None:
     """With the weights of DistilBERT, computed position by position."""
     model, teacher, temperature = student(), student(2, seed=2), 2.0
     objective = build(
@@ -94,7 +94,7 @@ def test_the_loss_equals_the_papers(cells: str) -> None:
         hard=2.0,
         mse=0.01,
         cosine=1.0,
-        cells=cells,
+        positions=positions,
     )
     batch = batch_of(objective, texts())
     assert batch.keys().isdisjoint(HOST_COLUMNS)  # which the loader keeps from the device
@@ -109,7 +109,7 @@ def test_the_loss_equals_the_papers(cells: str) -> None:
         predicted = batch["predicted"][row][batch["weights"][row] > 0].tolist()
         filled = torch.nonzero(batch["segments"][row])[:, 0].tolist()
         assert len(predicted) < len(filled) <= LENGTH
-        for position in predicted if cells == "predicted" else filled:
+        for position in predicted if positions == "predicted" else filled:
             p, q = (softmax(each[row, position], temperature) for each in (taught, own))
             terms["soft"].append(float(temperature**2 * (p * (p / q).log()).sum()))
             terms["mse"].append(
@@ -141,7 +141,7 @@ def test_the_loss_equals_the_papers(cells: str) -> None:
 SETTINGS: list[dict[str, Any]] = [
     {"soft": 1.0},
     {"soft": 1.0, "hard": 0.5, "temperature": 1.0},
-    {"soft": 5.0, "hard": 2.0, "cosine": 1.0, "cells": "all"},
+    {"soft": 5.0, "hard": 2.0, "cosine": 1.0, "positions": "all"},
     {"soft": 0.0, "mse": 1.0, "cosine": 0.5},
 ]
 
@@ -211,7 +211,7 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
         ({"of": "mlm", "soft": 0}, "nothing is learned from the teacher. Set soft to 1"),
         ({"of": "mlm", "hard": -1}, "hard is -1"),
         ({"of": "mlm", "temperature": 0}, "temperature is 0"),
-        ({"of": "classification", "cells": "all"}, "cells is all, which is for mlm"),
+        ({"of": "classification", "positions": "all"}, "positions is all, which is for mlm"),
         ({"of": {"kind": "classification", "lm_weight": 0.5}}, r"of.lm_weight is 0.5"),
     ],
 )
