@@ -218,8 +218,7 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `deberta_v3` | DeBERTa v3 with its generator |
 | `xlnet` | XLNet with its permutations |
 | `modernbert` | ModernBERT with local layers |
-| `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight drop, and of two, on sub-words or characters |
-| `lstm`, `bilm` | LSTM language models of one direction, with weight dropout, and of two |
+| `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
 
 A row of `mlm` covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the
 packings {_join(PACKINGS)}. The other rows cover micro-batches of at most {_join(FEWER[0])} examples: those of

@@ -127,7 +127,11 @@ def test_features_and_plans(
     (plan,) = json.loads(result.out)["phases"][0]["plans"]
     parameters = load_weights(str(run)).tensors
     assert plan["bytes"]["parameters"] == 4 * sum(parameters[name].numel() for name in parameters)
-    # There is no table in which neighbors could be looked up.
-    result = samestep("neighbors", run, "statement", "--in", "a statement")
-    assert result.code == 2
-    assert "there is no table of token embeddings" in result.err
+    # The table in which neighbors are looked up is computed from all spellings.
+    result = samestep("neighbors", run, "statement", "--in", "a statement and a test", "--top", 2)
+    assert result.code == 0, result.err
+    model = load_weights(str(run)).model()
+    tokens = torch.arange(model.config.vocab_size)[None]
+    with torch.no_grad():
+        (embedded,) = outputs(model, "layer.0", tokens=tokens)
+    assert torch.allclose(model.token_table(), embedded[0, :, : embedded.shape[2] // 2])

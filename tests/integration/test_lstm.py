@@ -108,6 +108,55 @@ def test_a_suite_fine_tunes_it_as_ulmfit_does(
     assert 0 < moved["embeddings.tokens.weight"] < moved["layers.1.weight_ih"]
 
 
+def test_a_suite_trains_a_model_on_elmos_frozen_features(
+    runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    file = tasks.write_task("classification", tmp_path)
+    chosen = find_tasks([str(file)], "elmo")
+    overrides = ["training.steps=90", "optimizer.lr=1e-2"]
+    (run,) = list_runs(str(runs["bilm"]), chosen, tmp_path, range(1), False, overrides)
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(run.experiment))))
+    assert samestep("train", file).code == 0
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["heldout/accuracy"] for row in rows if "heldout/accuracy" in row][-1] > 0.8
+    before, after = (load_weights(str(path)).tensors for path in (runs["bilm"], run.folder))
+    frozen = [name for name in before if name.startswith(("embeddings.", "forward_", "backward_"))]
+    assert frozen
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+    assert {"mix.scores", "head_lstm.backward_layers.1.bias"} <= after.keys()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_texts_in_both_orders_share_the_dropped_weights(
+    kind: str, runs: dict[str, Path], dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    settings = ("objective.both_orders=true", "model.weight_dropout=0.3", "training.steps=8")
+    tasks.tune("regression", tmp_path, runs[kind], dataset_folder / "tokenizer", *settings)
+    replayed = samestep("replay", tmp_path / "run-regression", 4, "--exact", "--json")
+    found = losses(tmp_path / "run-regression")
+    assert json.loads(replayed.out)["loss"] == pytest.approx(found[4], rel=1e-5)
+
+
+def test_features_of_layers_of_other_widths(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """As in an AWD-LSTM, whose embeddings and last layer are narrower than the others."""
+    run, texts, output = tmp_path / "run", tmp_path / "texts.txt", tmp_path / "all.npy"
+    settings = [MODELS["lstm"], OBJECTIVES["lstm"], "model.hidden_size=48", f"output={run}"]
+    settings += ["model.last_hidden_size=32", "training.steps=2", "schedule.warmup_steps=1"]
+    assert samestep("train", experiment_file, *settings, "data.threads=0").code == 0
+    texts.write_text("a class\n")
+    given = ("features", run, texts, "--output", output)
+    assert samestep(*given, "--layers", "all").code == 0
+    assert np.load(output).shape == (1, 2, 32)  # of layers 0 and 2
+    wrong = samestep(*given[:-1], tmp_path / "one.npy", "--layers", "1")
+    assert wrong.code == 2
+    assert (
+        "--layers is 1, a layer that is not as wide as the last one; use one of 0, 2" in wrong.err
+    )
+    assert samestep("neighbors", run, "class", "--in", "a class and an object").code == 0
+
+
 def test_dropped_weights_of_a_step_are_found_again(
     experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:

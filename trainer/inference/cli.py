@@ -181,7 +181,8 @@ def register_neighbors(commands: Commands) -> None:
         dest="context",
         nargs="+",
         metavar="TEXT",
-        help="a text with the word; without --corpus, further texts to compare with",
+        help="required with a model: a text with the word; without --corpus, further texts to "
+        "compare with",
     )
     add(
         "--vectors",
@@ -387,7 +388,10 @@ def register_fill(commands: Commands) -> None:
         "predict the masked words of a text",
         'examples:\n  samestep fill runs/bert_mini "the man went to the [MASK]"\n'
         '  samestep fill runs/gpt "the keys to the door [MASK] here" --candidates is are\n'
-        "  samestep fill runs/bert_mini --probes probes.jsonl",
+        "  samestep fill runs/bert_mini --probes probes.jsonl\n\n"
+        "A line of probes.jsonl:\n"
+        '  {"text": "the keys to the door [MASK] here.", "candidates": ["is", "are"], '
+        '"label": "are"}',
     )
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
@@ -397,7 +401,7 @@ def register_fill(commands: Commands) -> None:
         "--candidates",
         nargs="+",
         metavar="WORD",
-        help="compare these words instead; texts have one mask, and left-to-right models will do",
+        help="score only these words; one mask per text; left-to-right models allowed",
     )
     given.add_argument(
         "--probes",

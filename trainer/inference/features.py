@@ -74,7 +74,7 @@ def chosen_layers(encoder: TextEncoder, layers: str, first: int) -> list[int]:
         ConfigError: they are no numbers, or the model has no such layer.
     """
     if layers == "all":
-        return list(range(first, encoder.layers + 1))
+        return [number for number in encoder.offered if number >= first]
     try:
         numbers = [int(number) for number in layers.split(",")]
     except ValueError as error:

@@ -154,7 +154,7 @@ class TextEncoder:
         self.tokenizer = weights.load_tokenizer()
         accelerator = for_any_shapes()
         self._device, self.device = accelerator.device, accelerator.description
-        model = weights.model(frozenset(f"layer.{number}" for number in range(config.layers + 1)))
+        model = weights.model(frozenset({f"layer.{config.layers}"}))
         self.model = model.to(self._device)
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
@@ -166,21 +166,33 @@ class TextEncoder:
     @property
     def table(self) -> Tensor:
         """The token embeddings, fp32 [V, D] on the CPU, without the padding of the vocabulary."""
-        embeddings = self.model.token_embeddings[: self.tokenizer.vocabulary.size]
-        return embeddings.detach().float().cpu()
+        return self.model.token_table()[: self.tokenizer.vocabulary.size].float().cpu()
+
+    @property
+    def offered(self) -> list[int]:
+        """The layers with hidden states of width D; in some recurrent models, not all of them."""
+        every = range(self.layers + 1)
+        return [number for number in every if f"layer.{number}" in self.model.offers]
 
     def layer(self, number: int, option: str) -> int:
         """Resolves a negative layer number: -1 is the last layer.
 
         Raises:
-            ConfigError: the model has no such layer; the error names `option`.
+            ConfigError: the model has no such layer, or offers no states of it; the error names
+                `option`.
         """
         if not -self.layers - 1 <= number <= self.layers:
             raise ConfigError(
                 f"{option} is {number}, and the model has layers 1 to {self.layers}; use one of "
                 f"these, -{self.layers} to -1 from the last one, or 0 for the embeddings"
             )
-        return number % (self.layers + 1)
+        found = number % (self.layers + 1)
+        if found not in self.offered:
+            raise ConfigError(
+                f"{option} is {number}, a layer that is not as wide as the last one; use one of "
+                f"{', '.join(map(str, self.offered))}"
+            )
+        return found
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the special tokens; a text that is too long for the model is truncated."""

@@ -174,6 +174,11 @@ class Model(nn.Module, ABC):
         """
         raise ConfigError(f"{type(self).__name__} has no token embeddings")
 
+    @torch.no_grad()
+    def token_table(self) -> Tensor:
+        """The embedding of each token, [V, E]: the parameter, or computed if there is none."""
+        return self.token_embeddings.detach()
+
     def reads_for(self, outputs: Outputs) -> frozenset[str]:
         """The columns of `Inputs.extra` that these outputs need; by default those in `reads`."""
         return self.reads

@@ -150,6 +150,11 @@ class CharacterEmbeddings(nn.Module):
         projected: Tensor = self.projection(hidden)
         return projected
 
+    def table(self) -> Tensor:
+        """The embeddings of all tokens, [V, E]."""
+        tokens = torch.arange(self.vocab_size, device=self.bytes.weight.device)
+        return torch.cat([self.embed(self._spelled(part[None])[0]) for part in tokens.split(4096)])
+
     def _spelled(self, tokens: Tensor) -> Tensor:
         """The bytes of tokens between marks: int [B, S] -> int64 [B, S, longest + 2]."""
         if self._spellings is None:

@@ -401,6 +401,11 @@ class RecurrentModel(Model):
             )
         return self.embeddings.tokens.weight
 
+    @torch.no_grad()
+    def token_table(self) -> Tensor:
+        spelled = self.embeddings.characters
+        return super().token_table() if spelled is None else spelled.table()
+
     def sharding_units(self) -> list[nn.Module]:
         """The layers. Embeddings and head share a matrix, so both stay in the root."""
         return [layer for stack in self.stacks for layer in stack]
@@ -419,7 +424,7 @@ class RecurrentModel(Model):
         return stacked_gates(self)
 
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
-        """Matrices have the standard deviation 1 / sqrt(inputs), forget gates the bias 1.
+        """Matrices have the standard deviation 1 / sqrt(inputs), forget gates of layers the bias 1.
 
         With this bias a layer keeps its content at first (Jozefowicz et al. 2015, section 2.2).
         Transitions between tags, and the scores of a mean of layers, begin with 0.

@@ -101,8 +101,8 @@ class Classification(PairTask):
 
     Its batch differs, for B examples of S positions and C classes:
         probabilities: float32 [B, C], of each class; instead of `labels` if a row has several.
-        lm_weights: float32 [B, S - 1], the weight of the example where positions 1 to S - 1 hold a
-            token, else 0; only with `lm_weight`.
+        lm_weights: float32 [B, S - 1], the weight of the example, or of the window, where positions
+            1 to S - 1 hold a token, else 0; only with `lm_weight`.
 
     The outputs are logits, float32 [B, C].
     """
@@ -130,7 +130,7 @@ class Classification(PairTask):
         """
         batch = super().collate(examples, sequence_length)
         if self.config.lm_weight:
-            batch["lm_weights"] = (batch["segments"][:, 1:] == 1) * examples.weight[:, None]
+            batch["lm_weights"] = (batch["segments"][:, 1:] == 1) * batch["weights"][:, None]
         return batch
 
     def targets(self, examples: Examples) -> Batch:

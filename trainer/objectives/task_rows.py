@@ -228,10 +228,13 @@ class PooledTask(RowTask):
         choices, count = self._parts.choices, len(batch["tokens"])
         inputs = Inputs.of(batch)
         if choices > 1:
-            key = batch.get("dropout_key")
+            key, extra = batch.get("dropout_key"), dict(inputs.extra)
+            if "step_key" in extra:  # one for each row of the model
+                extra["step_key"] = extra["step_key"].repeat_interleave(choices)
             inputs = replace(
                 inputs.map(lambda column: column.view(count * choices, -1)),
                 dropout_key=None if key is None else key.view(count * choices),
+                extra=extra,
             )
         found: Tensor = model(inputs, frozenset({self.predicts}))[self.predicts]
         return found.reshape(count, choices, -1)

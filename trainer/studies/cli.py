@@ -44,7 +44,7 @@ def register(commands: Commands) -> None:
     add("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help=output)
     parallel = "number of jobs at a time (default: one for each GPU, else one for each CPU core)"
     add("--parallel", type=int, metavar="N", help=parallel)
-    page = "also put the results into a Markdown page, between two lines that it must have: "
+    page = "also put the results into a Markdown page, which may be new, between the lines "
     add("--page", type=Path, metavar="FILE", help=f"{page}<!-- results --> and <!-- /results -->")
     add("--list", action="store_true", help="list the jobs and which are finished; run none")
     add("overrides", nargs="*", metavar="key=value", help=OVERRIDES)

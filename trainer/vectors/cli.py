@@ -37,7 +37,7 @@ def register(commands: Commands) -> None:
         "information",
     )
     add("--output", required=True, metavar="FOLDER", help="a new folder")
-    add("--dimensions", type=int, metavar="D", help="of each vector (default: 100)")
+    add("--dimensions", type=int, metavar="D", help="width of the vectors (default: 100)")
     add(
         "--window",
         type=int,
@@ -52,13 +52,13 @@ def register(commands: Commands) -> None:
     )
     add("--min-count", type=int, metavar="N", help="leave out rarer words (default: 5)")
     _add_training(parser)
-    add("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
+    add("--seed", type=int, metavar="N", help="random seed (default: 0)")
     add("--workers", type=int, default=2, metavar="N", help="threads that read (default: 2)")
     add(
         "--memory",
         default="1GB",
         metavar="SIZE",
-        help="about the memory for the counts of glove and ppmi (default: 1GB)",
+        help="approximate memory for the counts of glove and ppmi (default: 1GB)",
     )
     add("--text", action="store_true", help="also write vectors.txt in word2vec's format")
 

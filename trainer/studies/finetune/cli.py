@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
     tasks = "glue, mrpc, ... (see configs/tasks), or YAML files"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks)
     recipes = (
-        "bert, roberta, gpt, t5, ulmfit (LSTMs), mini (small BERTs) or distilbert "
+        "bert, roberta, gpt, t5, ulmfit (LSTMs), elmo (biLMs), mini (small BERTs) or distilbert "
         "(default: the tasks' own)"
     )
     add("--recipe", metavar="NAME", help=recipes)
@@ -49,7 +49,11 @@ def register(commands: Commands) -> None:
     add("--seeds", type=int, default=3, metavar="N", help=seeds)
     first = "the first seed (default: 0); with --seeds 2 --first-seed 3, seeds 3 and 4"
     add("--first-seed", type=int, default=0, metavar="N", help=first)
-    add("--grid", action="store_true", help="try every point of the tasks' grids, not only one")
+    add(
+        "--grid",
+        action="store_true",
+        help="try all points of the tasks' grids (default: the first)",
+    )
     scratch = "repeat the runs from random weights, to see what pre-training is worth"
     add("--scratch", action="store_true", help=scratch)
     add("--scratch-only", action="store_true", help="only the runs from random weights")

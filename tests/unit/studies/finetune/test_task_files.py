@@ -390,6 +390,7 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
         "t5": (10, 0),
         "mini": (4, 0.1),
         "ulmfit": (50, 0.1),
+        "elmo": (10, 0.1),
     }.get(name, (3, 0.1))
 
 
