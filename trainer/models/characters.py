@@ -153,7 +153,8 @@ class CharacterEmbeddings(nn.Module):
     def table(self) -> Tensor:
         """The embeddings of all tokens, [V, E]."""
         tokens = torch.arange(self.vocab_size, device=self.bytes.weight.device)
-        return torch.cat([self.embed(self._spelled(part[None])[0]) for part in tokens.split(4096)])
+        parts = torch.split(tokens, 4096)
+        return torch.cat([self.embed(self._spelled(part[None])[0]) for part in parts])
 
     def _spelled(self, tokens: Tensor) -> Tensor:
         """The bytes of tokens between marks: int [B, S] -> int64 [B, S, longest + 2]."""

@@ -158,8 +158,8 @@ class RecurrentLayer(nn.Module):
         device = hidden.device
         if not is_eager(device):
             raise ConfigError(
-                f"the model has LSTM layers (kind lstm or bilm, or head_lstm), and {device} compiles "
-                "graphs, which would hold each step of the recurrence. Use a CPU or a GPU."
+                "the model has LSTM layers (kind lstm or bilm, or head_lstm), each step of which "
+                f"would be part of the graphs that {device} compiles. Use a CPU or a GPU."
             )
         # The kernel takes tensors of one dtype, and autocast does not know it on all devices.
         dtype = autocast_dtype(device) or hidden.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def write_markdown(results: Results, plots: Sequence[Path], file: Path) -> None:
         shown.append(f"![{plot.stem.replace('_', ' ')}]({images.name}/{copy.name})")
     parts = [
         _table(headings(results), lines(results)),
-        *notes(results),
+        *(textwrap.fill(note, 120, break_on_hyphens=False) for note in notes(results)),
         "\n".join(shown),
         _table(_COST_HEADINGS, _cost_lines(results)),
     ]

@@ -61,7 +61,8 @@ def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
             files.append(folder / f"{'-against-'.join(names)}.svg")
             _save(_of_relation(results, relation), files[-1])
         for curves in config.curves:
-            files.append(folder / f"{_slug(curves.stage)}-{_slug(curves.metric)}.svg")
+            axis = "" if curves.against == "step" else f"-against-{curves.against}"
+            files.append(folder / f"{_slug(curves.stage)}-{_slug(curves.metric)}{axis}.svg")
             _save(_of_curves(results, jobs, curves), files[-1])
     return files
 
