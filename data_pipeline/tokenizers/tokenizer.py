@@ -250,8 +250,17 @@ class Tokenizer:
         return self._backend.token(int(token_id)) or f"<{token_id}>"
 
     def spellings(self) -> list[str]:
-        """Returns all tokens as the vocabulary spells them, by id."""
-        return [self.token(token_id) for token_id in range(self.vocabulary.size)]
+        """Returns all tokens as the vocabulary spells them, by id.
+
+        The tokens that begin and end a text are spelled as the ASCII characters for that, STX and
+        ETX, which no text contains.
+        """
+        found = [self.token(token_id) for token_id in range(self.vocabulary.size)]
+        vocabulary = self.vocabulary
+        for token_id, mark in {vocabulary.cls: "\x02", vocabulary.end: "\x03"}.items():
+            if token_id is not None:
+                found[token_id] = mark
+        return found
 
 
 def _read_backend(path: Path) -> Backend:

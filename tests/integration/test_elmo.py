@@ -64,7 +64,7 @@ def test_it_learns(run: Path) -> None:
     assert np.mean(losses[-4:]) < losses[0] - 0.3
     tokenizer = load_weights(str(run)).load_tokenizer()
     spellings = tokenizer.spellings()
-    assert spellings[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert spellings[:5] == ["[PAD]", "[UNK]", "\x02", "\x03", "[MASK]"]
     assert not set(NEW) & set(spellings)
     (ids,) = tokenizer.encode_batch(["The VALUE of an object, unbelievably"])
     assert tokenizer.decode(ids.tolist()).split()[:3] == ["the", "[UNK]", "of"]

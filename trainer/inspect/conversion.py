@@ -1,4 +1,4 @@
-"""Imports DeepSpeed runs and exports runs to DeepSpeed: `samestep checkpoint convert`.
+"""Imports DeepSpeed runs and ELMo's weights, exports to DeepSpeed: `samestep checkpoint convert`.
 
 Moments are mapped to parameter names as the weights of Hugging Face models are: concatenating,
 splitting and transposing move elements and change none.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import deepspeed, files, integrity, layout, writer
+from trainer.checkpoint import deepspeed, elmo, files, integrity, layout, writer
 from trainer.checkpoint.deepspeed import KINDS, MOMENTS, WEIGHTS, DeepSpeedState
 from trainer.checkpoint.deferred import defer, stored
 from trainer.checkpoint.files import Location
@@ -63,9 +63,38 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
             "folder zero in it). Name the folder that engine.save_checkpoint was given, or the one "
             "of a step in it"
         )
-    state = deepspeed.open_checkpoint(folder)
+    _import(folder, deepspeed.open_checkpoint(folder), experiment)
+
+
+def import_elmo(source: Path, experiment: Experiment) -> None:
+    """Writes the checkpoint of step 0 of a run, whose layers are ELMo's published ones.
+
+    The file has no output matrix, so that is initialized as at the start of any run.
+
+    Args:
+        source: the weights, see `trainer.checkpoint.elmo`.
+        experiment: the run, with `model` as its `kind: bilm`.
+
+    Raises:
+        CheckpointError: the file is damaged or of another model, or the run has begun already.
+        ConfigError: the experiment's optimizer does not allow it.
+    """
+    weights = elmo.read_weights(source)
+    with torch.device("meta"):
+        model = experiment.model.build()
+    for name, parameter in model.named_parameters():
+        if name.startswith("head."):
+            values = model.initial_values(name, 0, parameter.numel(), experiment.seed)
+            weights[name] = values.view(parameter.shape)
+    moments = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    tensors = {WEIGHTS: stored(weights), **dict.fromkeys(MOMENTS, stored(moments))}
+    _import(source, DeepSpeedState(0, 0, {}, tensors), experiment)
+
+
+def _import(source: Path, state: DeepSpeedState, experiment: Experiment) -> None:
+    """Writes the first checkpoint of a run."""
     _check_run(experiment, state)
-    tensors = _own_tensors(experiment, state, folder)
+    tensors = _own_tensors(experiment, state, source)
     root = checkpoint_folder(experiment)
     # The lock keeps a training run from starting in the folder meanwhile.
     with only_writer(root):
@@ -82,7 +111,7 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
         files.make_folder(target)
         _write(target, tensors, state.step, meta)
     message = "wrote %s, which resumes after step %d of %s: samestep train"
-    logger.info(message, target, state.step, folder)
+    logger.info(message, target, state.step, source)
 
 
 def export_deepspeed(source: str, target: str) -> None:
@@ -211,7 +240,8 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
     write_description(experiment, dataset)
     ledger = Ledger()
     ledger.open(Path(experiment.output) / "ledger.jsonl", state.step)
-    ledger.take_over(state.step, "DeepSpeed")
+    if state.step:
+        ledger.take_over(state.step, "DeepSpeed")
     meta = {
         "config": to_tree(experiment),
         "state": {"step": state.step, "examples": examples, "tokens": tokens},

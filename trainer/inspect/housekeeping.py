@@ -73,14 +73,15 @@ def register(commands: Commands) -> None:
         subcommands,
         "convert",
         _convert,
-        "import a DeepSpeed run, or export a run to DeepSpeed",
-        "Converts weights, moments and the number of updates; see docs/deepspeed.md.\n\n"
+        "import a DeepSpeed run or ELMo's weights, or export a run to DeepSpeed",
+        "Converts weights, moments and the number of updates (see docs/deepspeed.md); of ELMo's\n"
+        "file, weights (see docs/models.md).\n\n"
         "examples:\n  samestep checkpoint convert deepspeed_run pretrain.yaml output=runs/bert\n"
         "  samestep checkpoint convert runs/bert for_deepspeed",
-        source="a checkpoint of DeepSpeed (ZeRO stage 1 to 3, or universal); "
-        "or a run or checkpoint of samestep",
+        source="a checkpoint of DeepSpeed (ZeRO stage 1 to 3, or universal), or ELMo's weights, an "
+        "HDF5 file; or a run or checkpoint of samestep",
     )
-    help_ = "the experiment that resumes DeepSpeed's run, a YAML file; or the folder to export to"
+    help_ = "the experiment that resumes the imported run, a YAML file; or the folder to export to"
     convert.add_argument("target", metavar="EXPERIMENT|DIR", help=help_)
     help_ = "settings that override the experiment's, e.g. output=runs/bert"
     convert.add_argument("overrides", nargs="*", metavar="key=value", help=help_)
@@ -224,12 +225,15 @@ def _distance(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from trainer.checkpoint import elmo
     from trainer.inspect import conversion
     from trainer.training.starting import load_experiment
 
     if Path(args.target).suffix in (".yaml", ".yml"):
         experiment = load_experiment(args.target, args.overrides)
-        conversion.import_deepspeed(Path(args.folder), experiment)
+        source = Path(args.folder)
+        is_elmo = elmo.is_weights(source)
+        (conversion.import_elmo if is_elmo else conversion.import_deepspeed)(source, experiment)
     elif args.overrides:
         raise ConfigError(
             f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} changes "

@@ -6,7 +6,8 @@ A token is read as the bytes of its spelling, between two marks:
 
 Each byte has an embedding. A filter of width w slides over w of them at a time, and its maximum
 over the token is one feature. Highway layers and a projection follow. So tokens that are spelled
-alike begin alike, and one that training has never seen has an embedding, too.
+alike begin alike, and one that training has never seen has an embedding, too. The tokens that begin
+and end a text are spelled as the ASCII characters STX and ETX.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models.dropout import split_key
-from trainer.models.lstm_layers import RecurrentLayer, resets
+from trainer.models.lstm_layers import Rates, RecurrentLayer, resets
 from trainer.models.stack import Context
 
 
@@ -28,7 +28,7 @@ class HeadLstm(nn.Module):
 
         def direction() -> nn.ModuleList:
             return nn.ModuleList(
-                RecurrentLayer(width, width // 2, dropout=dropout) for _ in range(layers)
+                RecurrentLayer(width, width // 2, rates=Rates(dropout)) for _ in range(layers)
             )
 
         self.forward_layers, self.backward_layers = direction(), direction()

@@ -21,6 +21,8 @@ those that the sequence has in a row of its own.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,6 +55,21 @@ def drop(x: Tensor, p: float, key: Tensor | None, variational: bool) -> Tensor:
     if key is None or not variational:
         return dropout(x, p, key)
     return x * dropout(x.new_ones(len(x), 1, x.shape[-1]), p, key)
+
+
+class Rates(NamedTuple):
+    """Dropout rates of a layer.
+
+    Attributes:
+        output: of the output.
+        variational: see `drop`.
+        weights: of `weight_hh`, at the site "recurrent" (DropConnect; Merity et al. 2018, section
+            2).
+    """
+
+    output: float = 0.0
+    variational: bool = False
+    weights: float = 0.0
 
 
 class LayerState(LayerCache):
@@ -96,10 +113,9 @@ class RecurrentLayer(nn.Module):
         proj_size: P; 0: none, and P is H.
         norm_eps: of a layer norm of the output; None: no norm.
         residual: whether the input is added to the output.
-        dropout: rate of the output.
-        variational: see `drop`.
-        weight_dropout: rate of `weight_hh`, at the site "recurrent" (DropConnect; Merity et al.
-            2018, section 2).
+        rates: of dropout.
+        clip: bound of c_t, and of the projection R h_t; None: no bounds. PyTorch's kernel has none,
+            so a loop over positions takes its place.
     """
 
     def __init__(
@@ -109,15 +125,13 @@ class RecurrentLayer(nn.Module):
         proj_size: int = 0,
         norm_eps: float | None = None,
         residual: bool = False,
-        dropout: float = 0.0,
-        variational: bool = False,
-        weight_dropout: float = 0.0,
+        rates: Rates = Rates(),  # noqa: B008
+        clip: float | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.width = proj_size or hidden_size
-        self.residual, self.dropout, self.variational = residual, dropout, variational
-        self.weight_dropout = weight_dropout
+        self.residual, self.rates, self.clip = residual, rates, clip
         self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, inputs))
         self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, self.width))
         self.weight_hr = nn.Parameter(torch.empty(proj_size, hidden_size)) if proj_size else None
@@ -138,13 +152,13 @@ class RecurrentLayer(nn.Module):
         recurrent: Tensor = self.weight_hh
         if (step_keys := context.key("recurrent")) is not None:
             # All rows of a step have the same key, so that they can share a matrix.
-            recurrent = dropout(recurrent[None], self.weight_dropout, step_keys[:1])[0]
+            recurrent = dropout(recurrent[None], self.rates.weights, step_keys[:1])[0]
         output, state = self._recur(hidden, recurrent, context.columns.get("resets"), state)
         if cache is not None:
             cache.state = state
         if self.norm is not None:
             output = self.norm(output)
-        output = drop(output, self.dropout, context.key("output"), self.variational)
+        output = drop(output, self.rates.output, context.key("output"), self.rates.variational)
         return output + hidden if self.residual else output
 
     def _recur(
@@ -180,6 +194,8 @@ class RecurrentLayer(nn.Module):
                 inputs.new_zeros(1, rows, self.hidden_size),
             )
         with without_autocast(device):
+            if self.clip is not None:
+                return _clipped(inputs, state, weights, self.clip)
             output, last, cell = torch._VF.lstm(
                 inputs,
                 state,
@@ -192,6 +208,33 @@ class RecurrentLayer(nn.Module):
                 True,  # batch first
             )
         return output, (last, cell)
+
+
+def _clipped(
+    inputs: Tensor, state: tuple[Tensor, Tensor], weights: list[Tensor], clip: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """An LSTM whose cell and projection stay in [-clip, clip], position by position.
+
+    As ELMo's (allennlp/modules/lstm_cell_with_projection.py).
+
+    Args:
+        inputs: [B, S, E].
+        state: h, [1, B, P], and c, [1, B, H].
+        weights: W, U, the bias and another one, and with a projection R.
+    """
+    weight, recurrent, bias, _, *projection = weights
+    of_inputs = F.linear(inputs, weight, bias)
+    hidden, cell = state[0][0], state[1][0]
+    found = []
+    for position in range(inputs.shape[1]):
+        gates = of_inputs[:, position] + F.linear(hidden, recurrent)
+        i, f, g, o = gates.chunk(4, -1)
+        cell = (f.sigmoid() * cell + i.sigmoid() * g.tanh()).clamp(-clip, clip)
+        hidden = o.sigmoid() * cell.tanh()
+        if projection:
+            hidden = F.linear(hidden, projection[0]).clamp(-clip, clip)
+        found.append(hidden)
+    return torch.stack(found, 1), (hidden[None], cell[None])
 
 
 def stacked_gates(model: nn.Module) -> dict[str, int]:

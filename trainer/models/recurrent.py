@@ -23,7 +23,7 @@ from trainer.models.head_lstm import HeadLstm
 from trainer.models.heads import Factors, ScalarMix, TokenHead, VocabularyHead
 from trainer.models.initialization import initial_values
 from trainer.models.inputs import Inputs
-from trainer.models.lstm_layers import RecurrentLayer, drop, stacked_gates
+from trainer.models.lstm_layers import Rates, RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
 _RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
@@ -52,6 +52,8 @@ class RecurrentConfig(ModelConfig):
         residual: adds the input of each layer but the first to its output.
         norm: layer normalization of the output of each layer.
         norm_eps: added to the variance in norms.
+        clip: bound of the cell of each layer, and of its projection (ELMo: 3), by a loop over
+            positions, which takes several times as long; null: none.
         dropout: dropout rate of the embeddings and of each layer's output.
         embedding_dropout: of the embeddings; null: `dropout`.
         output_dropout: of the last layer's output; null: `dropout`.
@@ -84,6 +86,7 @@ class RecurrentConfig(ModelConfig):
     residual: bool = False
     norm: bool = False
     norm_eps: float = 1e-5
+    clip: float | None = None
     dropout: float = 0.5
     embedding_dropout: float | None = None
     output_dropout: float | None = None
@@ -120,6 +123,8 @@ class RecurrentConfig(ModelConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"clip is {self.clip}. Use a number above 0, or null for no bound.")
         if not all(0 <= rate < 1 for rate in self.head_dropout):
             raise ConfigError(
                 f"head_dropout is {list(self.head_dropout)}. Use two numbers in [0, 1)."
@@ -209,9 +214,8 @@ class RecurrentConfig(ModelConfig):
                 self.proj_size,
                 self.norm_eps if self.norm else None,
                 self.residual and index > 0,
-                rate,
-                self.variational,
-                self.weight_dropout,
+                Rates(rate, self.variational, self.weight_dropout),
+                self.clip,
             )
             for index, (inputs, size, rate) in enumerate(shapes)
         ]

@@ -72,6 +72,29 @@ def test_closed_gates_leave_nothing_of_a_state(dtype: torch.dtype, proj_size: in
     assert torch.equal(one[:, 4:], two[:, 4:])
 
 
+@pytest.mark.parametrize("proj_size", [0, 8])
+def test_the_loop_that_clips_is_the_kernel_if_nothing_is_clipped(proj_size: int) -> None:
+    """States, also after resets, and gradients; where it does clip, it changes them."""
+    kernel, wide, narrow = (
+        RecurrentLayer(16, 24, proj_size, clip=clip) for clip in (None, 99, 0.1)
+    )
+    for layer in (kernel, wide, narrow):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in layer.parameters():
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
+    hidden = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
+    columns = {"resets": torch.arange(7).expand(2, -1) == 3}
+    expected, own, other = (
+        layer(hidden, None, None, Context(columns=columns)) for layer in (kernel, wide, narrow)
+    )
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+    assert (other - expected).abs().max() > 0.1
+    for output in (expected, own):
+        output.square().sum().backward()
+    for parameter, reference in zip(wide.parameters(), kernel.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("config", [LSTM, BILM], ids=["lstm", "bilm"])
 def test_dropout_of_a_row_depends_on_its_key_only(config: RecurrentConfig) -> None:
     model = make(config).train()
@@ -143,10 +166,10 @@ def test_dropout_of_embeddings_and_of_the_last_output_have_rates_of_their_own() 
     config = replace(LSTM, layers=3, dropout=0.3, embedding_dropout=0.6, output_dropout=0.1)
     model = config.build()
     assert model.embeddings.dropout == 0.6
-    assert [layer.dropout for layer in model.layers] == [0.3, 0.3, 0.1]
+    assert [layer.rates.output for layer in model.layers] == [0.3, 0.3, 0.1]
     model = replace(config, embedding_dropout=None, output_dropout=None).build()
     assert model.embeddings.dropout == 0.3
-    assert [layer.dropout for layer in model.layers] == [0.3, 0.3, 0.3]
+    assert [layer.rates.output for layer in model.layers] == [0.3, 0.3, 0.3]
 
 
 def test_a_classifier_drops_pooled_states_and_hidden_units() -> None:
@@ -305,6 +328,7 @@ def test_outputs() -> None:
         ({"last_hidden_size": 8, "proj_size": 4}, "last_hidden_size is 8. Use 0 or more; with"),
         ({"last_hidden_size": 8, "residual": True}, "last_hidden_size is 8"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0. Use a number above 0."),
+        ({"clip": 0.0}, "clip is 0.0. Use a number above 0, or null for no bound."),
         ({"head_width": 0}, "head_width is 0. Use 1 or more."),
         ({"head_dropout": (0.4, 1.0)}, r"head_dropout is \[0.4, 1.0\]. Use two numbers in \[0, 1"),
         ({"head": "classification"}, "labels has 0 names, but a classification head needs"),
@@ -327,5 +351,5 @@ def test_what_recurrent_models_cannot_do_is_rejected() -> None:
         LSTM.to_huggingface()
     with torch.device("meta"):
         model = LSTM.build()
-        with pytest.raises(ConfigError, match="meta compiles graphs"):
+        with pytest.raises(ConfigError, match="the graphs that meta compiles"):
             predict(model, tokens=torch.zeros(1, 3, dtype=torch.int64))
