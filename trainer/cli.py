@@ -153,7 +153,8 @@ def _add_evaluate(commands: Commands) -> None:
         default=[],
         metavar="RUN",
         help="combine the predictions with this run's, of the same task; repeat it for more "
-        "runs. The outputs are averaged; for tags, the runs vote",
+        "runs. The outputs are averaged (with --generate, the logits of each token); for tags, the "
+        "runs vote",
     )
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
@@ -303,6 +304,7 @@ def _certify(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic import agent
+    from trainer.inference.evaluate import Member, evaluate
 
     if args.encoder and args.ensemble:
         raise ConfigError(
@@ -311,16 +313,17 @@ def _evaluate(args: argparse.Namespace) -> int:
     folders = [args.run_folder, *args.ensemble]
     experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
     steps = [_step(args.step, experiment) for experiment in experiments]
+    others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     if args.generate is not None:
         from trainer.inference.scores import evaluate as evaluate_texts
 
-        for option in ("predictions", "encoder", "ensemble"):
+        for option in ("predictions", "encoder"):
             if getattr(args, option):
                 raise ConfigError(
                     f"--{option} is for the predictions of a head, and --generate writes texts; "
                     "leave one out (samestep generate writes texts to a file)"
                 )
-        settings = (args.generate, args.metrics, args.pairs, args.limit)
+        settings = (args.generate, args.metrics, args.pairs, args.limit, others)
         return _show_scores(evaluate_texts(experiments[0], steps[0], *settings), args.scores)
     processes = _processes_to_start(args, experiments[0])
     if processes > 1:
@@ -332,9 +335,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if processes == 1:
         experiments = [experiment.in_one_process() for experiment in experiments]
-    from trainer.inference.evaluate import Member, evaluate
-
-    others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
+        others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
     return _show_scores(scores, args.scores)
 

@@ -114,6 +114,6 @@ def test_an_ensemble_needs_one_task(
     failed = samestep("evaluate", tuned[0], "--ensemble", finished_run, "--processes", 1)
     assert "--ensemble needs a run of a task" in failed.message
     failed = samestep("evaluate", tuned[0], "--ensemble", tuned[1], "--generate")
-    assert "--ensemble is for the predictions of a head" in failed.message
+    assert "has a tagging head, which generates no text" in failed.message
     both = ("--ensemble", tuned[1], "--encoder", finished_run)
     assert "the same encoder" in samestep("evaluate", tuned[0], *both).message

@@ -134,6 +134,11 @@ def test_from_files_to_scores(
         "| " in card
     )
     assert "Of 5 texts generated for train.en, train.de, after step 6:" in card
+    # The same model twice is the model; an ensemble leaves no scores in the run.
+    alone = samestep(*arguments, "--metrics", "chrf", "--limit", "7")
+    twice = samestep(*arguments, "--metrics", "chrf", "--limit", "7", "--ensemble", run)
+    assert (twice.code, twice.out) == (0, alone.out)
+    assert len((run / "scores.jsonl").read_text().splitlines()) == len(rows) + 1
     result = samestep("evaluate", run, "--generate", "beem=2")
     assert (result.code, "did you mean 'beams'" in result.message) == (2, True)
     result = samestep("evaluate", run, "--generate", "--pairs", corpus / "train.en")

@@ -21,6 +21,8 @@ from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
+from trainer.generation.ensemble import Ensemble
+from trainer.inference.evaluate import Member
 from trainer.metrics import texts
 from trainer.objectives import multi_task, seq2seq
 from trainer.storage import shown
@@ -43,10 +45,11 @@ def evaluate(
     metrics: Sequence[str],
     files: Sequence[str] = (),
     limit: int | None = None,
+    ensemble: Sequence[Member] = (),
 ) -> dict[str, float]:
     """Generates a text for the source of each pair, and scores it against the target.
 
-    Runs on a single device. The scores are also appended to RUN/scores.jsonl.
+    Runs on a single device. The scores of a run alone are also appended to RUN/scores.jsonl.
 
     Args:
         experiment: the run.
@@ -55,9 +58,10 @@ def evaluate(
         metrics: names from `trainer.metrics.texts.METRICS`.
         files: pairs in the format of the run's dataset; () takes its held-out split.
         limit: maximum number of pairs; None takes all.
+        ensemble: checkpoints of other runs, whose logits are averaged with those of the run.
 
     Raises:
-        ConfigError: the model cannot generate, or the run's dataset has no pairs.
+        ConfigError: a model cannot generate, or the run's dataset has no pairs.
         CheckpointError: the run has no checkpoint.
         DataError: a pair cannot be read.
     """
@@ -67,31 +71,20 @@ def evaluate(
     config: GenerationConfig = decode(GenerationConfig, tree, "--generate")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit must be at least 1, not {limit}")
-    # A head for a task has replaced the one that predicts tokens.
-    head = experiment.model.head
-    if head != "language_model":
-        raise ConfigError(
-            f"the model of {experiment.output} has a {head} head, which generates no text; leave "
-            "--generate out to score its predictions"
-        )
-    # A run's folder may hold a best checkpoint too; the newest is meant unless a step is named.
-    checkpoints = checkpoint_folder(experiment)
-    weights = load_weights(
-        checkpoints if step is None else integrity.step_folder(checkpoints, step)
-    )
+    members = [Member(experiment, step), *ensemble]
+    for member in members:
+        _check_head(member.experiment)
     dataset = _pairs_dataset(experiment)
     labels = tuple(dataset.manifest.source.get("labels", ()))
     # A missing package or another tokenizer is found here, before hours of generation.
     scorers = {name: texts.build(name, labels) for name in metrics}
-    # On the meta device, so the check allocates no second copy of the model.
-    with torch.device("meta"):
-        shapes = weights.config.build()
-    stored_values(weights, shapes, dataset)
-
+    loaded = [_load(member, dataset) for member in members]
+    weights = loaded[0]
     # Lengths change at each step, which devices that compile for fixed shapes cannot serve.
     accelerator = for_any_shapes(experiment.accelerator)
     device = accelerator.device
-    model = weights.model().to(device)
+    models = [each.model().to(device) for each in loaded]
+    model = models[0] if len(models) == 1 else Ensemble(models)
     generate = Generator(model, dataset.tokenizer.vocabulary, config, device)
     pairs = _of_files(dataset, tuple(files)) if files else heldout_pairs(dataset)
     sources: Sequence[Tokens]
@@ -110,12 +103,37 @@ def evaluate(
     # A model may write anything; texts that are no label count as wrong.
     if labels:
         scores["no_label"] = len(texts.unknown_labels(predictions, labels))
-    of = ",".join(map(shown, files)) or dataset.name
-    stored = {f"generated/{name}": value for name, value in scores.items()}
-    run_folder.append_scores(
-        experiment, weights.step or 0, of, {"pairs": len(predictions), **stored}
-    )
+    if not ensemble:
+        of = ",".join(map(shown, files)) or dataset.name
+        stored = {f"generated/{name}": value for name, value in scores.items()}
+        run_folder.append_scores(
+            experiment, weights.step or 0, of, {"pairs": len(predictions), **stored}
+        )
     return {"step": weights.step or 0, "pairs": len(predictions), **scores}
+
+
+def _check_head(experiment: Experiment) -> None:
+    """A head for a task has replaced the one that predicts tokens."""
+    head = experiment.model.head
+    if head != "language_model":
+        raise ConfigError(
+            f"the model of {experiment.output} has a {head} head, which generates no text; leave "
+            "--generate out to score its predictions"
+        )
+
+
+def _load(member: Member, dataset: Dataset) -> Weights:
+    """Opens a checkpoint, and checks that it has the dataset's tokenizer."""
+    # A run's folder may hold a best checkpoint too; the newest is meant unless a step is named.
+    checkpoints, step = checkpoint_folder(member.experiment), member.step
+    weights = load_weights(
+        checkpoints if step is None else integrity.step_folder(checkpoints, step)
+    )
+    # On the meta device, so the check allocates no second copy of the model.
+    with torch.device("meta"):
+        shapes = weights.config.build()
+    stored_values(weights, shapes, dataset)
+    return weights
 
 
 def _pairs_dataset(experiment: Experiment) -> Dataset:

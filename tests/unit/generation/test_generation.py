@@ -12,9 +12,10 @@ from tests.outputs import predict
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
+from trainer.generation.ensemble import Ensemble
 from trainer.generation.sampling import sample
 from trainer.hashing import mix, uniform
-from trainer.models import bart, bert, gpt2, t5
+from trainer.models import bart, bert, bilm, gpt2, t5
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
@@ -24,12 +25,12 @@ VOCABULARY = Vocabulary(size=30, pad=0, cls=None, sep=None, mask=None, special=(
 SOURCES = [[5, 9, 2, 7], [3], [8, 8, 4, 6, 2, 9, 10], [11, 4]]
 
 
-def make(config: Any) -> Any:
+def make(config: Any, seed: int = 0) -> Any:
     """A model of random weights; those of 10 tokens, which the tokenizer lacks, would be the
     likeliest.
     """
     model = config.build()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -88,6 +89,37 @@ def test_a_text_does_not_depend_on_its_batch(config: Any):
     assert drawn[0] != drawn[1]
     same = Generator(model, VOCABULARY, Config(12, sample=True))([SOURCES[0]] * 4)
     assert len(set(map(tuple, same))) > 1
+
+
+@pytest.mark.parametrize("config", [T5, GPT2], ids=["t5", "gpt2"])
+def test_an_ensemble_chooses_by_the_mean_of_the_logits(config: Any) -> None:
+    """Computed anew for each token; the beams of one model twice are its own."""
+    members = [make(config, seed).eval() for seed in range(3)]
+    found = Generator(Ensemble(members), VOCABULARY, Config(8))(SOURCES)
+    for source, text in zip(SOURCES, found, strict=True):
+        expected: list[int] = []
+        while len(expected) < 8 and expected[-1:] != [1]:
+            inputs = {"tokens": torch.tensor([source])}
+            if config.encoder_decoder:
+                inputs["target_tokens"] = torch.tensor([[0, *expected]])
+            else:
+                inputs["tokens"] = torch.tensor([[*source, *expected]])
+                inputs["positions"] = torch.arange(len(source) + len(expected))[None]
+            logits = torch.stack([predict(member, **inputs)[0, -1, :30] for member in members])
+            expected.append(int(logits.mean(0).argmax()))
+        assert text == [token for token in expected if token != 1]
+    alone = [Generator(member, VOCABULARY, Config(8))(SOURCES) for member in members]
+    assert found not in alone
+    beams = Config(8, beams=3)
+    twice = Generator(Ensemble([members[0]] * 2), VOCABULARY, beams)(SOURCES)
+    assert twice == Generator(members[0], VOCABULARY, beams)(SOURCES)
+
+
+def test_members_of_an_ensemble_are_of_one_kind() -> None:
+    with pytest.raises(ConfigError, match="encoder-decoders and decoders cannot be combined"):
+        Ensemble([make(T5), make(GPT2)])
+    with pytest.raises(ConfigError, match="a model of the ensemble writes no text"):
+        Ensemble([bilm.Config(vocab_size=40, proj_size=0, hidden_size=512).build()] * 2)
 
 
 @pytest.mark.parametrize(
