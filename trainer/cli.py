@@ -313,7 +313,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     folders = [args.run_folder, *args.ensemble]
     experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
     steps = [_step(args.step, experiment) for experiment in experiments]
-    others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     if args.generate is not None:
         from trainer.inference.scores import evaluate as evaluate_texts
 
@@ -323,6 +322,7 @@ def _evaluate(args: argparse.Namespace) -> int:
                     f"--{option} is for the predictions of a head, and --generate writes texts; "
                     "leave one out (samestep generate writes texts to a file)"
                 )
+        others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
         settings = (args.generate, args.metrics, args.pairs, args.limit, others)
         return _show_scores(evaluate_texts(experiments[0], steps[0], *settings), args.scores)
     processes = _processes_to_start(args, experiments[0])
@@ -335,7 +335,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if processes == 1:
         experiments = [experiment.in_one_process() for experiment in experiments]
-        others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
+    others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
     return _show_scores(scores, args.scores)
 

@@ -257,9 +257,10 @@ class Tokenizer:
         """
         found = [self.token(token_id) for token_id in range(self.vocabulary.size)]
         vocabulary = self.vocabulary
-        for token_id, mark in {vocabulary.cls: "\x02", vocabulary.end: "\x03"}.items():
-            if token_id is not None:
-                found[token_id] = mark
+        if vocabulary.cls is not None:
+            found[vocabulary.cls] = "\x02"
+        if vocabulary.end is not None:
+            found[vocabulary.end] = "\x03"
         return found
 
 

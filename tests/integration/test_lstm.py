@@ -152,7 +152,7 @@ def test_features_of_layers_of_other_widths(
     wrong = samestep(*given[:-1], tmp_path / "one.npy", "--layers", "1")
     assert wrong.code == 2
     assert (
-        "--layers is 1, a layer that is not as wide as the last one; use one of 0, 2" in wrong.err
+        "--layers is 1, and the model offers no states of that layer; use one of 0, 2" in wrong.err
     )
     assert samestep("neighbors", run, "class", "--in", "a class and an object").code == 0
 

@@ -53,7 +53,7 @@ Loaded: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class DeepSpeedState:
+class ImportedState:
     """What is imported from a checkpoint.
 
     Attributes:
@@ -79,7 +79,7 @@ def step_folder(path: Path) -> Path | None:
     return path if any(any(path.glob(pattern)) for pattern in patterns) else None
 
 
-def open_checkpoint(folder: Path) -> DeepSpeedState:
+def open_checkpoint(folder: Path) -> ImportedState:
     """Opens a checkpoint; its tensors are read on access.
 
     Raises:
@@ -95,7 +95,7 @@ def open_checkpoint(folder: Path) -> DeepSpeedState:
         ) from error
 
 
-def _open_partitioned(folder: Path) -> DeepSpeedState:
+def _open_partitioned(folder: Path) -> ImportedState:
     """Opens the layout of ZeRO: each rank has the flat partitions of its rank.
 
     Stages 1 and 2 concatenate all parameters of a group and cut the result into one partition per
@@ -200,7 +200,7 @@ def _spans(
     return spans
 
 
-def _open_universal(folder: Path) -> DeepSpeedState:
+def _open_universal(folder: Path) -> ImportedState:
     """Opens the universal layout: a folder per parameter, with a file per kind of tensor.
 
     If it was converted from stages 1 or 2, a file holds the tensor with its shape, and there is one
@@ -237,7 +237,7 @@ def _state(
     settings: Mapping[str, object],
     ranges: Ranges,
     shapes: Mapping[str, tuple[int, ...]],
-) -> DeepSpeedState:
+) -> ImportedState:
     """Checks that the ranges are complete and of one save, and wraps them as stored tensors."""
     tensors: dict[str, StoredTensors] = {}
     for kind in KINDS:
@@ -261,7 +261,7 @@ def _state(
             f"{folder} has files of different saves: the optimizer states are of the steps "
             f"{', '.join(map(str, sorted(steps)))}. {_COPY}"
         )
-    return DeepSpeedState(steps.pop(), model.get("global_samples"), settings, tensors)
+    return ImportedState(steps.pop(), model.get("global_samples"), settings, tensors)
 
 
 def _model_states(folder: Path) -> Loaded:

@@ -44,16 +44,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise MissingExtra("h5py", "elmo", "ELMo's weights") from None
     try:
         with h5py.File(path, "r") as file:
-            arrays = {**dict(_characters(file)), **dict(_layers(file))}
-    except (KeyError, OSError, ValueError, TypeError, IndexError) as error:
+            return {name: _tensor(array) for name, array in (*_characters(file), *_layers(file))}
+    # h5py has no error of its own for a file with damaged or other content.
+    except (
+        *(KeyError, OSError, ValueError, TypeError, IndexError),
+        *(AttributeError, RuntimeError, MemoryError),
+    ) as error:
         raise CheckpointError(
             f"{path} does not hold ELMo's weights: {error}. Download it again, or name a file of "
             "weights, as elmo_2x4096_512_2048cnn_2xhighway_weights.hdf5"
         ) from error
-    return {
-        name: torch.from_numpy(np.array(array, np.float32, order="C"))
-        for name, array in arrays.items()
-    }
+
+
+def _tensor(array: Any) -> Tensor:
+    return torch.from_numpy(np.array(array, np.float32, order="C"))
 
 
 def _characters(file: Any) -> Iterator[tuple[str, Any]]:

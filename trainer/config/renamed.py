@@ -1,4 +1,4 @@
-"""Settings of stored files: values that were renamed, and settings that are newer than a file.
+"""Settings of stored files: names and values that changed, and settings newer than a file.
 
 Stored files (checkpoints, run folders, manifests of datasets) may hold an old name and are read
 with the new one. A user's recipe with an old name is rejected with a message that gives the new
@@ -24,6 +24,9 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 """Old name to new name, by setting."""
 
+_RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {"objective": {"cells": "positions"}}
+"""Old key to new key, by section of an experiment or of one of its phases."""
+
 
 _NEWER: Mapping[str, Mapping[str, int]] = {"training": {"dropout_version": 1}}
 """What runs did before a setting existed, by section, where that is not the default now."""
@@ -41,6 +44,8 @@ def current(stored: Tree) -> Tree:
     """Returns a copy of a stored tree with current names, and with settings that it lacks."""
     for setting, names in _RENAMED.items():
         stored = _replaced(stored, setting.split("."), names)
+    for section, keys in _RENAMED_KEYS.items():
+        stored = _with_keys(stored, section, keys)
     for section, values in _NEWER.items():
         if isinstance(own := stored.get(section), dict):
             stored = {**stored, section: {**values, **own}}
@@ -52,6 +57,8 @@ def original(tree: Tree) -> Tree:
     for setting, names in _RENAMED.items():
         old_names = {new: old for old, new in names.items()}
         tree = _replaced(tree, setting.split("."), old_names)
+    for section, keys in _RENAMED_KEYS.items():
+        tree = _with_keys(tree, section, {new: old for old, new in keys.items()})
     return tree
 
 
@@ -62,6 +69,16 @@ def new_name(setting: str, value: object) -> str | None:
         if ends and isinstance(value, str):
             return names.get(value)
     return None
+
+
+def _with_keys(tree: Tree, section: str, names: Mapping[str, str]) -> Tree:
+    """Replaces keys of a section, also in phases; their order stays."""
+    if isinstance(own := tree.get(section), dict):
+        tree = {**tree, section: {names.get(key, key): value for key, value in own.items()}}
+    if isinstance(phases := tree.get("phases"), list):
+        inner = [_with_keys(each, section, names) for each in phases if isinstance(each, dict)]
+        tree = {**tree, "phases": inner}
+    return tree
 
 
 def _replaced(tree: Tree, keys: list[str], names: Mapping[str, str]) -> Tree:

@@ -93,7 +93,7 @@ class Host(threading.Thread):
                 keep_alive(agent.socket)
                 self._selector.register(agent.socket, selectors.EVENT_READ, agent)
                 self._agents[agent], self._heard[agent] = None, time.monotonic()
-            now = time.monotonic()  # before the look, as in `rendezvous._receive`
+            now = time.monotonic()  # before the look, as in `Rendezvous._receive`
             for key, _ in self._selector.select(POLL_SECONDS):
                 agent = key.data
                 try:

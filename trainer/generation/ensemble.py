@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.generation.generates import Generates
-from trainer.models import Model
+from trainer.models import Model, ModelConfig
 from trainer.models.cache import Cache
 from trainer.models.inputs import Inputs
 
@@ -31,10 +31,10 @@ class Ensemble(nn.Module):
     Logits are averaged before the softmax, as for T5 (Raffel et al. 2020, section 3.6).
 
     Args:
-        members: models with the same tokenizer; all with an encoder, or none.
+        members: models with the same tokenizer, which read texts in the same way.
 
     Raises:
-        ConfigError: a member generates no text, or some read a source and others a prompt.
+        ConfigError: a member generates no text, or one reads texts in another way.
     """
 
     def __init__(self, members: Sequence[Model]) -> None:
@@ -43,10 +43,11 @@ class Ensemble(nn.Module):
         if not all(isinstance(member, Generates) for member in members):
             raise ConfigError("a model of the ensemble writes no text. Use t5, bart or gpt2.")
         self.config = members[0].config
-        if any(each.config.encoder_decoder != self.config.encoder_decoder for each in members):
+        # They read the same inputs, with or without a prefix that is visible to all of it.
+        if len({_direction(member.config) for member in members}) > 1:
             raise ConfigError(
-                "encoder-decoders and decoders cannot be combined. Name runs of one kind with "
-                "--ensemble."
+                "the models of an ensemble read texts in different ways: encoder-decoders, "
+                "decoders, decoders with a prefix, encoders. Name runs of one kind with --ensemble."
             )
         self.max_sequence_length = min(member.max_sequence_length for member in members)
 
@@ -58,6 +59,10 @@ class Ensemble(nn.Module):
         assert isinstance(cache, _Caches)
         pairs = zip(self.members, cache.members, strict=True)
         return _mean([member.step(tokens, each) for member, each in pairs])
+
+
+def _direction(config: ModelConfig) -> tuple[bool, bool, bool]:
+    return config.encoder_decoder, config.causal, config.prefix_lm
 
 
 def _mean(logits: Sequence[Tensor]) -> Tensor:

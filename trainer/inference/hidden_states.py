@@ -189,7 +189,7 @@ class TextEncoder:
         found = number % (self.layers + 1)
         if found not in self.offered:
             raise ConfigError(
-                f"{option} is {number}, a layer that is not as wide as the last one; use one of "
+                f"{option} is {number}, and the model offers no states of that layer; use one of "
                 f"{', '.join(map(str, self.offered))}"
             )
         return found

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import deepspeed, elmo, files, integrity, layout, writer
-from trainer.checkpoint.deepspeed import KINDS, MOMENTS, WEIGHTS, DeepSpeedState
+from trainer.checkpoint.deepspeed import KINDS, MOMENTS, WEIGHTS, ImportedState
 from trainer.checkpoint.deferred import defer, stored
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
 from trainer.config import Tree, to_tree
 from trainer.errors import CheckpointError, ConfigError
+from trainer.models import bilm
 from trainer.optim import adamw
 from trainer.storage import is_url, shown
 from trainer.strategies import Replica
@@ -63,7 +64,7 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
             "folder zero in it). Name the folder that engine.save_checkpoint was given, or the one "
             "of a step in it"
         )
-    _import(folder, deepspeed.open_checkpoint(folder), experiment)
+    _import(folder, deepspeed.open_checkpoint(folder), experiment, "DeepSpeed")
 
 
 def import_elmo(source: Path, experiment: Experiment) -> None:
@@ -79,20 +80,30 @@ def import_elmo(source: Path, experiment: Experiment) -> None:
         CheckpointError: the file is damaged or of another model, or the run has begun already.
         ConfigError: the experiment's optimizer does not allow it.
     """
+    config = experiment.model
+    if isinstance(config, bilm.Config) and (config.clip != 3.0 or not config.residual):
+        logger.warning(
+            "published weights need model.clip=3.0 and model.residual=true; with other settings "
+            "the states are not those of ELMo"
+        )
     weights = elmo.read_weights(source)
     with torch.device("meta"):
-        model = experiment.model.build()
+        model = config.build()
     for name, parameter in model.named_parameters():
         if name.startswith("head."):
             values = model.initial_values(name, 0, parameter.numel(), experiment.seed)
             weights[name] = values.view(parameter.shape)
-    moments = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    moments = {name: torch.zeros(()).expand(tensor.shape) for name, tensor in weights.items()}
     tensors = {WEIGHTS: stored(weights), **dict.fromkeys(MOMENTS, stored(moments))}
-    _import(source, DeepSpeedState(0, 0, {}, tensors), experiment)
+    _import(source, ImportedState(0, 0, {}, tensors), experiment, "ELMo's published weights")
 
 
-def _import(source: Path, state: DeepSpeedState, experiment: Experiment) -> None:
-    """Writes the first checkpoint of a run."""
+def _import(source: Path, state: ImportedState, experiment: Experiment, origin: str) -> None:
+    """Writes the first checkpoint of a run.
+
+    Args:
+        origin: who has taken the steps before it, for the ledger.
+    """
     _check_run(experiment, state)
     tensors = _own_tensors(experiment, state, source)
     root = checkpoint_folder(experiment)
@@ -106,7 +117,7 @@ def _import(source: Path, state: DeepSpeedState, experiment: Experiment) -> None
         # An interrupted conversion leaves an uncommitted step.
         for leftover in integrity.uncommitted_folders(root):
             integrity.remove_step(leftover)
-        meta = _begin_run(experiment, state)
+        meta = _begin_run(experiment, state, origin)
         target = integrity.step_folder(root, state.step)
         files.make_folder(target)
         _write(target, tensors, state.step, meta)
@@ -171,20 +182,20 @@ def export_deepspeed(source: str, target: str) -> None:
     logger.info("wrote %s: step %d of %s", target, weights.step, weights.folder)
 
 
-def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
+def _check_run(experiment: Experiment, state: ImportedState) -> None:
     """Rejects a run that cannot resume from the state; warns of settings that differ."""
     optimizer = experiment.optimizer
     if experiment.freezes:
         raise ConfigError(
-            "the checkpoint has the optimizer state of all parameters, and model.peft or frozen "
-            "trains only some. Start a new run from the weights (save_pretrained, and init_from)"
+            "a run is imported with all of its parameters, and model.peft or frozen trains only "
+            "some. Import without them, and start a new run with init_from"
         )
     if not isinstance(optimizer, adamw.Config):
         kind = type(optimizer).__module__.rpartition(".")[2]
         raise ConfigError(
             f"the checkpoint has {' and '.join(MOMENTS)}, and optimizer {kind} has other state. "
-            "Set optimizer to {kind: adamw}, {kind: lamb} or {kind: adamw_scale}, or start a new "
-            "run from the weights (save_pretrained, and init_from)"
+            "Set optimizer to {kind: adamw}, {kind: lamb} or {kind: adamw_scale}; a run with "
+            "init_from may have any"
         )
     if state.step >= experiment.training.steps:
         raise ConfigError(
@@ -201,7 +212,7 @@ def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
             logger.warning(message, name, now, before)
 
 
-def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) -> StoredTensors:
+def _own_tensors(experiment: Experiment, state: ImportedState, folder: Path) -> StoredTensors:
     """Returns all tensors of a samestep checkpoint; each is converted when it is read.
 
     Raises:
@@ -226,7 +237,7 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
     return own
 
 
-def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
+def _begin_run(experiment: Experiment, state: ImportedState, origin: str) -> Tree:
     """Creates the run's folder with a ledger that says where it begins. Returns the run's meta."""
     dataset = experiment.data.open()
     objectives = build_objectives(experiment, dataset)
@@ -240,8 +251,7 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
     write_description(experiment, dataset)
     ledger = Ledger()
     ledger.open(Path(experiment.output) / "ledger.jsonl", state.step)
-    if state.step:
-        ledger.take_over(state.step, "DeepSpeed")
+    ledger.take_over(state.step, origin)
     meta = {
         "config": to_tree(experiment),
         "state": {"step": state.step, "examples": examples, "tokens": tokens},

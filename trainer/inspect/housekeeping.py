@@ -232,8 +232,12 @@ def _convert(args: argparse.Namespace) -> int:
     if Path(args.target).suffix in (".yaml", ".yml"):
         experiment = load_experiment(args.target, args.overrides)
         source = Path(args.folder)
-        is_elmo = elmo.is_weights(source)
-        (conversion.import_elmo if is_elmo else conversion.import_deepspeed)(source, experiment)
+        if not source.exists():
+            raise CheckpointError(f"there is no {args.folder} on this machine")
+        if elmo.is_weights(source):
+            conversion.import_elmo(source, experiment)
+        else:
+            conversion.import_deepspeed(source, experiment)
     elif args.overrides:
         raise ConfigError(
             f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} changes "

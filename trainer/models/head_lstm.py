@@ -37,7 +37,7 @@ class HeadLstm(nn.Module):
         """[B, S, D] -> [B, S, D].
 
         Args:
-            segments: int [B, S], see `trainer.models.Inputs`: a sequence and padding, as in rows of
+            segments: int [B, S], see `trainer.models.inputs`: a sequence and padding, as in rows of
                 tasks.
             key: int32 [B], of dropout; None: no dropout.
         """

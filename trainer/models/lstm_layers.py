@@ -72,6 +72,9 @@ class Rates(NamedTuple):
     weights: float = 0.0
 
 
+_NO_DROPOUT = Rates()
+
+
 class LayerState(LayerCache):
     """The state of one layer after the last position.
 
@@ -125,7 +128,7 @@ class RecurrentLayer(nn.Module):
         proj_size: int = 0,
         norm_eps: float | None = None,
         residual: bool = False,
-        rates: Rates = Rates(),  # noqa: B008
+        rates: Rates = _NO_DROPOUT,
         clip: float | None = None,
     ) -> None:
         super().__init__()

@@ -29,6 +29,14 @@ from trainer.models import bert
             {"settings": {"limit": 1, "task": {"target": "tagging", "labels": ["class"]}}},
         ),
         ({"settings": {"task": None}}, {"settings": {"task": None}}),
+        (
+            {"objective": {"kind": "distillation", "cells": "all", "soft": 1.0}, "seed": 1},
+            {"objective": {"kind": "distillation", "positions": "all", "soft": 1.0}, "seed": 1},
+        ),
+        (
+            {"phases": [{"objective": {"cells": "all"}}, {"steps": 3, "objective": None}]},
+            {"phases": [{"objective": {"positions": "all"}}, {"steps": 3, "objective": None}]},
+        ),
         ({"model": "bert", "head": "span"}, {"model": "bert", "head": "span"}),
         ({"model": {"head": None}}, {"model": {"head": None}}),
         ({}, {}),

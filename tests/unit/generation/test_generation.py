@@ -110,14 +110,24 @@ def test_an_ensemble_chooses_by_the_mean_of_the_logits(config: Any) -> None:
         assert text == [token for token in expected if token != 1]
     alone = [Generator(member, VOCABULARY, Config(8))(SOURCES) for member in members]
     assert found not in alone
+    # A table with other rows of padding changes nothing.
+    padded, parameters = members[0].config.pad_vocabulary(dict(members[0].named_parameters()), 48)
+    wide = padded.build().eval()
+    wide.load_state_dict(parameters, strict=False)
+    assert Generator(Ensemble([wide, *members[1:]]), VOCABULARY, Config(8))(SOURCES) == found
     beams = Config(8, beams=3)
     twice = Generator(Ensemble([members[0]] * 2), VOCABULARY, beams)(SOURCES)
     assert twice == Generator(members[0], VOCABULARY, beams)(SOURCES)
 
 
 def test_members_of_an_ensemble_are_of_one_kind() -> None:
-    with pytest.raises(ConfigError, match="encoder-decoders and decoders cannot be combined"):
-        Ensemble([make(T5), make(GPT2)])
+    prefixed, decoder = (
+        dataclasses.replace(T5, architecture=name) for name in ("prefix_lm", "language_model")
+    )
+    encoder = dataclasses.replace(BERT, causal=False)
+    for pair in ((T5, GPT2), (prefixed, decoder), (GPT2, encoder)):
+        with pytest.raises(ConfigError, match="read texts in different ways"):
+            Ensemble([make(config) for config in pair])
     with pytest.raises(ConfigError, match="a model of the ensemble writes no text"):
         Ensemble([bilm.Config(vocab_size=40, proj_size=0, hidden_size=512).build()] * 2)
 

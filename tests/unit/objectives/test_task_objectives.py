@@ -474,6 +474,10 @@ def test_windows_of_a_row_count_once_together() -> None:
     )
     batch = objective.collate(dataclasses.replace(examples, labels=windows), 16)
     assert batch["weights"].tolist() == [0.5, 0.5, 1.0]
+    # So do their tokens in the loss of the language model beside it.
+    beside = classification.Config(stride=4, lm_weight=0.5).build(VOCABULARY)
+    batch = beside.collate(dataclasses.replace(examples, labels=windows), 16)
+    assert batch["lm_weights"].max(1).tolist() == [0.5, 0.5, 1.0]
     rows = [TaskRow(texts=("a",), label=1.0), TaskRow(texts=("b",), label=0.0)]
     # The mean of the first row's logits is 0.5 for class 1; the second window alone says 0.
     given = predictions([[0, 3], [2, 0], [1, 0]], rows, ("no", "yes"), document=[0, 0, 1])

@@ -70,6 +70,13 @@ def open_past(experiment: Experiment, most: int) -> Iterator[Past]:
         root = checkpoint_folder(experiment)
         checkpointer = Checkpointer(root, experiment.checkpoint, rank=0, world_size=1)
         step = checkpointer.latest(most=most)
+        ledger = _ledger(experiment)
+        if step is None and ledger and ledger[0]["kind"] == "taken":
+            raise DataError(
+                f"the run began with {ledger[0]['by']}, and no checkpoint of at most {most} steps "
+                "is left. Replay a step after the oldest checkpoint; checkpoint.keep_every keeps "
+                "some of a new run"
+            )
         dataset = experiment.data.open()
         # A checkpoint holds all weights, unless some are frozen: these are in `init_from`.
         weights = experiment.init_from if step is None or experiment.freezes else None
@@ -79,9 +86,14 @@ def open_past(experiment: Experiment, most: int) -> Iterator[Past]:
         try:
             if step is not None:
                 trainer.restore(step)
-            yield Past(experiment, dataset, trainer)
+            yield Past(experiment, dataset, trainer, ledger)
         finally:
             trainer.close()
+
+
+def _ledger(experiment: Experiment) -> list[Row]:
+    path = Path(experiment.output) / "ledger.jsonl"
+    return [row for row, _ in intact_rows(path)] if path.exists() else []
 
 
 class Past:
@@ -89,15 +101,17 @@ class Past:
 
     Args:
         trainer: restored from the checkpoint.
+        ledger: its rows.
     """
 
-    def __init__(self, experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> None:
+    def __init__(
+        self, experiment: Experiment, dataset: AnyDataset, trainer: Trainer, ledger: Sequence[Row]
+    ) -> None:
         self.experiment, self.dataset, self.trainer = experiment, dataset, trainer
         # Where the checkpoint stands; `train` moves the trainer on.
         self._step, self._order = trainer.state.step, trainer.phase.order
         self._place = trainer.loader.state_dict()
-        path = Path(experiment.output) / "ledger.jsonl"
-        self._ledger = [row for row, _ in intact_rows(path)] if path.exists() else []
+        self._ledger = ledger
 
     def excluded(self, step: int) -> list[Row]:
         """Returns the rows of examples that were excluded between the checkpoint and a step."""
