@@ -44,7 +44,7 @@ measures:
   topic: {score: topic/accuracy, percent: true}
   parameters: {score: pretrain/trained_parameters}
 primary: {measure: loss, arms: [small, large], pilot_deviation: 0.1, detects: 0.6}
-curves: [{stage: pretrain, against: flops}]
+curves: [{stage: pretrain, against: flops}, {stage: pretrain}]
 relations: [{measure: loss, against: parameters, logarithmic: true}]
 """
 
@@ -101,7 +101,9 @@ def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
     for image in tmp_path.glob("images/*.svg"):
         assert f"images/{image.name}" in text
     plotted = {image.stem.removeprefix("rates-") for image in tmp_path.glob("images/*.svg")}
-    assert {"loss", "loss-against-parameters", "pretrain-heldout_loss"} <= plotted
+    curves = {"pretrain-heldout_loss", "pretrain-heldout_loss-against-flops"}
+    assert {"loss", "loss-against-parameters", *curves} <= plotted
+    assert max(map(len, text.splitlines())) <= 120 or "| " in max(text.splitlines(), key=len)
     assert "parameters" not in plotted  # no seed changes it
     assert "<svg" in (tmp_path / "one" / "rates" / "index.html").read_text()
     scores = (tmp_path / "one" / "rates" / "scores.json").read_bytes()
