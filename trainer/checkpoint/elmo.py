@@ -1,7 +1,7 @@
 """Reads the published weights of ELMo: HDF5 files of bilm-tf, which AllenNLP reads, too.
 
-They have the layers of a biLM and its embeddings from characters, no output matrix. The sizes are
-those of the file. TensorFlow multiplies from the right, so matrices are transposed here.
+They have the layers of a biLM, of any size, and its embeddings from characters, no output matrix.
+TensorFlow multiplies from the right, so matrices are transposed here.
 """
 
 from __future__ import annotations

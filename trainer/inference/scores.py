@@ -58,7 +58,7 @@ def evaluate(
         metrics: names from `trainer.metrics.texts.METRICS`.
         files: pairs in the format of the run's dataset; () takes its held-out split.
         limit: maximum number of pairs; None takes all.
-        ensemble: checkpoints of other runs, whose logits are averaged with those of the run.
+        ensemble: checkpoints of other runs, to average logits with.
 
     Raises:
         ConfigError: a model cannot generate, or the run's dataset has no pairs.

@@ -84,7 +84,7 @@ def import_elmo(source: Path, experiment: Experiment) -> None:
     if isinstance(config, bilm.Config) and (config.clip != 3.0 or not config.residual):
         logger.warning(
             "published weights need model.clip=3.0 and model.residual=true; with other settings "
-            "the states are not those of ELMo"
+            "the states differ from ELMo's"
         )
     weights = elmo.read_weights(source)
     with torch.device("meta"):
