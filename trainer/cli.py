@@ -304,7 +304,6 @@ def _certify(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic import agent
-    from trainer.inference.evaluate import Member, evaluate
 
     if args.encoder and args.ensemble:
         raise ConfigError(
@@ -314,6 +313,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
     steps = [_step(args.step, experiment) for experiment in experiments]
     if args.generate is not None:
+        from trainer.inference.evaluate import Member
         from trainer.inference.scores import evaluate as evaluate_texts
 
         for option in ("predictions", "encoder"):
@@ -335,6 +335,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if processes == 1:
         experiments = [experiment.in_one_process() for experiment in experiments]
+    from trainer.inference.evaluate import Member, evaluate
+
     others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
     return _show_scores(scores, args.scores)

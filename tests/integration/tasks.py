@@ -137,6 +137,21 @@ def source(kind: str, folder: Path, rows: int = 240) -> dict[str, Any]:
     return {"kind": kind, "paths": [str(train)], "heldout": [str(heldout)], **SOURCES[kind]}
 
 
+def build_words(folder: Path, rows: Rows, **tokenizer: Any) -> Path:
+    """Builds a dataset of rows with a text, tokenized as whole words; returns its folder."""
+    build = {
+        "source": {"kind": "jsonl", "paths": [str(write(folder / "corpus.jsonl", rows))]},
+        "tokenizer": {"path": str(folder / "words"), "algorithm": "words", **tokenizer},
+        "output": str(folder / "data"),
+        "workers": 1,
+        "heldout_fraction": 0.1,
+    }
+    file = _write_yaml(folder / "data.yaml", build)
+    for command in ("tokenizer", "build"):
+        assert main(["data", command, str(file)]) == 0
+    return folder / "data"
+
+
 def write_build(kind: str, folder: Path, tokenizer: Path) -> Path:
     """A file for `samestep data build`; the dataset goes to folder/data-KIND."""
     tree = {"source": source(kind, folder), "tokenizer": {"path": str(tokenizer)}, "workers": 1}

@@ -9,7 +9,6 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
@@ -34,23 +33,8 @@ def run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for paragraph in paragraphs[::2]:
         words = [word for word in paragraph.split() if not any(new in word.lower() for new in NEW)]
         rows.append({"text": " ".join(words) or "nothing"})
-    corpus = tasks.write(folder / "corpus.jsonl", rows)
-    build = {
-        "source": {"kind": "jsonl", "paths": [str(corpus)]},
-        "tokenizer": {
-            "path": str(folder / "words"),
-            "algorithm": "words",
-            "vocab_size": 400,
-            "lowercase": True,
-        },
-        "output": str(folder / "data"),
-        "workers": 1,
-        "heldout_fraction": 0.1,
-    }
-    (folder / "data.yaml").write_text(yaml.safe_dump(build))
-    for command in ("tokenizer", "build"):
-        assert main(["data", command, str(folder / "data.yaml")]) == 0
-    settings = (MODEL, "objective={kind: bilm}", f"data.path={folder / 'data'}")
+    dataset = tasks.build_words(folder, rows, vocab_size=400, lowercase=True)
+    settings = (MODEL, "objective={kind: bilm}", f"data.path={dataset}")
     evaluation = ("training.evaluate_every=12", "training.evaluate_batches=2")
     arguments = (*settings, *evaluation, f"output={folder / 'run'}", "optimizer.lr=1e-2")
     assert main(["train", experiment_file, *arguments, "data.threads=0"]) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-import yaml
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.cli import main
+from trainer.checkpoint import integrity
 from trainer.training.weights import load_weights
 
 Float = npt.NDArray[Any]
@@ -33,7 +31,7 @@ MODEL = (
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def weights() -> dict[str, Any]:
     """The arrays of a file, by name; so large that cells and projections are clipped."""
     random = np.random.default_rng(0)
 
@@ -114,17 +112,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("words")
     text = " ".join(word for word in WORDS for _ in range(30))
     rows = [{"text": f"{text} {number}"} for number in range(40)]
-    build = {
-        "source": {"kind": "jsonl", "paths": [str(tasks.write(folder / "corpus.jsonl", rows))]},
-        "tokenizer": {"path": str(folder / "words"), "algorithm": "words", "vocab_size": 10},
-        "output": str(folder / "data"),
-        "workers": 1,
-        "heldout_fraction": 0.1,
-    }
-    (folder / "data.yaml").write_text(yaml.safe_dump(build))
-    for command in ("tokenizer", "build"):
-        assert main(["data", command, str(folder / "data.yaml")]) == 0
-    return folder / "data"
+    return tasks.build_words(folder, rows, vocab_size=10)
 
 
 Convert = Callable[..., Any]
@@ -193,7 +181,8 @@ def test_training_goes_on_from_them(
     verified = samestep("ledger", "verify", run)
     assert verified.code == 0, verified.err
     assert json.loads((run / "ledger.jsonl").read_text().splitlines()[0])["kind"] == "taken"
-    shutil.rmtree(run / "checkpoints/step-00000000", ignore_errors=True)
+    # Long runs keep their newest checkpoints only.
+    integrity.remove_step(integrity.step_folder(run / "checkpoints", 0))
     lost = samestep("replay", run, 1)
     assert "the run began with ELMo's published weights, and no checkpoint" in lost.message
 

@@ -6,11 +6,12 @@ TensorFlow multiplies from the right, so matrices are transposed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,9 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Ours has padding, 256 bytes, begin and end of a word; a text begins with STX and ends with ETX.
 _BEGIN_TEXT, _END_TEXT, _BEGIN, _END, _PADDING = range(256, 261)
 _STX, _ETX = 2, 3
+
+_Array: TypeAlias = npt.NDArray[np.float32]
+_File: TypeAlias = Mapping[str, Any]  # groups and datasets of h5py, which has no types
 
 
 def is_weights(path: Path) -> bool:
@@ -56,11 +60,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _tensor(array: Any) -> Tensor:
+def _tensor(array: _Array) -> Tensor:
     return torch.from_numpy(np.array(array, np.float32, order="C"))
 
 
-def _characters(file: Any) -> Iterator[tuple[str, Any]]:
+def _characters(file: _File) -> Iterator[tuple[str, _Array]]:
     base = "embeddings.characters"
     table = file["char_embed"][:]
     rows = [_PADDING, *range(256), _BEGIN, _END]
@@ -80,7 +84,7 @@ def _characters(file: Any) -> Iterator[tuple[str, Any]]:
     yield f"{base}.projection.bias", file["CNN_proj"]["b_proj"][:]
 
 
-def _layers(file: Any) -> Iterator[tuple[str, Any]]:
+def _layers(file: _File) -> Iterator[tuple[str, _Array]]:
     for number, direction in enumerate(("forward", "backward")):
         layers = file[f"RNN_{number}"]["RNN"]["MultiRNNCell"]
         for layer in range(len(layers)):
@@ -96,7 +100,7 @@ def _layers(file: Any) -> Iterator[tuple[str, Any]]:
             yield f"{own}.bias", bias
 
 
-def _in_our_order(gates: Any) -> Any:
+def _in_our_order(gates: _Array) -> _Array:
     """TensorFlow stacks the gates as i, g, f, o, and PyTorch as i, f, g, o."""
     i, g, f, o = np.split(gates, 4)
     return np.concatenate([i, f, g, o])

@@ -76,7 +76,7 @@ def _with_keys(tree: Tree, section: str, names: Mapping[str, str]) -> Tree:
     if isinstance(own := tree.get(section), dict):
         tree = {**tree, section: {names.get(key, key): value for key, value in own.items()}}
     if isinstance(phases := tree.get("phases"), list):
-        inner = [_with_keys(each, section, names) for each in phases if isinstance(each, dict)]
+        inner = [_with_keys(e, section, names) if isinstance(e, dict) else e for e in phases]
         tree = {**tree, "phases": inner}
     return tree
 

@@ -57,7 +57,14 @@ class Round:
 
 
 class Host(threading.Thread):
-    """The rendezvous itself: starts a round once all agents that are here are ready."""
+    """The rendezvous itself: starts a round once all agents that are here are ready.
+
+    Args:
+        listening: where agents connect.
+        key: proves that an agent knows the run's secret.
+        agents: the least and the largest number of agents of a round.
+        renewal: of the record that says who is the host; None if there is only this agent.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from trainer.training.passes import Evaluation, evaluation_batches, score
 from trainer.training.phases import phase_of
 from trainer.training.run import checkpoint_folder, open_loader, open_strategy
 from trainer.training.teacher import attach_teacher
-from trainer.training.weights import load_weights
+from trainer.training.weights import Weights, load_weights
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class Member:
 
     experiment: Experiment
     step: int | None = None
+
+    def load(self, rank: int = 0, world_size: int = 1) -> Weights:
+        """Opens the checkpoint; of several ranks, collectively."""
+        # A run's folder may hold a best checkpoint too; the newest is meant unless a step is named.
+        folder = checkpoint_folder(self.experiment)
+        if self.step is not None:
+            folder = integrity.step_folder(folder, self.step)
+        return load_weights(folder, rank, world_size)
 
 
 @dataclass(frozen=True)
@@ -152,11 +160,8 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     experiment = member.experiment
     dataset = experiment.data.open()
     objectives = build_objectives(experiment, dataset)
-    checkpoints, world = checkpoint_folder(experiment), strategy.world
-    source = checkpoints
-    if member.step is not None:
-        source = integrity.step_folder(checkpoints, member.step)
-    weights = load_weights(source, world.rank, world.size)
+    world = strategy.world
+    weights = member.load(world.rank, world.size)
     step = weights.step
     assert step is not None
     if encoder is not None:

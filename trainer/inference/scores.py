@@ -15,7 +15,6 @@ from data_pipeline.reading.concat_dataset import ConcatDataset
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import BadRecord, PairSource
 from trainer.accelerators.detect import for_any_shapes
-from trainer.checkpoint import integrity
 from trainer.config import Kinds, Tree, decode
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError, DataError
@@ -30,8 +29,7 @@ from trainer.training import run_folder
 from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
 from trainer.training.phases import phase_of
-from trainer.training.run import checkpoint_folder
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +122,7 @@ def _check_head(experiment: Experiment) -> None:
 
 def _load(member: Member, dataset: Dataset) -> Weights:
     """Opens a checkpoint, and checks that it has the dataset's tokenizer."""
-    # A run's folder may hold a best checkpoint too; the newest is meant unless a step is named.
-    checkpoints, step = checkpoint_folder(member.experiment), member.step
-    weights = load_weights(
-        checkpoints if step is None else integrity.step_folder(checkpoints, step)
-    )
+    weights = member.load()
     # On the meta device, so the check allocates no second copy of the model.
     with torch.device("meta"):
         shapes = weights.config.build()

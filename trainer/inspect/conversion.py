@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from trainer.checkpoint import deepspeed, elmo, files, integrity, layout, writer
 from trainer.checkpoint.deepspeed import KINDS, MOMENTS, WEIGHTS, ImportedState
-from trainer.checkpoint.deferred import defer, stored
+from trainer.checkpoint.deferred import Deferred, defer, stored
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
 from trainer.config import Tree, to_tree
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import bilm
+from trainer.models import Model, bilm
 from trainer.optim import adamw
 from trainer.storage import is_url, shown
 from trainer.strategies import Replica
@@ -91,11 +92,15 @@ def import_elmo(source: Path, experiment: Experiment) -> None:
         model = config.build()
     for name, parameter in model.named_parameters():
         if name.startswith("head."):
-            values = model.initial_values(name, 0, parameter.numel(), experiment.seed)
-            weights[name] = values.view(parameter.shape)
+            weights[name] = Deferred(parameter, partial(_initial, model, name, experiment.seed))
     moments = {name: torch.zeros(()).expand(tensor.shape) for name, tensor in weights.items()}
     tensors = {WEIGHTS: stored(weights), **dict.fromkeys(MOMENTS, stored(moments))}
     _import(source, ImportedState(0, 0, {}, tensors), experiment, "ELMo's published weights")
+
+
+def _initial(model: Model, name: str, seed: int) -> Tensor:
+    shape = model.get_parameter(name).shape
+    return model.initial_values(name, 0, shape.numel(), seed).view(shape)
 
 
 def _import(source: Path, state: ImportedState, experiment: Experiment, origin: str) -> None:
