@@ -185,7 +185,9 @@ def test_bart_is_trained_exported_and_writes_what_transformers_writes(
     refused = samestep("train", experiment, model % 2, f"output={tmp_path / 'other'}")
     assert refused.code == 2
     assert "set model.start_token=1" in refused.message
-    long = samestep("train", experiment, *changes, "objective.target_length=49", "output=other")
+    long = samestep(
+        "train", experiment, *changes, "objective.target_length=49", f"output={tmp_path / 'other'}"
+    )
     assert long.code == 2
     assert "targets of 49 tokens are over the model's position table of 48" in long.message
 

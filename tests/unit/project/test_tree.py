@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +139,24 @@ def test_strategies_say_how_they_are_planned():
     sharded = [kinds.schema(kind, "strategy")(replicas=2).plan for kind in ("fsdp", "xla_spmd")]
     stages = [kinds.schema("deepspeed", "strategy")(stage=stage).plan for stage in (1, 2, 3)]
     assert {*plans.values(), *sharded, *stages} == set(STRATEGIES)
+
+
+TOP = {
+    *(".ci", ".dockerignore", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    *("MANIFEST.in", "Makefile", "README.md", "benchmarks", "configs", "constraints-xla.txt"),
+    *("constraints.txt", "data_pipeline", "docker", "docs", "examples", "launch"),
+    *("pyproject.toml", "samestep", "setup.py", "tests", "trainer"),
+}
+
+
+def test_nothing_strange_is_committed():
+    """Such as a run, a wheel or a dataset that was left in the checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git")
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
+    )
+    tracked = [Path(name) for name in listed.stdout.split("\0") if name]
+    assert {path.parts[0] for path in tracked} == TOP
+    sizes = {path: (ROOT / path).stat().st_size for path in tracked if (ROOT / path).is_file()}
+    assert not [path for path, size in sizes.items() if size > 300_000]
