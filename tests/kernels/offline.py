@@ -192,7 +192,7 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Prints the table of docs/gpu.md."""
+    """Prints the table of docs/gpu_kernels.md."""
     print("| target | kernel | plain | segments, dropout | and T5's bias |")
     print("|---|---|---|---|---|")
     for target in TARGETS:
