@@ -12,7 +12,7 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-kernels test-kernels-all test-images test-slurm test-xla test-gpu check conformance chaos bench bench-gpu bench-scale clean
+.PHONY: help install demo test test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos bench bench-gpu bench-scale clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,14 +45,17 @@ check: install
 test: check  ## format, lint, types, import contracts and tests (17 minutes)
 	$(PYTEST) --ignore tests/kernels
 
-test-all: test  ## the same, and the long proofs (31 minutes)
+test-all: test  ## the same, and the long proofs (25 minutes)
 	$(PYTEST) --ignore tests/kernels -m 'long and not chaos'
+
+test-exhaustive: install  ## the remaining combinations of families, strategies and sizes (half an hour)
+	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m exhaustive
 
 test-kernels: install  ## GPU kernels without a GPU: interpreted, compiled for each GPU; graphs of torch.compile (5 minutes)
 	$(PYTEST) tests/kernels
 
 test-kernels-all: test-kernels  ## the same for every head width, precision, model and strategy
-	$(PYTEST) tests/kernels -m 'kernels_all or long'
+	$(PYTEST) tests/kernels -m 'exhaustive or long'
 
 test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
 	@{ command -v munged && command -v slurmctld && command -v slurmd; } >/dev/null || { echo "installing slurm-wlm and munge"; \
@@ -64,6 +67,9 @@ test-gpu: install  ## the tests of GPUs, on all that torch finds: each strategy,
 
 test-xla: install $(XLA_ENV)/.installed  ## the tests of TPUs' code, on XLA's CPU back-end (an environment of 7 GB the first time)
 	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla
+
+test-xla-all: test-xla  ## the same for every family and option
+	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla -m exhaustive
 
 $(XLA_ENV)/.installed:
 	@echo "installing torch 2.9 and torch-xla into $(XLA_ENV) (some minutes)"

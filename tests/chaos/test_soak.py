@@ -94,7 +94,7 @@ def mixture(parts: dict[str, Path], steps: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("seed", "steps", "pace", "each"),
     [
-        pytest.param(*(1, 24, 0.1, {"worker": 2, "kill": 1, "stop": 1}), marks=pytest.mark.long),
+        pytest.param(*(1, 24, 0.1, {"worker": 2, "kill": 1, "stop": 1}), marks=LONG),
         pytest.param(2, 300, 0.1, {"worker": 20, "kill": 15, "stop": 15}, marks=LONG),
     ],
 )

@@ -12,6 +12,9 @@ from tests.conformance.exact import run, task
 from tests.conformance.worker import FAMILIES, TEXT_TASKS
 from trainer.checkpoint import integrity
 
+QUICK = ("mlm_lamb", "electra", "elmo", "bart")
+"""Families that differ most: two models in one, recurrent layers, an encoder and a decoder."""
+
 
 def assert_same_bits(
     file: str, folder: Path, layouts: Sequence[tuple[int, str]], *overrides: str
@@ -38,8 +41,13 @@ def test_scattered_after_each_unit(experiment_file: str, tmp_path: Path) -> None
     assert_same_bits(experiment_file, tmp_path, [(2, scattering)], *task("mlm_lamb", "fp32"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["mlm_lamb", *{**FAMILIES, **dict.fromkeys(TEXT_TASKS)}])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.exhaustive)
+        for name in ("mlm_lamb", *{**FAMILIES, **dict.fromkeys(TEXT_TASKS)})
+    ],
+)
 def test_every_family_and_optimizer(
     experiment_file: str, t5_experiment: str, tmp_path: Path, name: str
 ) -> None:

@@ -10,8 +10,12 @@ from tests.conformance.matrix import BATCHES, RELATIVE, STEPS, TIE, compare, nea
 from tests.conformance.worker import FAMILIES, TEXT_TASKS, Case, Record, run_cases, run_once
 from tests.processes import run_ranks
 
+ENCODERS = [task for task in FAMILIES if task not in TEXT_TASKS]
+ZERO = ("albert", "electra", "elmo")
+"""Shared layers, two models in one, recurrent layers."""
 
-@pytest.fixture(scope="module", params=[task for task in FAMILIES if task not in TEXT_TASKS])
+
+@pytest.fixture(scope="module", params=ENCODERS)
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -32,11 +36,27 @@ def reference(experiment_file: str, task: str, tmp_path_factory: pytest.TempPath
     return record
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero-3", marks=pytest.mark.long)])
 def test_three_processes_have_its_batches_and_losses(
-    experiment_file: str, tmp_path: Path, task: str, reference: Record, strategy: str
+    experiment_file: str, tmp_path: Path, task: str, reference: Record
 ) -> None:
-    case = Case(3, strategy, 4, 0, FAMILIES[task], task)
+    check(Case(3, "ddp", 4, 0, FAMILIES[task], task), experiment_file, tmp_path, reference)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=pytest.mark.long if task in ZERO else pytest.mark.exhaustive)
+        for task in ENCODERS
+    ],
+    indirect=True,
+)
+def test_zero_has_its_batches_and_losses(
+    experiment_file: str, tmp_path: Path, task: str, reference: Record
+) -> None:
+    check(Case(3, "zero-3", 4, 0, FAMILIES[task], task), experiment_file, tmp_path, reference)
+
+
+def check(case: Case, experiment_file: str, tmp_path: Path, reference: Record) -> None:
     ranks = run_ranks(3, run_cases, experiment_file, [case], STEPS, BATCHES, str(tmp_path))
     assert compare([records[0] for records in ranks], reference) <= RELATIVE
 

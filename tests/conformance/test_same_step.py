@@ -69,7 +69,13 @@ def test_the_cases_cover_every_pair() -> None:
 
 @pytest.mark.parametrize(
     "world_size",
-    [1, 2, 3, pytest.param(4, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long)],
+    [
+        1,
+        2,
+        3,
+        pytest.param(4, marks=pytest.mark.exhaustive),
+        pytest.param(5, marks=pytest.mark.long),
+    ],
 )
 def test_same_batches_and_losses(
     experiment_file: str, tmp_path: Path, references: dict[str, Record], world_size: int

@@ -9,9 +9,11 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,15 @@ def as_rank(
     os._exit(0)  # without waiting for peers' sockets and threads
 
 
+def host(pipe: Connection) -> None:
+    """Keeps a store until it is killed. The process that forks ranks must not: its threads may hold
+    locks of the C library at a fork, for which a rank would wait forever.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
+
+
 def main(folder: Path, jobs: list[tuple[int, Callable[..., None], list[str]]]) -> int:
     """Runs scenarios in worlds of processes that are forked from this one, which has imported all
     that they need.
@@ -258,10 +269,13 @@ def main(folder: Path, jobs: list[tuple[int, Callable[..., None], list[str]]]) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     fork = multiprocessing.get_context("fork")
     for size, scenario, arguments in jobs:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        receiver, sender = fork.Pipe(duplex=False)
+        store = fork.Process(target=host, args=(sender,), daemon=True)
+        store.start()
+        port = receiver.recv()
         ranks = [
             fork.Process(
-                target=as_rank, args=(rank, size, store.port, scenario, folder, size, *arguments)
+                target=as_rank, args=(rank, size, port, scenario, folder, size, *arguments)
             )
             for rank in range(size)
         ]
@@ -269,6 +283,8 @@ def main(folder: Path, jobs: list[tuple[int, Callable[..., None], list[str]]]) -
             process.start()
         for process in ranks:
             process.join()
+        store.kill()
+        store.join()
         if any(process.exitcode for process in ranks):
             return 1
     return 0

@@ -163,7 +163,7 @@ def short(tuned: Path) -> dict[str, Path]:
                 ("prefix of a network", "fsdp"),
                 ("frozen", "fsdp"),
             ],
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -487,7 +487,7 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
         moved.rename(began)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_benchmark_compares_methods(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In its smallest run; its figures are not tested."""
     file = str(tuned / "classification.yaml")

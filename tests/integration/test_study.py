@@ -62,6 +62,12 @@ def study(tmp_path: Path) -> Path:
     return file
 
 
+def values(folder: Path) -> dict[tuple[str, str], list[float]]:
+    """The scores of each seed, by arm and measure."""
+    rows = json.loads((folder / "scores.json").read_text())["rows"]
+    return {(row["arm"], row["measure"]): row["values"] for row in rows}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
@@ -107,7 +113,6 @@ def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
     assert max(map(len, prose)) <= 120
     assert "parameters" not in plotted  # no seed changes it
     assert "<svg" in (tmp_path / "one" / "rates" / "index.html").read_text()
-    scores = (tmp_path / "one" / "rates" / "scores.json").read_bytes()
     costs = json.loads((tmp_path / "one" / "rates" / "costs.json").read_text())
     assert costs["total"]["jobs"] == 11
     assert costs["total"]["flops"] > 0
@@ -119,10 +124,12 @@ def test_killed_in_the_middle_it_continues_and_a_second_one_is_equal(
     tree = yaml.safe_load(STUDY)
     tree["stages"]["corpus"]["settings"] = {"tokenizer": {"path": str(tokenizer)}}
     other.write_text(yaml.safe_dump(tree, sort_keys=False))
-    done = samestep("study", other, "--output", tmp_path / "two", "--parallel", "1")
+    # One seed is enough, and one process at a time may not change a number.
+    done = samestep("study", other, "--output", tmp_path / "two", "--parallel", "1", "seeds=1")
     assert done.code == 0, done.err
-    again = (tmp_path / "two" / "again" / "scores.json").read_bytes()
-    assert again.replace(b'"again"', b'"rates"') == scores
+    assert values(tmp_path / "two" / "again") == {
+        key: found[:1] for key, found in values(tmp_path / "one" / "rates").items()
+    }
 
 
 def test_wrong_input_is_refused(study: Path, tmp_path: Path, samestep: Samestep) -> None:

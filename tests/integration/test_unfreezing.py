@@ -80,7 +80,7 @@ def test_layers_are_trained_one_after_the_other(
     [
         ("lstm", []),
         pytest.param(
-            "bert", [(3, "ddp"), (2, "{kind: deepspeed, stage: 2}")], marks=pytest.mark.long
+            "bert", [(3, "ddp"), (2, "{kind: deepspeed, stage: 2}")], marks=pytest.mark.exhaustive
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """The code of the attention kernels for each generation of GPUs: registers, spills, tensor cores.
 
-Compiled without a GPU; says nothing of speed. `pytest -m kernels_all` compiles every variant.
+Compiled without a GPU; says nothing of speed. `make test-kernels-all` compiles every variant.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compiled(
 
 @pytest.mark.parametrize(
     ("target", "kernel", "variant"),
-    [*MAIN, *(pytest.param(*case, marks=pytest.mark.kernels_all) for case in OTHERS)],
+    [*MAIN, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)],
 )
 def test_half_precision_has_tensor_cores_and_hardly_spills(
     target: str, kernel: str, variant: str
@@ -90,7 +90,7 @@ def test_dropout_takes_few_instructions(kernel: str) -> None:
     assert integer == pytest.approx(HASHED, abs=0.6)
 
 
-@pytest.mark.kernels_all
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [width for width in WIDTHS if width != 64])
 @pytest.mark.parametrize(("target", "kernel"), [*product(TARGETS, KERNELS)])
 def test_other_heads_have_them_too(target: str, kernel: str, width: int) -> None:
@@ -100,7 +100,7 @@ def test_other_heads_have_them_too(target: str, kernel: str, width: int) -> None
         assert code.spilled <= SPILLED
 
 
-@pytest.mark.kernels_all
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("target", "kernel"), [*product(TARGETS, KERNELS)])
 def test_fp32_compiles(target: str, kernel: str, width: int) -> None:

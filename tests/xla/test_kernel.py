@@ -38,7 +38,7 @@ def test_the_doctor_tries_it_out(xla: Xla) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_run_with_it(
     xla: Xla, work: Work, experiment_file: str, tmp_path: Path, recomputed: bool
 ) -> None:

@@ -74,7 +74,7 @@ def test_both_sides_have_the_same_loss(recipe: str, tmp_path: Path):
     [
         "bert_base_128",
         *(
-            pytest.param(name, marks=pytest.mark.long)
+            pytest.param(name, marks=pytest.mark.exhaustive)
             for name in gpu.RECIPES
             if name != "bert_base_128"
         ),

@@ -159,8 +159,13 @@ def test_fused_attention_leaves_memory_for_larger_micro_batches(
     assert grows or found["fused"].micro_batch == found["compiled"].micro_batch
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ANCHORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if "MLPerf" in name else pytest.mark.exhaustive)
+        for name in ANCHORS
+    ],
+)
 def test_published_throughput_is_predicted_within_a_quarter(name: str) -> None:
     anchor = ANCHORS[name]
     assert anchor.predict() == pytest.approx(anchor.published, rel=0.25)
@@ -172,15 +177,15 @@ def test_published_throughput_is_predicted_within_a_quarter(name: str) -> None:
         "bert",
         "deberta",
         "deberta_v3",
-        pytest.param("albert", marks=pytest.mark.long),
-        pytest.param("electra", marks=pytest.mark.long),
-        pytest.param("gpt1", marks=pytest.mark.long),
-        pytest.param("gpt2", marks=pytest.mark.long),
-        pytest.param("modernbert", marks=pytest.mark.long),
-        pytest.param("roberta", marks=pytest.mark.long),
-        pytest.param("spanbert", marks=pytest.mark.long),
-        pytest.param("t5", marks=pytest.mark.long),
-        pytest.param("xlnet", marks=pytest.mark.long),
+        pytest.param("albert", marks=pytest.mark.exhaustive),
+        pytest.param("electra", marks=pytest.mark.exhaustive),
+        pytest.param("gpt1", marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", marks=pytest.mark.exhaustive),
+        pytest.param("modernbert", marks=pytest.mark.exhaustive),
+        pytest.param("roberta", marks=pytest.mark.exhaustive),
+        pytest.param("spanbert", marks=pytest.mark.exhaustive),
+        pytest.param("t5", marks=pytest.mark.exhaustive),
+        pytest.param("xlnet", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_family_is_predicted(family: str) -> None:
