@@ -162,13 +162,17 @@ def _add_show(commands: Commands) -> None:
         "--objective",
         metavar="CONFIG",
         required=True,
-        help="an experiment, as for `samestep train`",
+        help="an experiment, whose objective, packing, order and seed are used",
     )
     parser.add_argument(
-        "--index", type=int, default=0, metavar="N", help="first example, in training order"
+        "--index",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first example, in training order (default: 0)",
     )
     parser.add_argument(
-        "--count", type=int, default=3, metavar="K", help="number of examples to print"
+        "--count", type=int, default=3, metavar="K", help="number of examples to print (default: 3)"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace the experiment's"

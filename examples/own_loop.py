@@ -1,4 +1,4 @@
-"""A training loop of one's own: own optimizer, own learning rate, own logging, exact resume.
+"""A custom training loop: own optimizer, own learning rate, own logging, exact resume.
 
     python examples/own_loop.py configs/debug/demo.yaml data.path=datasets/python_docs
     torchrun --nproc-per-node 2 examples/own_loop.py configs/debug/demo.yaml ...

@@ -65,7 +65,7 @@ def register_launch(commands: Commands) -> None:
     instead.add_argument(
         "--follow",
         action="store_true",
-        help="print the job's log until it ends, and exit as it does",
+        help="print the job's log until it ends; exit with 0 if it succeeded, else 1",
     )
 
 
@@ -79,7 +79,7 @@ def register_jobs(commands: Commands) -> None:
         "example:\n  samestep jobs",
     )
     parser.add_argument(
-        "--all", action="store_true", help="list all jobs that have ended, not the newest ten"
+        "--all", action="store_true", help="list all ended jobs, not only the newest ten"
     )
 
 
@@ -90,7 +90,9 @@ def register_logs(commands: Commands) -> None:
     )
     parser.add_argument("job", metavar="JOB", help=_JOB)
     parser.add_argument(
-        "--follow", action="store_true", help="go on until the job ends, and exit as it does"
+        "--follow",
+        action="store_true",
+        help="keep printing until the job ends; exit with 0 if it succeeded, else 1",
     )
 
 

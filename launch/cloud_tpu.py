@@ -154,21 +154,25 @@ class Config(Cluster):
         for folder in self.mounts:
             if not folder.startswith("/"):
                 raise ConfigError(
-                    f"mounts: {folder!r} is no folder of the machines. Begin it with /."
+                    f"mounts: {folder!r} is not a folder of the machines. Begin it with /."
                 )
         for key, value in self.labels.items():
             if not _LABEL.fullmatch(value) or not _LABEL.fullmatch(key) or not key[:1].isalpha():
                 raise ConfigError(
-                    f"labels: {key}={value} is no label. Use lower-case letters, digits, - and _, "
+                    f"labels: {key}={value} is not a label. Use lower-case letters, digits, - "
+                    "and _, "
                     "and begin the key with a letter."
                 )
-        check_secrets(self.secrets, _SECRET, "the name of a secret in Secret Manager, as wandb-key")
+        check_secrets(
+            self.secrets, _SECRET, "the name of a secret in Secret Manager, such as wandb-key"
+        )
         check_variables(self.variables)
         check_setup(self.setup)
         check_options(self.options, "gcloud")
         if self.reservation is not None and self.capacity != "reserved":
             raise ConfigError(
-                f"reservation {self.reservation} needs capacity=reserved, not {self.capacity}"
+                f"reservation is {self.reservation}, but capacity is {self.capacity}. Set "
+                "capacity=reserved, or remove reservation."
             )
         if self.package is None and self.code == "installed":
             raise ConfigError(
@@ -380,7 +384,7 @@ class Config(Cluster):
         resource = place.queued()
         has_ended = (record.folder / EXIT).exists()
         if resource is None and (has_ended or Memory.of(record.folder).phase != "recreating"):
-            raise LaunchError(f"{record.id} has ended already")
+            raise LaunchError(f"job {record.id} has ended already: there is nothing to cancel.")
         # 1. Tell a supervisor, here by a file and elsewhere by the bucket. 2. Let the run save.
         # 3. Delete. 4. Wait until the slice is gone, because until then it costs money.
         (record.folder / CANCEL).touch()

@@ -173,7 +173,8 @@ def check_variables(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         if not _VARIABLE.fullmatch(name):
             raise ConfigError(
-                f"variables.{name} is no name of an environment variable. Use letters, digits, _."
+                f"variables.{name} is not the name of an environment variable. Use letters, "
+                "digits, _."
             )
         if _is_secret(name, value):
             raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")

@@ -135,18 +135,19 @@ class Config(NodeCluster):
         for key, value in (*self.labels.items(), *self.node_selector.items()):
             if not KEY.fullmatch(key) or not VALUE.fullmatch(value):
                 raise ConfigError(
-                    f"{key}={value!r} is no label. Use at most 63 letters, digits, dashes and dots."
+                    f"{key}={value!r} is not a label. Use at most 63 letters, digits, dashes "
+                    "and dots."
                 )
         for key in self.annotations:
             if not KEY.fullmatch(key):
                 raise ConfigError(
-                    f"annotations: {key!r} is no key. Write it as NAME or DOMAIN/NAME."
+                    f"annotations: {key!r} is not a key. Write it as NAME or DOMAIN/NAME."
                 )
         self._check_resources()
         patch.check(self.patch, self.controller)
         check_variables(self.variables)
         check_secrets(
-            self.secrets, _SECRET, "a secret of the namespace and a key in it, as wandb/key"
+            self.secrets, _SECRET, "a secret of the namespace and a key in it, such as wandb/key"
         )
         self.check_node_settings()
         check_least(self, user=0, restarts=0)
@@ -162,7 +163,7 @@ class Config(NodeCluster):
         mounts = [volume.mount for volume in self.volumes]
         for mount in mounts:
             if mounts.count(mount) > 1:
-                raise ConfigError(f"volumes: two of them are mounted at {mount}")
+                raise ConfigError(f"volumes: two have the mount {mount}. Give each its own.")
 
     def _check_resources(self) -> None:
         for name, quantity in self.resources.items():

@@ -134,7 +134,7 @@ class Config(Cluster):
         """The run saves a checkpoint first."""
         state = _state(record)
         if not state.active:
-            raise LaunchError(f"{record.id} has ended already")
+            raise LaunchError(f"job {record.id} has ended already: there is nothing to cancel.")
         if not _is_alive(record):
             raise LaunchError(
                 f"{record.id} was started {state.word}, and can be cancelled only there. If that "

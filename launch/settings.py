@@ -50,7 +50,7 @@ def check_options(options: Iterable[str], client: str) -> None:
     for option in options:
         if not option.startswith("--") or not option.isprintable():
             raise ConfigError(
-                f"options: {option!r} is no option of {client}. Write each one as --name=value."
+                f"options: {option!r} is not an option of {client}. Write each one as --name=value."
             )
 
 

@@ -358,7 +358,7 @@ class Config(NodeCluster):
         queue, mark = _queue(), record.folder / CANCEL
         states = {job: queue[job][0][0] for job in _segments(record) if job in queue}
         if not states:
-            raise LaunchError(f"{record.id} has ended already")
+            raise LaunchError(f"job {record.id} has ended already: there is nothing to cancel.")
         script = (record.folder / SCRIPT).read_text(encoding="utf-8")
         saves = re.search(r"^#SBATCH --signal=(\w+)@", script, re.M)
         again = mark.exists()

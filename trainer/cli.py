@@ -61,7 +61,7 @@ from raw text to a model for transformers:
 
 
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="the experiment, a YAML file")
+    parser.add_argument("file", metavar="EXPERIMENT", help="the experiment, a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
@@ -79,7 +79,8 @@ def _add_train(commands: Commands) -> None:
         "--elastic",
         metavar="MIN:MAX",
         help="when processes or machines die, continue from the newest checkpoint with the "
-        "remaining machines (MIN or more), and let others join, up to MAX; 1:1 is this machine "
+        "remaining machines (MIN or more), and let others join, up to MAX; N is N:N, 1:1 this "
+        "machine "
         "alone. Run the same command on each machine",
     )
     train.add_argument(
@@ -105,9 +106,9 @@ def _add_config(commands: Commands) -> None:
     _add_experiment(config)
     config.add_argument(
         "--devices",
-        metavar="N[,N]",
-        help="check the run for this number of devices (or each of several numbers); here: for "
-        "the devices of this machine",
+        metavar="N[,N]|here",
+        help="check the run for this number of devices (or each of several numbers), or for the "
+        "devices of this machine",
     )
     config.add_argument(
         "--elsewhere",
@@ -123,11 +124,16 @@ def _add_evaluate(commands: Commands) -> None:
         _evaluate,
         "score a run's newest checkpoint on the held-out documents",
         "examples:\n  samestep evaluate runs/bert_mini\n"
-        "  samestep evaluate runs/bert_mini --encoder runs/mrpc    (what has it forgotten?)\n"
+        "  samestep evaluate runs/bert_mini --encoder runs/mrpc    # what has it forgotten?\n"
         "  samestep evaluate runs/mrpc_0 --ensemble runs/mrpc_1 --ensemble runs/mrpc_2",
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    evaluate.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the run's, e.g. data.path=DIR training.evaluate_batches=null",
+    )
     evaluate.add_argument(
         "--step", metavar="N|best", help="the checkpoint to score (default: the newest)"
     )
@@ -144,8 +150,8 @@ def _add_evaluate(commands: Commands) -> None:
     evaluate.add_argument(
         "--encoder",
         metavar="CKPT",
-        help="take all parameters but the heads from this checkpoint, as a run that was "
-        "fine-tuned from RUN: how well it still does RUN's own task",
+        help="take all parameters except the heads from this checkpoint, such as a run fine-tuned "
+        "from RUN: measures what it has forgotten",
     )
     evaluate.add_argument(
         "--ensemble",
@@ -156,15 +162,16 @@ def _add_evaluate(commands: Commands) -> None:
         "runs. The outputs are averaged (with --generate, the logits of each token); for tags, the "
         "runs vote",
     )
-    generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
-    help_ = "generate, with these settings, as beams=4"
+    generated = evaluate.add_argument_group(
+        "scores of generated texts, instead of the loss (in one process)"
+    )
+    help_ = "generate texts, with these settings, such as beams=4"
     generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
     help_ = f"out of: {', '.join(_METRICS)} (default: bleu chrf)"
     generated.add_argument(
         "--metrics",
         nargs="+",
         choices=_METRICS,
-        default=["bleu", "chrf"],
         metavar="METRIC",
         help=help_,
     )
@@ -295,7 +302,7 @@ def _certify(args: argparse.Namespace) -> int:
     if args.against is not None:
         read(args.against)
         arguments += ["--against", str(args.against)]
-    processes = args.processes or max(len(detect.processes(None)), 2)
+    processes = args.processes or detect.gpu_count() or 2
     if processes > 1 and not agent.under_launcher():
         return agent.run_workers(main, arguments, processes)
     has_passed = certify(args.output, args.against, Console(highlight=False, markup=False))
@@ -306,9 +313,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic import agent
 
     if args.encoder and args.ensemble:
-        raise ConfigError(
-            "--encoder would give all runs of the ensemble the same encoder; leave one of both out"
-        )
+        raise ConfigError("--encoder and --ensemble cannot be combined. Leave one of them out.")
     folders = [args.run_folder, *args.ensemble]
     experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
     steps = [_step(args.step, experiment) for experiment in experiments]
@@ -323,8 +328,11 @@ def _evaluate(args: argparse.Namespace) -> int:
                     "leave one out (samestep generate writes texts to a file)"
                 )
         others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
-        settings = (args.generate, args.metrics, args.pairs, args.limit, others)
+        settings = (args.generate, args.metrics or ["bleu", "chrf"], args.pairs, args.limit, others)
         return _show_scores(evaluate_texts(experiments[0], steps[0], *settings), args.scores)
+    for option in ("metrics", "pairs", "limit"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option} needs --generate. Add it, or leave --{option} out.")
     processes = _processes_to_start(args, experiments[0])
     if processes > 1:
         given = ("step", "predictions", "scores", "encoder")
@@ -355,7 +363,7 @@ def _stored_experiment(folder: str, overrides: Sequence[str]) -> Experiment:
     file = os.path.join(folder, "config.yaml")
     if not os.path.isfile(file):
         raise ConfigError(
-            f"{folder} is no run (no config.yaml in it); name the output folder of a run"
+            f"{folder} is not a run (it has no config.yaml). Name the output folder of a run."
         )
     experiment: Experiment = decode(Experiment, read_stored(file, overrides))
     # The folder may have been moved since the run was trained.
@@ -367,7 +375,7 @@ def _step(said: str | None, experiment: Experiment) -> int | None:
     if said is None or said.isdecimal():
         return None if said is None else int(said)
     if said != "best":
-        raise ConfigError(f"--step is the number of a step, or best, not {said}")
+        raise ConfigError(f"--step is {said}. Use the number of a step, or best.")
     from trainer.checkpoint import retention
     from trainer.training.run import checkpoint_folder
 

@@ -40,7 +40,8 @@ def add_command(
 
 def add_group(commands: Commands, name: str, summary: str) -> Commands:
     """Adds a sub-command that has sub-commands of its own; returns these, none yet."""
-    parser = commands.add_parser(name, help=summary, description=summary)
+    sentence = f"{summary[0].upper()}{summary[1:]}."
+    parser = commands.add_parser(name, help=summary, description=sentence)
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
@@ -54,6 +55,6 @@ def add_processes(parser: argparse.ArgumentParser, without_gpus: str = "one") ->
         "--processes",
         type=int,
         metavar="N",
-        help="processes on this machine (default: one a GPU, or else "
-        f"{without_gpus}); ignored under torchrun",
+        help=f"processes on this machine (default: one per GPU; {without_gpus} without GPUs); "
+        "ignored under torchrun",
     )

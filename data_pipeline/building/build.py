@@ -116,8 +116,9 @@ class _Build:
         if config.rows is not None:
             if self.source.first_heldout is None:
                 raise ConfigError(
-                    f"rows is {config.rows}, and the source holds out rows by their hash. Name "
-                    "held-out files or a held-out split, so that they stay the same."
+                    f"rows is {config.rows}, and source.heldout is not set. Name held-out files "
+                    "or a "
+                    "held-out split, so that held-out rows do not change with rows."
                 )
             self.settings["rows"] = config.rows
         if isinstance(self.source, PairSource):

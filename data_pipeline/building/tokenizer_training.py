@@ -29,7 +29,7 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
     if is_hub_path(config.tokenizer.path):
         raise DataError(
             f"tokenizer.path {config.tokenizer.path} is trained already. Continue with: samestep "
-            "data build"
+            "data build CONFIG"
         )
     if not force and folder.exists() and any(folder.iterdir()):
         raise DataError(

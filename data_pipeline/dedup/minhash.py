@@ -44,12 +44,15 @@ class Config(dedup.Config):
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise ConfigError(
-                f"dedup.threshold is {self.threshold}. Use a similarity above 0, up to 1, as 0.8."
+                f"dedup.threshold is {self.threshold}. Use a similarity above 0, up to 1, such "
+                "as 0.8."
             )
         if self.ngram < 1:
-            raise ConfigError(f"dedup.ngram is {self.ngram}. Use 1 word or more, as 5.")
+            raise ConfigError(f"dedup.ngram is {self.ngram}. Use 1 word or more, such as 5.")
         if self.permutations < 16:
-            raise ConfigError(f"dedup.permutations is {self.permutations}. Use 16 or more, as 128.")
+            raise ConfigError(
+                f"dedup.permutations is {self.permutations}. Use 16 or more, such as 128."
+            )
 
     def signature(self, text: str) -> npt.NDArray[np.uint64]:
         words = _WORD.findall(text.lower())

@@ -59,10 +59,10 @@ class ExampleOrder(Protocol):
     examples: int
 
     def batch(self, start: int, size: int) -> Int64:
-        """Returns the example numbers of the global batch [start, start + size), row by row."""
+        """Returns the example numbers of the global batch [start, start + size), in row order."""
 
     def rows(self, number: Int64) -> Int64:
-        """Returns the example numbers of a global batch, given in any order, in row order."""
+        """Sorts the example numbers of a global batch into the order of their rows."""
 
     def locate(self, number: npt.ArrayLike) -> Location:
         """Returns where global examples are stored."""
@@ -293,7 +293,7 @@ def share(size: int, index: int, count: int) -> slice:
     """Returns the rows of a global batch of `size` that replica `index` of `count` takes.
 
     Rows are contiguous, and shares differ by at most one row: 10 rows on 3 replicas are 0-2, 3-5,
-        6-9.
+    6-9.
     """
     return slice(index * size // count, (index + 1) * size // count)
 

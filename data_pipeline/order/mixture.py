@@ -53,7 +53,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Its name."""
+        """The name, or the last part of the path."""
         return self.name or self.path.rstrip("/").rpartition("/")[2]
 
 
@@ -88,9 +88,9 @@ class Proportional:
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"limit is {self.limit}. Use 1 or more, as 65536, or null.")
+            raise ConfigError(f"limit is {self.limit}. Use 1 or more, such as 65536, or null.")
         if not 1 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}. Use 1 or more, as 2.")
+            raise ConfigError(f"temperature is {self.temperature}. Use 1 or more, such as 2.")
 
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """The rate of each dataset by its size."""
@@ -113,7 +113,8 @@ def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None
     for before, change in zip((None, *changes), changes, strict=False):
         if change.step < 1 or (before and change.step <= before.step):
             raise ConfigError(
-                f"weights: step {change.step} must be at least 1, and after the step before it"
+                f"weights: step {change.step} must be at least 1, and later than the entry "
+                "before it"
             )
         if not names or set(change.weights) != set(names):
             raise ConfigError(
@@ -206,8 +207,7 @@ def _spread(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
 
     After any number of places, the count of each source is less than 1 off its share. Of the
     sources that would not get too far ahead of their share, the one with the earliest deadline is
-    taken
-    (Tijdeman 1980, "The chairman assignment problem").
+    taken (Tijdeman 1980, "The chairman assignment problem").
     """
     slack = max(1, 2 * len(shares) - 2)  # a source is at most 1 - 1 / slack off
     taken = [0] * len(shares)

@@ -11,7 +11,7 @@ need the larger fraction.
 Chunks of equal cost are interchangeable, and so are bins with equal room. So both are moved in
 groups, and the work grows with the number of different (cost, room) pairs instead of chunks: a
 million pairs of sentences take 1.5 s. A bin that takes a chunk becomes the fullest one with room,
-so it goes on taking chunks of that cost while they fit; one-by-one packing would do the same.
+so it continues to take chunks of that cost while they fit; one-by-one packing would do the same.
 
 Example with one side: chunks of 4, 3, 3 and 2 positions, bins of 6.
 

@@ -16,7 +16,7 @@ from trainer.examples import PackSpec, Parts, Policy
 
 
 def layout_of(manifest: Manifest, spec: PackSpec) -> PackSpec:
-    """The layout of a dataset's examples: of a mixture's, those of pairs have their own."""
+    """The layout of a dataset's examples. In a mixture, text pairs have `spec.of_pairs`."""
     if spec.of_pairs is not None and manifest.target_file is not None:
         return spec.of_pairs
     return spec

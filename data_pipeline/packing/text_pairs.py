@@ -1,7 +1,7 @@
 """Packs pairs of texts, a source and its target, into examples with two sides.
 
 The sides are an encoder's and a decoder's sequence. A pair is a document of two parts, and an
-example has two chunks for each of its pairs. `best_fit` packs both sides at once (`boxes`); with
+example has two chunks for each of its pairs. `best_fit` packs both sides at once (`bins`); with
 `padded`, each example is one pair. Each text is followed by an end token. For a single decoder
 (`Sides.joined`), the first side holds source and target, except for the target's end token, which
 is only predicted.

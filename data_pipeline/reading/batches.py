@@ -38,15 +38,16 @@ class BatchLayout:
     10 examples on 2 devices with a micro-batch size of 4 are 5 examples per device, in 2
     micro-batches of 3 rows; one of these 6 rows is padding.
 
-    With units, they are 3 micro-batches of 4 rows on any number of devices: 2 on the first device,
-    and on the second one with 2 padding rows, and one of padding rows only.
+    With units, the 10 examples are 3 units of 4 rows, the last with 2 padding rows, on any number
+    of devices. Of 2 devices, the first computes 2 units, the second 1 and one of padding rows only.
 
     Attributes:
         global_batch_size: examples per optimizer step, over all replicas.
         micro_batch_size: maximum number of rows per device and forward pass; with units, exactly
             this number.
         replica: the data-parallel rank of this process.
-        units: whether the examples of a micro-batch depend on the two sizes only.
+        units: whether micro-batches are the units of exact sums, whose examples depend on the two
+            sizes only, not on the devices.
 
     Raises:
         ConfigError: the batch has fewer examples than devices, or a micro-batch has no rows.
@@ -93,7 +94,7 @@ class BatchMaker:
     Args:
         counts: int64 [shards], examples in each shard.
         row_positions: positions of a row.
-        prefetcher: told the shards that will be needed.
+        prefetcher: downloads shards that will be needed; None if all are local.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class CorruptShards:
         return number >= self._first[shard]
 
     def without(self, shard: Int64) -> Int64:
-        """Those of the shards that are not skipped."""
+        """The given shards without those that are skipped."""
         return shard[self._first[shard] == _NEVER] if len(self._first) else shard
 
     def stand_in(self, at: Location, gone: npt.NDArray[np.bool_], counts: Int64) -> Location:

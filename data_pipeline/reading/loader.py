@@ -92,6 +92,7 @@ class StreamingLoader:
         begin         int64 [B], first token of the row's last chunk, counted through its texts
         column        int64 [B], position of that token
         length        int64 [B], tokens of that chunk
+        examples      int64 [B], number of examples (windows) that the row became
 
     A row in a skipped corrupt shard keeps its number, example and epoch, but holds another example
     with weight, digest and filled 0, and document -1.

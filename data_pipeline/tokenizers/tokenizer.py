@@ -145,7 +145,8 @@ class Tokenizer:
                 "CONFIG"
             ) from None
         except Exception as error:  # `tokenizers` raises bare Exception for files it cannot read
-            raise DataError(f"cannot read the tokenizer in {path}: {error}") from error
+            fix = "" if isinstance(error, DataError) else ". Copy or download it again."
+            raise DataError(f"cannot read the tokenizer in {path}: {error}{fix}") from error
 
     def save(self, folder: str | Path) -> None:
         """Writes the model and its settings to a folder, which `transformers` loads, too."""

@@ -107,7 +107,9 @@ def delete(record: Record) -> None:
     kinds = f"{_RESOURCES[controller]},{_OWNED[controller]}"
     how = ["--ignore-not-found", "--cascade=foreground", "--wait=false"]
     if not run([*_place(record), "delete", kinds, record.about["name"], *how]).strip():
-        raise LaunchError(f"{record.id} is not on the cluster any more: it was deleted there")
+        raise LaunchError(
+            f"job {record.id} is no longer on the cluster: there is nothing to cancel."
+        )
 
 
 def _place(record: Record) -> tuple[str, ...]:

@@ -79,7 +79,9 @@ class Volume:
 
     def __post_init__(self) -> None:
         if (self.claim is None) == (self.bucket is None):
-            raise ConfigError(f"the volume at {self.mount} needs either claim or bucket")
+            raise ConfigError(
+                f"the volume at {self.mount} needs one of claim and bucket. Set exactly one."
+            )
         mount = self.mount
         if not mount.startswith("/") or ":" in mount or posixpath.normpath(mount) != mount:
             raise ConfigError(
@@ -92,7 +94,7 @@ class Volume:
         name = self.claim or self.bucket or ""
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no name of a claim or bucket. Leave out gs:// and folders."
+                f"{name!r} is not the name of a claim or bucket. Leave out gs:// and folders."
             )
 
     def source(self, user: int) -> Object:

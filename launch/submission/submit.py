@@ -172,7 +172,9 @@ def submit(launch: Launch) -> Record:
             # A job that `samestep jobs` does not list could not be watched or cancelled.
             launch.cluster.cancel(record)
             raise LaunchError(
-                f"cannot write {records.state_folder()}: {error.strerror}; the job was taken back"
+                f"cannot write {records.state_folder()}: {error.strerror}. The job was "
+                "canceled; make "
+                "that folder writable and submit again."
             ) from error
     return record
 
@@ -196,7 +198,11 @@ def _write(launch: Launch) -> None:
         if launch.code is not None:
             snapshot.take(launch.job.directory, list(launch.code), folder / CODE)
     except OSError as error:
-        raise LaunchError(f"cannot write {error.filename or folder}: {error.strerror}") from error
+        raise LaunchError(
+            f"cannot write {error.filename or folder}: {error.strerror}. Free space there, or "
+            "choose "
+            "another output."
+        ) from error
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class Slice:
             return cls(**{**tree, "create": tuple(tree["create"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LaunchError(
-                f"{folder} is no folder of a job on Cloud TPU: {FILE} cannot be read ({error})"
+                f"{folder} is not a folder of a job on Cloud TPU: {FILE} cannot be read ({error})"
             ) from error
 
     def dump(self) -> str:
@@ -411,4 +411,4 @@ def _parsed(command: Sequence[str]) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise LaunchError(f"gcloud has answered {text[:100]!r}, which is no JSON") from error
+        raise LaunchError(f"gcloud has answered {text[:100]!r}, which is not JSON") from error

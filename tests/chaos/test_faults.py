@@ -361,7 +361,7 @@ def test_a_gradient_that_is_not_a_number(
 ) -> None:
     """Of one of two ranks, at step 8."""
     observer = Observer(
-        f"NaN in a gradient, {name}", run.folder, "computed again from the same batch"
+        f"NaN in a gradient, {name}", run.folder, "recomputing it from the same batch"
     )
     process = run.train(paced(**sick), f"training.faults={faults}")
     observer.end(process)

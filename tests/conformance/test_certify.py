@@ -118,7 +118,7 @@ def test_processes_of_this_machine(start: Start, tmp_path: Path, samestep: Sames
     assert "1 of 102 tensors differ" in failed(again)["fp32 bits"]
     (other,) = (each for each in again["findings"] if each["subject"] == "bf16 bits")
     assert other["state"] == "ok"
-    assert "is no certificate" in samestep("certify", "--against", __file__).message
+    assert "is not a certificate" in samestep("certify", "--against", __file__).message
     assert "--processes is 0" in samestep("certify", "--processes", 0).message
 
 

@@ -85,7 +85,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             1,
             ["objective reads rows for classification", "documents without labels", "as mlm"],
         ),
-        ("init_from=nowhere", 1, ["nowhere is no run", "no Hugging Face folder"]),
+        ("init_from=nowhere", 1, ["nowhere is neither a run", "nor a Hugging Face folder"]),
         ("accelerator=cuda", 2, ["torch finds no GPU", "accelerator=cpu"]),
     ],
 )
@@ -119,7 +119,7 @@ def test_no_run(samestep: Samestep, tmp_path: Path, command: str) -> None:
     more = {"evaluate": [], "export": [tmp_path / "out"], "fill": ["a [MASK]"]}[command]
     result = samestep(command, tmp_path / "absent", *more)
     assert result.code in (1, 2)
-    assert f"{tmp_path / 'absent'} is no run" in result.message
+    assert f"{tmp_path / 'absent'} is not a run" in result.message
 
 
 def test_traceback_on_demand(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:

@@ -116,14 +116,17 @@ def test_probes_are_counted_by_group(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "2: is no probe"),
-        ('{"text": "a [MASK]", "label": "b"}', "2: is no probe"),
+        ("{", "2: is not a probe"),
+        ('{"text": "a [MASK]", "label": "b"}', "2: is not a probe"),
         ('{"text": "a", "candidates": ["a", "b"], "label": "a"}', "must have one mask"),
         ('{"text": "a [MASK]", "candidates": ["a"], "label": "a"}', "name at least 2"),
         ('{"text": "a [MASK]", "candidates": ["a", " "], "label": "a"}', "name at least 2"),
         ('{"text": "a [MASK]", "candidates": "ab", "label": "a"}', "candidates are a list"),
         ('{"text": "a [MASK]", "candidates": ["a", "b"], "label": null}', "label is one of them"),
-        ('{"text": "a [MASK]", "candidates": ["a", "b"], "label": "c"}', "none of the candidates"),
+        (
+            '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "c"}',
+            "not among the candidates",
+        ),
     ],
 )
 def test_a_line_that_is_no_probe_is_named(
@@ -139,10 +142,10 @@ def test_a_line_that_is_no_probe_is_named(
 
 def test_wrong_use(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
     fill = ("fill", finished_run)
-    assert "give texts, or --probes FILE" in samestep(*fill).message
+    assert "Give either texts or --probes FILE" in samestep(*fill).message
     both = samestep(*fill, "a [MASK]", "--probes", tmp_path / "none")
-    assert "give texts, or --probes FILE" in both.message
-    assert "are for --probes FILE" in samestep(*fill, "a [MASK]", "--scores", "x").message
+    assert "Give either texts or --probes FILE" in both.message
+    assert "need --probes FILE" in samestep(*fill, "a [MASK]", "--scores", "x").message
     long = " ".join(["word"] * 60)
     too_long = samestep(*fill, f"[MASK] {long}", "--candidates", "a", "b")
     assert "tokens and the model reads at most" in too_long.message

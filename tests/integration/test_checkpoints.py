@@ -153,7 +153,7 @@ def test_a_run_goes_on_while_saves_fail_but_does_not_end_well_without_its_last(
     assert result.code == 1
     assert "saving step-00000004 failed: cannot write" in result.err
     assert (
-        "training goes on, and the next save tries again (3 saves in a row have failed)"
+        "training continues, and the next save tries again (3 saves in a row have failed)"
         in result.err
     )
     assert "saving step-00000012 failed" in result.message

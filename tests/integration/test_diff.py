@@ -152,7 +152,7 @@ def test_wrong_input(
 ) -> None:
     one = train("one", "training.digest_every=6")
     assert samestep("diff", one, finished_run).message.endswith("training.digest_every=10.")
-    assert "is no run" in samestep("diff", one, tmp_path).message
+    assert "is not a run" in samestep("diff", one, tmp_path).message
     other = train("other", "training.digest_every=6", "optimizer.kind=lamb")
     narrow = train("narrow", "training.digest_every=6", "model.layers=1")
     assert "training.digest_every=6" not in samestep("diff", one, other).out

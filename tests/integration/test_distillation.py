@@ -250,7 +250,7 @@ def test_a_resumed_run_goes_on_with_its_teacher_and_no_other(
     assert samestep("train", taught / "classification.yaml", *more).code == 0
     message = samestep(*train, "training.steps=16").message
     assert (
-        "objective.teacher names other weights than the run has learnt from until step 14"
+        "objective.teacher names other weights than the run has learned from until step 14"
         in message
     )
     step = teacher / "checkpoints" / "step-00000060"

@@ -239,7 +239,7 @@ def test_attention_that_cannot_be_shown_is_refused(
     config = transformers.T5Config(vocab_size=600, **shape)
     transformers.T5ForConditionalGeneration(config).save_pretrained(t5)
     for run, options, message in (
-        (finished_run, ("--pool", "mean"), "--attentions has no --mix and no --pool"),
+        (finished_run, ("--pool", "mean"), "--attentions cannot be combined with --mix or --pool"),
         (finished_run, ("--layers", "0"), "--layers has 0, the embeddings, which have no"),
         (finished_run, ("--layers", "3"), "the model has layers 1 to 2"),
         (t5, (), "the model does not offer attention.1"),

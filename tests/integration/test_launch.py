@@ -142,7 +142,11 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
             "4,6,8",
             "strategy.replicas 4 does not divide the 6 devices",
         ),
-        (["init_from=nowhere"], "2", "nowhere is no run (no checkpoints in it), no checkpoint"),
+        (
+            ["init_from=nowhere"],
+            "2",
+            "nowhere is neither a run (with checkpoints), nor a checkpoint",
+        ),
         (
             ["checkpoint.folder=/proc/run"],
             "2",

@@ -100,7 +100,7 @@ def test_a_bucket_that_is_not_there(
     assert not (run / "metrics.jsonl").exists()
     result = samestep("export", "s3://nowhere/run", tmp_path / "exported")
     assert result.code == 1
-    assert "s3://nowhere/run is no run" in result.message
+    assert "s3://nowhere/run is neither a run" in result.message
 
 
 def test_the_output_stays_a_folder(samestep: Samestep, experiment_file: str) -> None:

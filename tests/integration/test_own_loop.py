@@ -178,7 +178,7 @@ def test_a_run_does_not_continue_a_loop(
     settings = (f"output={loop.folder}", "training.steps=6")
     result = samestep("train", experiment_file, *settings)
     assert result.code == 2
-    assert f"holds step {stop} of a loop of one's own" in result.message
+    assert f"holds step {stop} of a custom training loop" in result.message
     assert "open_parts" in result.message
 
 

@@ -459,10 +459,10 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
     began.rename(moved)
     try:
         message = samestep("evaluate", run).message
-        assert "holds only what was trained" in message
+        assert "holds only the trained parameters" in message
         assert (
-            f"bring back what {began} held, or copy that to {beside}, or put a link there"
-            in message
+            f"restore the original content of {began}, or copy that to {beside}, or put a link "
+            "there" in message
         )
         beside.symlink_to(base / "checkpoints" / "step-00000008")
         assert (

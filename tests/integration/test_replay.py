@@ -119,7 +119,7 @@ def test_after_a_skip(samestep: Samestep, experiment_file: str, tmp_path: Path) 
     found = replayed(samestep, tmp_path, 10, "--exact")
     assert numbers(found) == list(range(100, 110))
     assert found["loss"] == pytest.approx(losses(tmp_path)[10], rel=1e-5)
-    assert "skipped nothing" in samestep("replay", tmp_path, 7, "--skipped").message
+    assert "skipped no examples" in samestep("replay", tmp_path, 7, "--skipped").message
 
 
 def test_another_dataset_is_told(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_another_dataset_is_told(samestep: Samestep, finished_run: Path, tmp_pat
 def test_steps_that_are_none(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ((finished_run, 13), "the run has 12 steps"),
-        ((finished_run, 0), "numbers from 1 on"),
-        ((tmp_path, 3), "is no run"),
+        ((finished_run, 0), "STEP is 0. Use 1 or more"),
+        ((tmp_path, 3), "is not a run"),
     ):
         result = samestep("replay", *arguments)
         assert result.code == 2

@@ -118,4 +118,4 @@ def test_too_many_steps_for_each_layer_are_rejected(
     settings = ["optimizer.unfreeze_every=5", f"output={tmp_path}"]
     message = samestep("train", folder / "classification.yaml", *settings).message
     assert "the lowest layer would begin after 15 steps, and the run has 13" in message
-    assert "Use a smaller number, as 4" in message
+    assert "Use a smaller number, such as 4" in message

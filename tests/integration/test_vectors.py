@@ -283,7 +283,10 @@ def test_neighbors(
         ((words, "t1w22"), "it has t1w2"),
         ((words, "t1w2", "--in", "a t1w2"), "--in is given, and the word vectors of"),
         ((words, "t1w2", "--layer", 0), "--layer is given, and the word vectors of"),
-        ((finished_run, "class"), "is no folder of word vectors, so a context is needed; add --in"),
+        (
+            (finished_run, "class"),
+            "is not a folder of word vectors, so a context is needed; add --in",
+        ),
         ((finished_run, "class", "--in", "a class", "--vectors", tmp_path), "has no vectors.json"),
         ((finished_run, "class", "--in", "a class", "--vectors", words), "the word 'class' is not"),
     ):
@@ -334,7 +337,7 @@ def test_a_run_continues_without_its_vectors(
         result = train(samestep, experiment_file, tmp_path / "run", *more)
         assert result.code == 0, result.err
         gone = train(samestep, experiment_file, tmp_path / "new", start)
-        assert "moved is no folder of word vectors" in gone.message
+        assert "moved is not a folder of word vectors" in gone.message
     finally:
         if moved.exists():
             moved.rename(of_tokens)
@@ -359,7 +362,7 @@ def test_the_start_of_a_run_is_computed_again(
         StepZero.of(checkpoint)
     assert json.loads(samestep("replay", run, 1, "--json").out)["loss"] != replayed["loss"]
     shutil.rmtree(folder)
-    with pytest.raises(DataError, match="is no folder of word vectors"):
+    with pytest.raises(DataError, match="is not a folder of word vectors"):
         StepZero.of(checkpoint)
 
 
@@ -429,4 +432,4 @@ def test_vectors_that_no_model_can_start_from(
     checked = samestep(
         "config", experiment_file, f"output={tmp_path / 'run'}", "--devices", 1, absent
     )
-    assert "is no folder of word vectors" in checked.message
+    assert "is not a folder of word vectors" in checked.message

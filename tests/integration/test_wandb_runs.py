@@ -126,7 +126,8 @@ def test_a_failure_is_told(
     (alert,) = offline_alerts(tmp_path / "run")
     assert alert[:2] == ("ERROR", "The run has failed")
     assert alert[2].startswith(
-        "step 3 was not taken: the gradient norm is nan, twice over. Its examples, by loss: "
+        "step 3 was not taken: the gradient norm is nan, also when recomputed. Its examples, by "
+        "loss: "
     )
     assert alert[2] == result.message.splitlines()[0]
 
@@ -159,7 +160,7 @@ def test_rewind(samestep: Samestep, settings: list[str], tmp_path: Path) -> None
     assert result.code == 0, result.err
     assert ended(tmp_path / "run") == [0]
     (alert,) = offline_alerts(tmp_path / "run")
-    text = "the gradient norm is nan; the run goes on from step 6, without the examples around the fault"  # noqa: E501
+    text = "the gradient norm is nan; the run continues from step 6, without the examples around the fault"  # noqa: E501
     assert alert == ("WARN", "The run has gone back", text)
     assert [row["_step"] for row in offline_rows(tmp_path / "run")] == list(range(1, 13))
 

@@ -39,8 +39,9 @@ def local_device(count: int, kind: str) -> int:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if rank >= count:
         raise ConfigError(
-            f"process {rank} of this machine has no {kind}: there are {count}. "
-            "Start at most that many processes."
+            f"process {rank} of this machine, counted from 0, has no {kind}: there are {count}. "
+            "Use "
+            f"--processes {count} or fewer."
         )
     return rank
 

@@ -85,7 +85,7 @@ class Config(accelerators.Config):
 
     def processes(self) -> list[dict[str, str]]:
         """One process for each GPU; a single one without GPUs."""
-        count = _count()
+        count = gpu_count()
         if count < 2:
             return [{}]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -109,7 +109,7 @@ def _attention_kernels() -> str:
     return ", ".join(enabled)
 
 
-def _count() -> int:
+def gpu_count() -> int:
     """Number of GPUs, counted in a forked process.
 
     Without NVML, counting initializes CUDA, which later forks of this process could not use then.

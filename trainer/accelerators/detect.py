@@ -37,6 +37,11 @@ def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
     return (config or cuda.Config()).processes()
 
 
+def gpu_count() -> int:
+    """Number of GPUs of this machine, counted without initializing CUDA in this process."""
+    return cuda.gpu_count()
+
+
 def planned_attention(
     config: accelerators.Config | None, width: int, dtype: torch.dtype
 ) -> Callable[..., Tensor] | None:

@@ -31,7 +31,7 @@ from trainer.errors import CheckpointError, ObjectNotFoundError
 from trainer.storage import Digest, keeper
 
 CLAIMING = ".claim-"
-"""First part of the name of a folder that does not have its own name yet."""
+"""Prefix of the temporary name of a folder that is being created."""
 THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5

@@ -3,8 +3,8 @@
 Each training that takes a folder over has a lease with a number, `.lease-00000007` (see
 `trainer.checkpoint.lease`). The lease names the checkpoint that its holder continues from, and so
 the leases form one line of history: the newest lease, the one whose checkpoint it continues from,
-and so on. A training that was frozen, and goes on after another one has taken over, may still write
-a checkpoint; as no later lease continues from it, it does not count. An example:
+and so on. A training that was frozen, and continues after another one has taken over, may still
+write a checkpoint; as no later lease continues from it, it does not count. An example:
 
     lease 1 continues from nothing           and commits steps 2, 4, 6
     lease 2 continues from step 4 of lease 1 and commits steps 6', 8'
@@ -59,8 +59,8 @@ class Record:
         number: of the lease.
         step: that its holder continues from; None until the holder has decided.
         of: number of the lease that has written this step.
-        names_after: no earlier training has made a folder of a later step, as far as the holder
-            has seen when it decided.
+        names_after: the last step with a folder when the holder decided; the names of later steps
+            are free.
     """
 
     number: int

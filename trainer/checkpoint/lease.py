@@ -1,8 +1,8 @@
 """The lease of a training on the folder of its checkpoints: a number that only ever grows.
 
 A lock that expires (`trainer.checkpoint.lock`) keeps two trainings apart, except for one that was
-frozen for longer than the lock lasts and then goes on, between any two of its operations. The lease
-makes what such a training still does harmless, without a clock and without a vote:
+frozen for longer than the lock lasts and then continues, between any two of its operations. The
+lease makes what such a training still does harmless, without a clock and without a vote:
 
 1. Of several trainings that take over at once, one creates the next lease; the store decides.
 2. A holder creates its lease *before* it lists the checkpoints to continue from. It commits a
@@ -135,7 +135,11 @@ class Lease:
             # It holds a save of this process that failed.
             if files.read_if_there(folder / history.NUMBER) == content:
                 return folder
-        raise SupersededError(f"{self.root / own} was made by another training of the same lease")
+        raise SupersededError(
+            f"{self.root / own} was written by another run with lease {self.number}, so two "
+            "runs write "
+            f"to {self.root}. Stop one of them, or give it another output."
+        )
 
     def may_remove(self, folder: Location) -> bool:
         """Whether no later holder can have made a folder."""
@@ -160,5 +164,5 @@ def end(error: SupersededError) -> NoReturn:
     """
     logger.error("error: %s", error)
     logging.shutdown()
-    # The agent of an elastic run then joins the others, which have gone on without this process.
+    # The agent of an elastic run then joins the others, which have continued without this process.
     os._exit(EXIT_REGROUP if "RANK" in os.environ else error.exit_code)

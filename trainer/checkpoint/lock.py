@@ -1,4 +1,4 @@
-"""One training at a time in a folder; a second one is refused and told who the first is.
+"""One training at a time in a folder; a second one fails with an error that names the first.
 
 The owner writes a note, `.owner`, renews it every few seconds, and removes it at the end. If the
 process is killed, the note stays. A note that is not renewed for a while has no owner any more;
@@ -303,7 +303,7 @@ def _refused(folder: Location, owner: Owner | None) -> ConfigError:
         "Wait for it to end or stop it, or choose another folder"
     )
     if os.environ.get(GROUP):
-        # Most likely, other machines of this run that do not know yet that these go on.
+        # Most likely, other machines of this run, which do not know yet that these continue.
         error.exit_code = EXIT_CRASHED
     return error
 

@@ -52,8 +52,8 @@ class Config:
             back on if the newest is damaged.
         keep_every: checkpoints of steps that this divides are kept forever; None keeps only the
             newest.
-        asynchronous: whether training goes on while a checkpoint is written. Either way, the rank's
-            tensors are copied to host memory first.
+        asynchronous: whether training continues while a checkpoint is written. Either way, the
+            rank's tensors are copied to host memory first.
         folder: of the checkpoints, or an address such as s3://BUCKET/RUN or gs://BUCKET/RUN. Two
             runs must not share one. None is the folder `checkpoints` of the run.
         snapshot_every: steps between snapshots, which are checkpoints in the memory of the
@@ -262,7 +262,7 @@ class Checkpointer:
                     if name.startswith(_TOKEN):  # of a process that was killed in here
                         files.remove(self.folder / name)
                 files.write(token, b"")
-        with raise_on_all_ranks(self._world_size):  # no rank goes on before the file is gone
+        with raise_on_all_ranks(self._world_size):  # no rank continues before the file is gone
             try:
                 self._await_everywhere(token)
             finally:
@@ -480,7 +480,7 @@ class Checkpointer:
         self._failures += 1
         if self._rank == 0:
             again = "" if self._failures == 1 else f" ({self._failures} saves in a row have failed)"
-            message = "%s; training goes on, and the next save tries again%s"
+            message = "%s; training continues, and the next save tries again%s"
             logger.warning(message, self._error, again)
 
     def _await_everywhere(self, path: Location) -> None:

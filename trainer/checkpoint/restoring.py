@@ -67,7 +67,7 @@ class StoredFiles:
             raise layout.incomplete(piece, piece.tensor.numel() - missing[n])
 
     def _batches(self, left: Mapping[int, Piece], guess: int) -> Iterator[list[int]]:
-        """Yields all files, those first that most likely hold the pieces that are left by then.
+        """Yields the numbers of all files, the most likely holders of the remaining pieces first.
 
         Args:
             left: the pieces that were not found so far; it changes meanwhile.
@@ -87,7 +87,7 @@ class StoredFiles:
             begin, count = begin + count, 2 * count
 
     def _writers(self, piece: Piece) -> range:
-        """The files with a piece, if as many ranks as files split rows by torch.chunk's rule."""
+        """The files with a piece, if the writers, one for each file, used torch.chunk's rule."""
         if not piece.shape:
             return range(1)
         rows, first, count = piece.shape[0], piece.offset[0], len(piece.tensor)

@@ -96,7 +96,9 @@ class Kinds:
             ) from error
         schema: object = vars(module).get("Config")
         if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
-            raise ConfigError(f"{path}.kind: the module {name} has no dataclass named Config")
+            raise ConfigError(
+                f"{path}.kind: the module {name} defines no dataclass Config. Add one."
+            )
         return schema
 
 

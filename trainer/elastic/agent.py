@@ -82,7 +82,7 @@ class Elastic:
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= least <= most:
             raise ConfigError(
-                f"--elastic {machines} is not MIN:MAX. Give the number of machines, such as 1:4."
+                f"--elastic is {machines}. Write MIN:MAX with 1 <= MIN <= MAX, such as 1:4."
             )
         if rendezvous is None and most > 1:
             raise ConfigError(

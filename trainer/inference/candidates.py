@@ -64,7 +64,8 @@ class Cloze:
             raise ConfigError(f"candidates are {list(self.candidates)}; name at least 2, each once")
         if self.label is not None and self.label not in self.candidates:
             raise ConfigError(
-                f"the label {self.label!r} is none of the candidates, {', '.join(self.candidates)}"
+                f"label is {self.label!r}, which is not among the candidates "
+                f"{', '.join(self.candidates)}. Add it, or correct the label."
             )
 
     @property
@@ -89,7 +90,9 @@ def read_probes(path: str | Path) -> list[Cloze]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise DataError(f"cannot read the probes in {path}: {error}") from error
+        raise DataError(
+            f"cannot read the probes in {path}: {error}. Name a file of JSON Lines in UTF-8."
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -103,12 +106,12 @@ def read_probes(path: str | Path) -> list[Cloze]:
             raise DataError(f"{path}:{number}: {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
-                f"{path}:{number}: is no probe ({error}); write "
+                f"{path}:{number}: is not a probe ({error}); write "
                 '{"text": "the dogs [MASK] old", "candidates": ["is", "are"], "label": "are"}'
             ) from error
         found.append(probe)
     if not found:
-        raise DataError(f"{path} has no probes")
+        raise DataError(f"{path} has no probes. Write one to a line (see samestep fill --help).")
     return found
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
 
-_CHECKPOINT = "a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
+_CHECKPOINT = (
+    "a run (its newest checkpoint), RUN/best, or the folder or address of a step; or a Hugging "
+    "Face folder or hf://NAME"
+)
 
 _GENERATION = {  # options of `samestep generate`: the settings of trainer.generation.config.Config
     "max_new_tokens": "maximum number of tokens (default: 128)",
@@ -34,7 +37,7 @@ def register_generate(commands: Commands) -> None:
         "generate",
         _generate,
         "generate texts: translate, summarize, or continue a prompt",
-        "example:\n"
+        "examples:\n"
         '  samestep generate runs/t5 --prefix "translate English to German: " --beams 4 \\\n'
         "    --input test.en --output translations.jsonl\n"
         '  samestep generate hf://gpt2 "Once upon a" --sample',
@@ -136,7 +139,9 @@ def _features(args: argparse.Namespace) -> int:
         raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
     if args.attentions:
         if args.mix or args.pool:
-            raise ConfigError("--attentions has no --mix and no --pool; leave them out")
+            raise ConfigError(
+                "--attentions cannot be combined with --mix or --pool. Leave them out."
+            )
         layers = args.layers or "all"
         attentions.run(
             args.checkpoint, args.file, args.field, Path(args.output), layers, args.batch_tokens
@@ -228,7 +233,7 @@ def _neighbors(args: argparse.Namespace) -> int:
         return EXIT_DONE
     if args.context is None:
         raise ConfigError(
-            f"{args.checkpoint} is no folder of word vectors, so a context is needed; add --in "
+            f"{args.checkpoint} is not a folder of word vectors, so a context is needed; add --in "
             f"with a text that has the word {args.word!r}"
         )
     if args.field is not None and args.corpus is None:
@@ -274,7 +279,10 @@ def register_label(commands: Commands) -> None:
         "an address",
     )
     add(
-        "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="a new file: .jsonl, .jsonl.gz or .jsonl.zst",
     )
     add(
         "--texts",
@@ -283,8 +291,10 @@ def register_label(commands: Commands) -> None:
         help="columns, or templates of columns (default: as in the teacher's data)",
     )
     add("--column", help="the label column (default: as in the teacher's data)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="for rows without these texts")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products")
+    on_error = "stop at a row without these texts, or skip it (default: stop)"
+    add("--on-error", choices=("stop", "skip"), default="stop", help=on_error)
+    precision = "precision of matrix products (default: fp32)"
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
     add(
         "--batch-tokens",
         type=int,
@@ -334,7 +344,10 @@ def register_augment(commands: Commands) -> None:
         "an address",
     )
     add(
-        "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="a new file: .jsonl, .jsonl.gz or .jsonl.zst",
     )
     add("--texts", nargs="+", required=True, metavar="COLUMN", help="columns with the texts")
     add("--copies", type=int, default=20, metavar="N", help="copies of each row (default: 20)")
@@ -343,7 +356,7 @@ def register_augment(commands: Commands) -> None:
         type=float,
         default=0.4,
         metavar="P",
-        help="of a word to be replaced in a copy (default: 0.4)",
+        help="probability that a word is replaced in a copy (default: 0.4)",
     )
     add(
         "--candidates",
@@ -352,7 +365,7 @@ def register_augment(commands: Commands) -> None:
         metavar="K",
         help="words to choose from, the most likely ones (default: 15)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the choices (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add(
         "--batch-tokens",
         type=int,
@@ -416,7 +429,7 @@ def register_fill(commands: Commands) -> None:
         type=int,
         default=5,
         metavar="K",
-        help="number of candidates for each mask (default: 5)",
+        help="number of predictions for each mask (default: 5); not with --candidates or --probes",
     )
 
 
@@ -425,9 +438,11 @@ def _fill(args: argparse.Namespace) -> int:
     from trainer.inference.fill import fill
 
     if bool(args.text) == (args.probes is not None):
-        raise ConfigError("give texts, or --probes FILE")
+        raise ConfigError("Give either texts or --probes FILE.")
     if args.probes is None and (args.scores or args.predictions):
-        raise ConfigError("--scores and --predictions are for --probes FILE")
+        raise ConfigError(
+            "--scores and --predictions need --probes FILE. Add it, or leave them out."
+        )
     if args.probes is not None:
         run_probes(args.checkpoint, args.probes, args.scores, args.predictions)
     elif args.candidates:

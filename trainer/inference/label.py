@@ -195,7 +195,9 @@ class Labeler:
         self.device = self._accelerator.description
         # Before the model is loaded, which may take minutes.
         if precision not in self._accelerator.precisions:
-            raise ConfigError(f"--precision {precision} is not supported on {self.device}")
+            raise ConfigError(
+                f"--precision {precision} is not supported on {self.device}. Use fp32."
+            )
         self.identity, self.labels = weights.identity(), weights.config.labels
         self.tokenizer = weights.load_tokenizer()
         model = weights.model(frozenset({"classification"}))

@@ -89,7 +89,7 @@ def evaluate(
     sources, references = zip(*islice(pairs, limit), strict=True)
     if labels and (wrong := texts.unknown_labels(references, labels)):
         raise DataError(
-            f"the target {wrong[0]!r} is no label, because the tokenizer does not decode labels "
+            f"the target {wrong[0]!r} is not a label, because the tokenizer does not decode labels "
             "to themselves; name files of pairs with --pairs, or change source.labels"
         )
     sources = _truncate(sources, experiment, weights)

@@ -20,11 +20,12 @@ def add_fetch(commands: Commands) -> None:
         "fetch",
         _fetch,
         "download models, tokenizers and data for machines without internet",
-        "example:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
+        "examples:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
         "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
     )
     fetch.add_argument(
         "target",
+        metavar="TARGET",
         help="hf://NAME, or the file of an experiment or dataset: everything remote that it names",
     )
     fetch.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
@@ -43,7 +44,10 @@ def add_report(commands: Commands) -> None:
         "example:\n  samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
     )
     report.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="the output folder of a run, a finetune-suite or a study, finished or not",
     )
     help_ = "the file to write (default: report.html, in RUN if one)"
     report.add_argument("-o", "--output", metavar="HTML", help=help_)
@@ -56,8 +60,8 @@ def add_watch(commands: Commands) -> None:
         "watch",
         _watch,
         "show one or several runs live in the browser, while they train",
-        "Ctrl-C ends it and writes the page as one HTML file. Of a run on another machine, start\n"
-        "it there and forward the port: ssh -L 8700:localhost:8700 HOST\n\n"
+        "Ctrl-C ends it and writes the page as one HTML file. To watch a run on another machine,\n"
+        "start samestep watch there and forward the port: ssh -L 8700:localhost:8700 HOST\n\n"
         "example:\n  samestep watch runs/bert_mini runs/bert_mini_lr2",
     )
     watch.add_argument(
@@ -111,14 +115,17 @@ def add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "try what a run will need of this machine",
+        "check devices, packages, disks and network of this machine, for a run",
         "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
     )
     doctor.add_argument(
-        "file", nargs="?", help="the experiment to run here (default: the machine alone)"
+        "file",
+        nargs="?",
+        metavar="EXPERIMENT",
+        help="the experiment to run here (default: the machine alone)",
     )
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    help_ = "processes of the all-reduce (default: one per GPU, else two)"
+    help_ = "processes of the all-reduce (default: one per GPU; two without GPUs)"
     doctor.add_argument("--processes", type=int, metavar="N", help=help_)
 
 

@@ -61,7 +61,8 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
     folder = deepspeed.step_folder(source)
     if folder is None:
         raise CheckpointError(
-            f"{source} is no checkpoint of DeepSpeed (no latest, no *_model_states.pt and no "
+            f"{source} is not a checkpoint of DeepSpeed (it has no latest, no *_model_states.pt "
+            "and no "
             "folder zero in it). Name the folder that engine.save_checkpoint was given, or the one "
             "of a step in it"
         )

@@ -57,7 +57,7 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
         settings = list(_experiment_inputs(decode(Experiment, tree), to))
     if not settings:
         raise ConfigError(
-            f"{target} names nothing that is not on this machine already. There is nothing to fetch"
+            f"everything that {target} names is on this machine already. There is nothing to fetch"
         )
     return settings
 

@@ -45,7 +45,9 @@ def register(commands: Commands) -> None:
         "gc",
         _gc,
         "remove interrupted saves, and the checkpoints that retention does not keep",
-        "Verifies the newest ones, which stay. Refused while a training writes there.\n\n"
+        "Keeps the newest valid checkpoints, the best one and those of checkpoint.keep_every. "
+        "Refused\n"
+        "while a run writes there.\n\n"
         "example:\n  samestep checkpoint gc runs/bert_mini --keep-last 2 --dry-run",
     )
     gc.add_argument("--dry-run", action="store_true", help="only print what would be removed")
@@ -61,7 +63,7 @@ def register(commands: Commands) -> None:
         _distance,
         "show how far the weights of a checkpoint have moved from another one's",
         "The L2 norm of the difference, divided by the norm of the first weights, for each layer.\n"
-        "Parameters that only one of them has, as a task's head, are left out.\n\n"
+        "Parameters that only one of them has, such as a task's head, are left out.\n\n"
         "example:\n  samestep checkpoint distance runs/bert_mini runs/mrpc",
         source="the weights before: a run or a step, a Hugging Face folder or hf://NAME",
     )
@@ -226,10 +228,11 @@ def _distance(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from trainer.checkpoint import elmo
+    from trainer.config import recipes
     from trainer.inspect import conversion
     from trainer.training.starting import load_experiment
 
-    if Path(args.target).suffix in (".yaml", ".yml"):
+    if recipes.locate(args.target).suffix in (".yaml", ".yml"):
         experiment = load_experiment(args.target, args.overrides)
         source = Path(args.folder)
         if not source.exists():
@@ -240,7 +243,7 @@ def _convert(args: argparse.Namespace) -> int:
             conversion.import_deepspeed(source, experiment)
     elif args.overrides:
         raise ConfigError(
-            f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} changes "
+            f"{args.target} is not an experiment (a YAML file), so {args.overrides[0]} changes "
             "nothing. Leave it out"
         )
     else:

@@ -42,6 +42,10 @@ Outputs: TypeAlias = frozenset[str]
     original           logits [B, P, V] of the original tokens, or [B, S, V] beside `copied`
     copied             logits [B, S] that the token is the original one
     span_boundary      logits [B, P, V] of predicted tokens, from the states outside of their spans
+    permuted_tokens    logits [B, P, V] of the predicted tokens, from those before them in a
+                       factorization order (XLNet)
+    embedding          [B, S, D], hidden states, whose mean is the embedding of a text
+    tag_transitions    [C + 1, C + 1], scores of transitions between tags (`crf`)
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
     inputs.noise       no output: the model reads `Inputs.noise`
@@ -172,7 +176,10 @@ class Model(nn.Module, ABC):
         Raises:
             ConfigError: the model has none.
         """
-        raise ConfigError(f"{type(self).__name__} has no token embeddings")
+        raise ConfigError(
+            f"{type(self).__name__} has no token_embeddings, which init_embeddings and samestep "
+            "neighbors need. Define this property."
+        )
 
     @torch.no_grad()
     def token_table(self) -> Tensor:

@@ -94,8 +94,7 @@ class Config(bert.Config):
                 f"groups {self.groups} does not divide layers {self.layers}. Use 1, so that all "
                 "layers share their parameters, or a divisor."
             )
-        if not 0 <= self.head_dropout < 1:
-            raise ConfigError(f"head_dropout is {self.head_dropout}. Use a number in [0, 1).")
+        self.check_rate("head_dropout")
 
     @property
     def projects_embeddings(self) -> bool:

@@ -42,7 +42,8 @@ def causal_mask(tokens: Tensor) -> Tensor:
 def near_mask(tokens: Tensor, window: int) -> Tensor:
     """Allows attention to at most `window` positions away: [B, S] -> bool [S, S].
 
-    Distances are measured in the row. With a window of 1, rows are 110, 111, 011.
+    Distances count all positions between two, also across packed sequences. With a window of 1 and
+    3 positions, the mask is 110, 111, 011.
     """
     place = torch.arange(tokens.shape[1], device=tokens.device)
     return (place[:, None] - place).abs() <= window
@@ -166,8 +167,8 @@ class Attention(nn.Module):
 def is_fusible(module: Attention) -> bool:
     """Whether `fused` computes a module's attention.
 
-    Not with scores of its own, whose class has a `forward` of its own, nor with keys that are not
-    positions.
+    False for a class with its own `forward`, which computes other scores, and for a module with a
+    prefix, whose keys are not positions.
     """
     if isinstance(module, SelfAttention):
         return type(module).forward is SelfAttention.forward and module.prefix is None

@@ -135,8 +135,7 @@ class Config(Family):
         if self.decoder_layers is not None:
             self.check_positive("decoder_layers")
         for name in ("ffn_dropout", "head_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
+            self.check_rate(name)
         if not self.initializer_range > 0:
             raise ConfigError(
                 f"initializer_range is {self.initializer_range}. Use a number above 0."

@@ -178,7 +178,8 @@ class Config(Family):
             )
         if self.teacher_width < 0:
             raise ConfigError(
-                f"teacher_width is {self.teacher_width}. Use the teacher's width, as 768, or 0."
+                f"teacher_width is {self.teacher_width}. Use the teacher's width, such as 768, "
+                "or 0."
             )
         self.check_heads()
         for name, enabled in {"nsp": self.nsp, "span_boundary": self.span_boundary}.items():

@@ -1,4 +1,4 @@
-"""What modules of a model may offer to those who configure a run."""
+"""Optional interfaces of a model's modules, for strategies and the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UsesKernel(Protocol):
 
     Attributes:
         kernel: called like `scaled_dot_product_attention`.
-        dropout: dropout rate of attention probabilities, which fused kernels do not support.
+        dropout: dropout rate of attention probabilities; with dropout, `kernel` is not called.
     """
 
     kernel: Callable[..., Tensor]

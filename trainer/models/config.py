@@ -103,7 +103,7 @@ class TransformerConfig(ModelConfig):
         ffn_width: inner width of the feed-forward network.
         dropout: dropout rate of embeddings and of each branch's output.
         attention_dropout: dropout rate of attention probabilities; 0 allows PyTorch's fused
-            kernels in training.
+            kernels in training, samestep's own allows any rate.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
         peft: parameter-efficient fine-tuning (a module of trainer/models/peft): trains added
@@ -125,8 +125,7 @@ class TransformerConfig(ModelConfig):
         for name in ("vocab_size", "layers", "width", "heads", "ffn_width"):
             self.check_positive(name)
         for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
+            self.check_rate(name)
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
 
@@ -148,6 +147,11 @@ class TransformerConfig(ModelConfig):
                 f"{', '.join(heads)}. Use one of these, or another kind of model, such as bert."
             )
         check_labels(self.head, self.labels)
+
+    def check_rate(self, name: str) -> None:
+        """Rejects a dropout rate outside of [0, 1)."""
+        if not 0 <= getattr(self, name) < 1:
+            raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
 
     def check_positive(self, name: str) -> None:
         """Rejects a setting below 1."""

@@ -324,7 +324,7 @@ class Deberta(Transformer):
         name = "decoder_positions.weight"
         if self.decoder_positions is None:
             return replace(start, unused=start.unused | {name})
-        # A model without the decoder, such as a published one, may go on with one.
+        # A model without the decoder, such as a published one, may continue with one.
         new = {} if name in stored.shapes else {name: None}
         return replace(start, sources={**start.sources, **new})
 

@@ -98,7 +98,7 @@ class DisentangledAttention(SelfAttention):
         if at is not None:
             rows = rows[0][at.long()]
             mask = None if mask is None else mask.take_along_dim(at.long()[:, None, :, None], 2)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = self._scale(query)
         # All products of contents with the R places first, then those that each pair needs.
         shape = (*query.shape[:2], -1, -1)
         of_query = (query @ place_key.mT).gather(3, rows[:, None].expand(shape))

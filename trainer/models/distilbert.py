@@ -79,8 +79,7 @@ class Config(bert.Config):
                 raise ConfigError(
                     f"{name} is {value}, but DistilBERT has none. Leave it out, or use kind: bert."
                 )
-        if not 0 <= self.head_dropout < 1:
-            raise ConfigError(f"head_dropout is {self.head_dropout}. Use a number in [0, 1).")
+        self.check_rate("head_dropout")
 
     @property
     def normalizes_embeddings(self) -> bool:

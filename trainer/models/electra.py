@@ -114,7 +114,7 @@ class Config(bert.Config):
             if getattr(self, name) % divisor:
                 raise ConfigError(
                     f"generator_divisor {divisor} does not divide {name} {getattr(self, name)}. "
-                    "Use a divisor of heads, width and ffn_width, as 4."
+                    "Use a divisor of heads, width and ffn_width, such as 4."
                 )
 
     @property

@@ -17,15 +17,15 @@ from trainer.models.sampling import sample
 from trainer.models.transformer import Transformer
 
 GENERATOR = "generator."
-"""Names of the generator's parameters begin so; all others are the main model's, or shared."""
+"""Prefix of the generator's parameters; all others are the main model's, or shared."""
 PRETRAINING = (GENERATOR, "copy_head.")
-"""What neither fine-tuning nor other libraries use."""
+"""Prefixes of parameters that neither fine-tuning nor other libraries use."""
 FIRST = frozenset({"tokens", "sampled"})
 """Outputs of the generator."""
 
 
 class HasGenerator(Protocol):
-    """What the configuration of a model with a generator has besides.
+    """Further members of the configuration of a model with a generator.
 
     Attributes:
         generator_setting: the setting that decides whether there is one; 0: none.

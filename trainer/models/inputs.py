@@ -1,4 +1,4 @@
-"""What a model reads of a batch."""
+"""The columns of a batch that a model reads."""
 
 from __future__ import annotations
 

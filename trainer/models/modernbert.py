@@ -109,7 +109,9 @@ class Config(bert.Config):
             self.check_positive(name)
         for name in ("type_vocab", "nsp", "span_boundary"):
             if getattr(self, name):
-                raise ConfigError(f"{name} is {getattr(self, name)}, but ModernBERT has none.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but ModernBERT has none. Leave it out."
+                )
         if self.norm != "pre" or not self.gated:
             raise ConfigError(
                 f"norm is {self.norm} and activation is {self.activation}, but ModernBERT has norm "

@@ -1,4 +1,4 @@
-"""What recurrent language models of one and of two directions share."""
+"""The common base of recurrent language models of one and of two directions."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class RecurrentConfig(ModelConfig):
             al. 2018).
         variational: dropout has the same mask at all positions of a row.
         token_dropout: rate of tokens whose embedding is 0 in a whole row (Gal & Ghahramani 2016).
-        tied: the output matrix is the token embeddings'. If a layer's output is not E wide, it is
-            projected to E first.
+        tied: the output matrix is the token embeddings'. If the last layer's output is not E wide,
+            it is projected to E first.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a sequence
             from all of its states (`classification`, see `trainer.models.concat_pooling`), a tag
             of each word (`tagging`), or an answer's first and last token (`question_answering`).
@@ -400,8 +400,8 @@ class RecurrentModel(Model):
     def token_embeddings(self) -> Tensor:
         if self.embeddings.tokens is None:
             raise ConfigError(
-                "model.characters is set, so there is no table of token embeddings. Set it to "
-                "null, or leave out init_embeddings, or whatever reads the table."
+                "model.characters is set, so the model has no token embeddings. Set it to null, or "
+                "leave out init_embeddings."
             )
         return self.embeddings.tokens.weight
 

@@ -12,7 +12,7 @@ from trainer.models.dropout import mix
 
 @torch.no_grad()
 def sample(logits: Tensor, key: Tensor, positions: Tensor) -> Tensor:
-    """Draws a token from each softmax, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014).
+    """Samples a token from each softmax by Gumbel-max (Gumbel 1954; Maddison et al. 2014).
 
     argmax(logits + g), with independent Gumbel noise g = -log(-log(u)), is distributed as the
     softmax. The noise is a hash of (key, position, token), so the choice depends neither on the

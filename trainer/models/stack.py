@@ -251,5 +251,5 @@ def place_in_stacks(model: nn.Module, name: str) -> LayerPlace | None:
         if isinstance(module, Stack):
             stack, rest = ".".join(parts[:number]), ".".join(parts[number + 1 :])
             return LayerPlace(stack, int(part), len(module), rest)
-        module = getattr(module, part)
+        module = module.get_submodule(part)
     return None

@@ -27,7 +27,7 @@ def distance_encodings(length: int, width: int, device: torch.device) -> Tensor:
 
 
 class Keys(NamedTuple):
-    """What queries of both streams attend to.
+    """Keys and values for the queries of both streams.
 
     Attributes:
         key, value: of the content stream, [B, H, S, K].

@@ -138,8 +138,8 @@ class Taught(Objective):
 class OverBatch(Objective):
     """An objective whose rows are compared with all rows of the global batch.
 
-    Before the passes of a step, all its rows are summarized without gradients. What `over_batch`
-    says of a row is then its column `over_batch`.
+    Before the passes of a step, `summary` is computed for all rows, without gradients, and gathered
+    over replicas. `over_batch` maps the summaries to the column `over_batch` of each micro-batch.
     """
 
     @abstractmethod

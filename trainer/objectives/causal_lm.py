@@ -36,7 +36,7 @@ class CausalLM(TokenObjective):
         labels: int64 [B, S - 1], the token after each.
         weights: float32 [B, S - 1], 1 where that token is of the same sequence, in an example of
             weight 1. The end token after a chunk that was cut because a row was full does not
-            count: the text goes on elsewhere.
+            count: the text continues elsewhere.
     """
 
     predicts = "next_tokens"

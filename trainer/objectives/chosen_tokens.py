@@ -41,7 +41,7 @@ def check_ngrams(ngrams: int) -> None:
         ConfigError: names the value.
     """
     if not 1 <= ngrams <= MOST_WORDS:
-        raise ConfigError(f"ngrams is {ngrams}. Use 1 to {MOST_WORDS}, as 3.")
+        raise ConfigError(f"ngrams is {ngrams}. Use 1 to {MOST_WORDS}, such as 3.")
 
 
 class ChosenTokens(TokenObjective):

@@ -41,7 +41,7 @@ class Config(PairConfig):
         label_smoothing: probability of each label that is spread evenly over all labels.
         soft: whether rows may be labeled with a probability for each label, as by a teacher; a row
             with one label is certain.
-        both_orders: reads the two texts of a row in either order, each in a sequence of its own,
+        both_orders: reads the two texts of a row in both orders, each in a sequence of its own,
             and adds the logits, as for similarity in Radford et al. 2018, section 3.3.
         stride: cuts a text that is too long into windows, which start this many tokens apart, and
             averages their logits; null truncates it.

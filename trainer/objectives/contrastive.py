@@ -42,7 +42,9 @@ class Config(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ConfigError(f"temperature is {self.temperature}. Use a number above 0, as 0.05.")
+            raise ConfigError(
+                f"temperature is {self.temperature}. Use a number above 0, such as 0.05."
+            )
         if self.positive < 0:
             raise ConfigError(f"positive is {self.positive}. Use the index of a label, from 0.")
 

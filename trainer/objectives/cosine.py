@@ -34,7 +34,9 @@ class Config(ObjectiveConfig):
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["regression"].metrics)
         if not self.highest > 0:
-            raise ConfigError(f"highest is {self.highest}. Use a number above 0, as 5 for STS-B.")
+            raise ConfigError(
+                f"highest is {self.highest}. Use a number above 0, such as 5 for STS-B."
+            )
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Cosine(self, vocabulary)

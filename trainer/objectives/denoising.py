@@ -114,19 +114,19 @@ class Config(LayoutConfig):
         density, mean = settings.get("noise_density", 0.15), settings.get("mean_span_length", 3.0)
         if not 0 < density < 1:
             raise ConfigError(
-                f"noise_density is {density}. Use a fraction between 0 and 1, as 0.15."
+                f"noise_density is {density}. Use a fraction between 0 and 1, such as 0.15."
             )
         if mean < 1:
-            raise ConfigError(f"mean_span_length is {mean}. Use at least 1 token, as 3.")
+            raise ConfigError(f"mean_span_length is {mean}. Use at least 1 token, such as 3.")
         mask, random = settings.get("replace_mask", 0.0), settings.get("replace_random", 0.0)
         if min(mask, random) < 0 or mask + random > 1 + 1e-9:
             raise ConfigError(
                 f"replace_mask is {mask} and replace_random is {random}. "
-                "Use probabilities that add up to at most 1, as 0.8 and 0.1."
+                "Use probabilities that add up to at most 1, such as 0.8 and 0.1."
             )
         if self.target_length is not None and self.target_length < 1:
             raise ConfigError(
-                f"target_length is {self.target_length}. Use at least 1, as 512, or null."
+                f"target_length is {self.target_length}. Use at least 1, such as 512, or null."
             )
 
     def settings(self) -> dict[str, float]:

@@ -195,6 +195,8 @@ class Distillation(Taught):
     To the batch of the student's own objective it adds, if a term needs it:
         token_weights: float32 [B, S], 1 at a position that holds a token, in an example of weight
             1, else 0; for the layers below the head, so an encoder-decoder's target positions.
+        pair_count: float32 [B], number of pairs of tokens in the same segment, in an example of
+            weight 1, else 0.
     """
 
     def __init__(self, config: Config, of: Objective) -> None:
@@ -229,7 +231,7 @@ class Distillation(Taught):
         return batch
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """The student's own, which comes first, and the number of positions with a token."""
+        """The student's own, which come first; then the numbers of tokens and of pairs."""
         weights = self.of.weights(batch)
         if "token_weights" in batch:
             weights["token_weights"] = float(batch["token_weights"].sum())

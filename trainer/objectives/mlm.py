@@ -33,7 +33,7 @@ class Config(ObjectiveConfig):
         whole_words: predicts all tokens of a word or none, as many words as fit into the fraction.
         ngrams: predicts runs of up to this number of words (or tokens, without `whole_words`); a
             run of n has a probability proportional to 1/n (Lan et al. 2020, "ALBERT": 3).
-        maskings: number of different maskings of a row, of which each epoch draws one, as from a
+        maskings: number of different maskings of a row, one of which each epoch uses, as of a
             file that was masked beforehand. 1 is static masking (Liu et al. 2019, "RoBERTa",
             section 4.1); BERT's files had 10. null: new masks in each epoch. Rows of pairs hold
             other texts in each epoch, and so have other masks.
@@ -52,13 +52,13 @@ class Config(ObjectiveConfig):
         if not 0 < self.mask_fraction <= 1:
             raise ConfigError(
                 f"mask_fraction is {self.mask_fraction}. "
-                "Use a fraction above 0 and at most 1, as 0.15."
+                "Use a fraction above 0 and at most 1, such as 0.15."
             )
         replaced = self.replace_mask + self.replace_random
         if min(self.replace_mask, self.replace_random) < 0 or replaced > 1 + 1e-9:
             raise ConfigError(
                 f"replace_mask is {self.replace_mask} and replace_random is {self.replace_random}. "
-                "Use probabilities that add up to at most 1, as 0.8 and 0.1."
+                "Use probabilities that add up to at most 1, such as 0.8 and 0.1."
             )
 
         check_ngrams(self.ngrams)

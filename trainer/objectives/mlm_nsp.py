@@ -36,8 +36,8 @@ class MaskedLMWithNextSentence(mlm.MaskedLM):
         next_weights: float32 [B], the weight of the example.
 
     Attributes:
-        pairs: what is predicted about a pair.
-        short: begins the names of its metrics.
+        pairs: the prediction about a pair, "next" or "order".
+        short: prefix of the names of its metrics.
     """
 
     needs = frozenset({"tokens", "next_sentence"})

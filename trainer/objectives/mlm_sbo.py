@@ -49,11 +49,17 @@ class Config(mlm.Config):
                 f"ngrams is {self.ngrams}, but mlm_sbo masks spans. Leave ngrams out, or use mlm."
             )
         if not 0 < self.span_p < 1:
-            raise ConfigError(f"span_p is {self.span_p}. Use a number between 0 and 1, as 0.2.")
+            raise ConfigError(
+                f"span_p is {self.span_p}. Use a number between 0 and 1, such as 0.2."
+            )
         if not 1 <= self.longest_span <= MOST_WORDS:
-            raise ConfigError(f"longest_span is {self.longest_span}. Use 1 to {MOST_WORDS}, as 10.")
+            raise ConfigError(
+                f"longest_span is {self.longest_span}. Use 1 to {MOST_WORDS}, such as 10."
+            )
         if self.boundary_tokens < 1:
-            raise ConfigError(f"boundary_tokens is {self.boundary_tokens}. Use 1 or more, as 20.")
+            raise ConfigError(
+                f"boundary_tokens is {self.boundary_tokens}. Use 1 or more, such as 20."
+            )
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedSpans(self, vocabulary)

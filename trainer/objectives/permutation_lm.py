@@ -37,7 +37,7 @@ class Config(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         if not 1 <= self.k < float("inf"):
-            raise ConfigError(f"k is {self.k}. Use a number of 1 or more, as 6.")
+            raise ConfigError(f"k is {self.k}. Use a number of 1 or more, such as 6.")
         check_ngrams(self.ngrams)
 
     @property

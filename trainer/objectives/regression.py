@@ -30,7 +30,7 @@ class Config(PairConfig):
     """Regression: a number for each row.
 
     Attributes:
-        both_orders: reads the two texts of a row in either order, each in a sequence of its own,
+        both_orders: reads the two texts of a row in both orders, each in a sequence of its own,
             and adds the outputs (Radford et al. 2018, section 3.3).
         stride: cuts a text that is too long into windows, which start this many tokens apart, and
             averages their outputs; null truncates it.

@@ -209,5 +209,6 @@ class ZLossConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         if self.z_loss < 0:
             raise ConfigError(
-                f"z_loss is {self.z_loss}. Use 0 to disable it, or a small coefficient, as 1e-4.",
+                f"z_loss is {self.z_loss}. Use 0 to disable it, or a small coefficient, such as "
+                "1e-4.",
             )

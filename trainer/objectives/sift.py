@@ -73,7 +73,7 @@ class Config(ObjectiveConfig):
 
 
 class Sift(Task):
-    """The objective of a task, whose batches and scores it has, with the second loss."""
+    """Adds the second loss to a task's objective, which makes the batches and the scores."""
 
     def __init__(self, config: Config, of: Task) -> None:
         self.config, self.of = config, of

@@ -49,15 +49,16 @@ class Config(LayoutConfig):
         super().__post_init__()
         if not 0 < self.noise_density < 1:
             raise ConfigError(
-                f"noise_density is {self.noise_density}. Use a fraction between 0 and 1, as 0.15.",
+                f"noise_density is {self.noise_density}. Use a fraction between 0 and 1, such "
+                "as 0.15.",
             )
         if self.mean_span_length < 1:
             raise ConfigError(
-                f"mean_span_length is {self.mean_span_length}. Use at least 1 token, as 3.",
+                f"mean_span_length is {self.mean_span_length}. Use at least 1 token, such as 3.",
             )
         if self.target_length is not None and self.target_length < 1:
             raise ConfigError(
-                f"target_length is {self.target_length}. Use at least 1, as 114, or null.",
+                f"target_length is {self.target_length}. Use at least 1, such as 114, or null.",
             )
 
     def build(self, vocabulary: Vocabulary) -> Objective:

@@ -40,8 +40,8 @@ class RowTask(Task):
         segments: int32 [B, k S], 1 in a sequence, 0 for padding.
         positions: int32 [B, k S], counted from 0 in each sequence; 0 for padding.
         token_types: int32 [B, k S], 1 from a sequence's second text to its end, else 0. Absent for
-            decoders, and for tokenizers with more than one [SEP] between two texts: so does
-            RoBERTa, which has one token type, tell them apart.
+            decoders, and for tokenizers with more than one [SEP] between two texts: by these
+            RoBERTa, which has one token type, tells the texts apart.
 
     Attributes:
         kind: of the task.
@@ -181,7 +181,7 @@ class PairConfig(PooledConfig):
     """Settings of an objective that scores texts or pairs of texts.
 
     Attributes:
-        both_orders: scores two texts in either order, in a sequence of its own, and adds the
+        both_orders: scores two texts in both orders, each in a sequence of its own, and adds the
             outputs.
         stride: cuts a text that is too long into windows, which start this many tokens apart; None
             truncates it.

@@ -17,7 +17,7 @@ from trainer.models import Model
 
 @dataclass(frozen=True)
 class Structure:
-    """What an optimizer may know about the parameters of a model, by name.
+    """Facts about a model's parameters that optimizers use, by name.
 
     Attributes:
         stacked: number of equally sized matrices stacked in a parameter's rows (3 for fused QKV),

@@ -70,7 +70,7 @@ class Config:
         if not 0 <= self.beta1 < 1:
             raise ConfigError(f"beta1 is {self.beta1}. Use a number below 1, or 0 for no mean.")
         if not 1e-37 <= self.eps < math.inf:  # the least that fp32 holds in full precision
-            raise ConfigError(f"eps is {self.eps}. Use a number of at least 1e-37, as 1e-30.")
+            raise ConfigError(f"eps is {self.eps}. Use a number of at least 1e-37, such as 1e-30.")
         if self.min_dim_size_to_factor < 0:
             raise ConfigError(
                 f"min_dim_size_to_factor is {self.min_dim_size_to_factor}. Use 0 or more."

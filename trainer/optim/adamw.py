@@ -47,7 +47,8 @@ class Config:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                f"betas is {list(self.betas)}. Use two numbers from 0 to below 1, as [0.9, 0.999].",
+                f"betas is {list(self.betas)}. Use two numbers from 0 to below 1, such as [0.9, "
+                "0.999].",
             )
         for name in ("lr", "weight_decay"):
             value = getattr(self, name)
@@ -63,7 +64,7 @@ class Config:
                 "all layers from the first step."
             )
         if not 0 < self.eps < math.inf:
-            raise ConfigError(f"eps is {self.eps}. Use a finite number above 0, as 1e-6.")
+            raise ConfigError(f"eps is {self.eps}. Use a finite number above 0, such as 1e-6.")
 
     def build(
         self,

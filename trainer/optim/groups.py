@@ -71,7 +71,7 @@ def check_begins(optimizer: Optimizer, steps: int) -> None:
     every = begins[1] - begins[0]
     raise ConfigError(
         f"optimizer.unfreeze_every is {every}, so the lowest layer would begin after "
-        f"{begins[-1]} steps, and the run has {steps}. Use a smaller number, as "
+        f"{begins[-1]} steps, and the run has {steps}. Use a smaller number, such as "
         f"{max(1, (steps - 1) * every // begins[-1])}, or more steps."
     )
 

@@ -59,7 +59,7 @@ class Config(adamw.Config):
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum is {self.momentum}. Use a number from 0 to below 1.")
         if self.ns_steps < 1:
-            raise ConfigError(f"ns_steps is {self.ns_steps}. Use 1 or more, as 5.")
+            raise ConfigError(f"ns_steps is {self.ns_steps}. Use 1 or more, such as 5.")
         if not 0 < self.adamw_lr_scale < math.inf:
             raise ConfigError(
                 f"adamw_lr_scale is {self.adamw_lr_scale}. Use a finite number above 0."

@@ -29,7 +29,7 @@ MOST_UNITS = 2**13
 """The most units of a step. With it, gradients are rounded to multiples of 2^-64, 5e-20."""
 
 METRIC_BOUND, MOST_METRICS = 2.0**40, 2**20
-"""Like these, of losses and their weights, which are rounded to multiples of 2^-26, 1.5e-8."""
+"""The same limits of losses and their weights, rounded to multiples of 2^-26, 1.5e-8."""
 
 _BITS = 53  # of fp64's mantissa
 _NEAR = 1.5 * 2.0**52

@@ -45,7 +45,7 @@ def average(run: str, folder: str, last: int = 5, decay: float | None = None) ->
     if last < 2:
         raise ConfigError(f"--last is {last}. Use 2 or more checkpoints.")
     if decay is not None and not 0 < decay < 1:
-        raise ConfigError(f"--decay is {decay}. Use a number between 0 and 1, as 0.9.")
+        raise ConfigError(f"--decay is {decay}. Use a number between 0 and 1, such as 0.9.")
     target = Path(folder)
     if target.exists():
         raise ConfigError(f"{folder} exists. Remove it, or name another folder.")

@@ -56,15 +56,17 @@ def register_export(commands: Commands) -> None:
         help="a run (its newest checkpoint), RUN/best, or a step's folder or address; or hf://NAME",
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
-    export.add_argument(
+    instead = export.add_mutually_exclusive_group()
+    instead.add_argument(
         "--adapter",
         action="store_true",
-        help="of a model with model.peft: what was added to it, as a folder of the peft library",
+        help="export only the adapter of a model with model.peft, in the format of the peft "
+        "library",
     )
-    export.add_argument(
+    instead.add_argument(
         "--part",
         metavar="NAME",
-        help="a model inside of the checkpoint's: generator, of an ELECTRA",
+        help="export one part of the model: generator (ELECTRA, DeBERTa-v3)",
     )
 
 
@@ -86,18 +88,29 @@ def register_average(commands: Commands) -> None:
         _average,
         "average the weights of a run's last checkpoints",
         "The new folder can be evaluated, exported and started from like a run.\n\n"
-        "example:\n  samestep average runs/bert_mini runs/bert_mini_average --last 5",
+        "examples:\n"
+        "  samestep train configs/debug/bert_mini.yaml checkpoint.keep_last=4\n"
+        "  samestep average runs/bert_mini runs/bert_mini_average --last 4",
     )
-    average.add_argument("source", metavar="RUN", help="a run, or the folder of its checkpoints")
+    average.add_argument(
+        "source", metavar="RUN", help="a run, or the folder or address of its checkpoints"
+    )
     average.add_argument("folder", metavar="DIR", help="the folder to write")
     average.add_argument(
-        "--last", type=int, metavar="N", default=5, help="number of checkpoints (default: 5)"
+        "--last",
+        type=int,
+        metavar="N",
+        default=5,
+        help="number of newest checkpoints (default: 5); a run keeps 2 by default: "
+        "checkpoint.keep_last",
     )
     average.add_argument(
         "--decay",
         type=float,
         metavar="D",
-        help="exponential weights: each checkpoint has D of the next one's (default: equal ones)",
+        help="exponential average: the weight of each checkpoint is D times the next one's "
+        "(default: "
+        "equal weights)",
     )
 
 

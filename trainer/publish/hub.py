@@ -102,7 +102,7 @@ def publish(
     except ImportError:
         raise MissingExtra("huggingface-hub", "hf", "samestep publish") from None
     if not _REPOSITORY.fullmatch(repository):
-        raise ConfigError(f"REPO is {repository!r}. Write OWNER/NAME, as ada/bert_mini.")
+        raise ConfigError(f"REPO is {repository!r}. Write OWNER/NAME, such as ada/bert_mini.")
     chosen = _chosen(run, revisions)
     api = HfApi()
     if not dry_run and get_token() is None:

@@ -70,20 +70,25 @@ class StepZero:
         start = meta.get("start") or {}
         stored, embeddings = start.get("weights"), start.get("embeddings")
         if stored is None and (origin := settings.get("init_from")) is not None:
-            raise CheckpointError(f"the run has not recorded which weights of {origin} it took")
+            raise CheckpointError(
+                f"the run did not record with which weights of init_from={origin} it began, so "
+                "step 0 cannot be published. Use --revisions last or best."
+            )
         if stored is not None:
             trained = load_weights(stored["path"])
             if trained.identity() != stored["identity"]:
                 raise CheckpointError(
-                    f"{stored['path']} has other weights than when the run began. Bring those back"
+                    f"{stored['path']} has other weights than when the run began. Restore the "
+                    "original "
+                    "ones, or use --revisions last or best."
                 )
         vectors = None
         if embeddings is not None:
             vectors = WordVectors.load(embeddings["path"])
             if vectors.origin != embeddings:
                 raise CheckpointError(
-                    f"{embeddings['path']} has other vectors than when the run began. Bring those "
-                    "back"
+                    f"{embeddings['path']} has other vectors than when the run began. Restore the "
+                    "original ones, or use --revisions last or best."
                 )
         return cls(settings, load_weights(checkpoint), trained, vectors)
 

@@ -30,13 +30,19 @@ def lock_or_reject(file: IO[bytes], message: str) -> None:
     """Locks a file for this process until it ends or the file is closed.
 
     Raises:
-        ConfigError: with the message, if another process holds the lock.
+        ConfigError: with the message, if another process holds the lock; or the file system has
+            no locks.
     """
     # The lock ends with the process, so one that was killed does not block the next.
     try:
         flock(file, LOCK_EX | LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise ConfigError(message) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{file.name} cannot be locked ({error.strerror}). Choose a folder on a file system "
+            "with file locks."
+        ) from error
 
 
 __all__ = ["LOCK_EX", "LOCK_NB", "LOCK_SH", "LOCK_UN", "flock", "lock_or_reject"]

@@ -103,7 +103,7 @@ class Config(ABC):
 
     @property
     def plan_note(self) -> str:
-        """What a reader of the plan has to know about this strategy; empty if nothing."""
+        """A note about this strategy for readers of the plan; may be empty."""
         return ""
 
 

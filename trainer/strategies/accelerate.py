@@ -214,7 +214,7 @@ def _contradictions(training: Tree) -> Iterator[str]:
 
 
 def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accelerator:
-    """Creates Accelerate's own object, in processes that have met already.
+    """Creates Accelerate's own object, after the rendezvous of the processes.
 
     Raises:
         ConfigError: Accelerate creates something else than requested, which it does silently.
@@ -286,7 +286,9 @@ def _zero() -> deepspeed.Config:
     try:
         plugin = DeepSpeedPlugin()
     except Exception as error:  # Accelerate has no type of its own for bad settings
-        raise ConfigError(f"Accelerate cannot use these settings of DeepSpeed: {error}") from error
+        raise ConfigError(
+            f"Accelerate rejects these settings of DeepSpeed: {error}. Run accelerate config again."
+        ) from error
     if plugin.zero_stage not in (1, 2, 3):
         raise ConfigError(
             f"zero_stage is {plugin.zero_stage}, and ZeRO has the stages 1, 2 and 3. To partition "

@@ -157,7 +157,7 @@ def _named_interface() -> str:
             answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
         except OSError as error:
             raise ConfigError(
-                f"{INTERFACE} is {name}, which is no network interface with an IPv4 address "
+                f"{INTERFACE} is {name}, which is not a network interface with an IPv4 address "
                 f"({error.strerror}). Name one that `ip -4 address` lists."
             ) from error
     return socket.inet_ntoa(answer[20:24])

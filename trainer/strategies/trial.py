@@ -1,4 +1,4 @@
-"""What `samestep doctor` checks on the devices of this machine: each alone, then all together."""
+"""The checks of `samestep doctor` on this machine's devices: each alone, then all together."""
 
 from __future__ import annotations
 

@@ -220,6 +220,7 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConnectError(
-            f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}. Check"
+            f"rank {os.environ.get('RANK', 0)} could not connect to the other ranks at {where}: "
+            f"{error}. Check"
             " that the address is reachable from this node and that all processes were started."
         ) from error

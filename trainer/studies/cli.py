@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.command import OVERRIDES, Commands, add_command
+from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, MissingExtra
 from trainer.progress import Progress
 
@@ -39,7 +39,7 @@ def register(commands: Commands) -> None:
         "  samestep study configs/studies/masking_rate.yaml scale=base seeds=5",
     )
     add = parser.add_argument
-    add("study", metavar="FILE", help="the study, a YAML file")
+    add("study", metavar="STUDY", help="the study, a YAML file")
     output = "folder of jobs and results (default: runs/studies)"
     add("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help=output)
     parallel = "number of jobs at a time (default: one for each GPU, else one for each CPU core)"
@@ -47,7 +47,8 @@ def register(commands: Commands) -> None:
     page = "also put the results into a Markdown page, which may be new, between the lines "
     add("--page", type=Path, metavar="FILE", help=f"{page}<!-- results --> and <!-- /results -->")
     add("--list", action="store_true", help="list the jobs and which are finished; run none")
-    add("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    overrides = "settings that override the study's, e.g. scale=base seeds=5"
+    add("overrides", nargs="*", metavar="key=value", help=overrides)
 
 
 def _study(args: argparse.Namespace) -> int:

@@ -169,7 +169,11 @@ class Config:
                 _among(arm, self.arms, "primary.arms")
         if self.calibrate is not None:
             if self.primary is None:
-                raise ConfigError("calibrate needs primary, the comparison that it is about.")
+                raise ConfigError(
+                    f"calibrate is {self.calibrate}, and primary, the comparison, is not set. "
+                    "Set it, or "
+                    "remove calibrate."
+                )
             if not 2 <= self.calibrate <= self.seeds:
                 raise ConfigError(
                     f"calibrate is {self.calibrate}. Use at least 2 and at most {self.seeds}, the "

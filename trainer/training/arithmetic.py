@@ -15,7 +15,7 @@ from trainer.strategies import Strategy
 
 
 def arithmetic(strategy: Strategy, model: Model) -> dict[str, str]:
-    """What the bits of a result depend on besides the experiment. Collective.
+    """Describes the hardware and software that the bits of a result depend on. Collective.
 
     Raises:
         ConfigError: the ranks differ.

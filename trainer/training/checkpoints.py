@@ -180,7 +180,7 @@ def restore(
         CheckpointError: there is none, it is damaged, or it belongs to another run.
     """
     if step is not None:
-        # First: of another model, settings say more than the tensors that do not fit.
+        # Settings first: of another model they explain more than tensors that do not fit.
         stored = integrity.read_meta(integrity.step_folder(checkpointer.folder, step))
         changes_since(stored, description)
     tensors = state_tensors(strategy.parameters, optimizer)
@@ -230,14 +230,14 @@ def changes_since(meta: Meta, description: Meta) -> str:
     teacher, new_teacher = meta.get("teacher"), description["teacher"]
     if teacher is not None and new_teacher is None:
         raise CheckpointError(
-            f"the run has learnt from a teacher until step {meta['step']}, and the objective has "
+            f"the run has learned from a teacher until step {meta['step']}, and the objective has "
             "none now. Put it back, or start a new run with init_from"
         )
     if teacher != new_teacher:
         raise CheckpointError(
-            "objective.teacher names other weights than the run has learnt from until step "
+            "objective.teacher names other weights than the run has learned from until step "
             f"{meta['step']}. Name those weights (by their own checkpoint if the teacher's run has "
-            "gone on), or start a new run with init_from"
+            "continued), or start a new run with init_from"
         )
     changes = differences(stored_config(meta), description["config"])
     shown = of_kinds(changes)

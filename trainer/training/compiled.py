@@ -36,8 +36,8 @@ def compile_units(model: Model, many_widths: bool = False) -> None:
     """Compiles each of a model's units in place, before a strategy wraps them.
 
     Args:
-        many_widths: whether batches have as many widths as their longest rows
-            (`data.group_by_length`). Then graphs have symbolic sizes from the second width on.
+        many_widths: whether the width of batches varies (`data.group_by_length`). Graphs then have
+            symbolic sizes from the second width on.
 
     Raises:
         ConfigError: the model has no such units.

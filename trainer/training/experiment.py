@@ -112,14 +112,15 @@ class Experiment:
             self._check_init_layers()
         if self.init_embeddings is not None and self.init_from is not None:
             raise ConfigError(
-                f"init_embeddings is {self.init_embeddings}, and the weights of init_from have "
-                "embeddings of their own; leave one of both out"
+                f"init_embeddings is {self.init_embeddings}, and init_from has embeddings, too. "
+                "Remove "
+                "one of the two."
             )
         if self.freezes and self.init_from is None:
             setting = "frozen" if self.frozen else "model.peft"
             raise ConfigError(
-                f"{setting} keeps parameters as they are, and there is no init_from to take them "
-                "from"
+                f"{setting} freezes parameters at the values of init_from, which is not set. Set "
+                f"init_from, or remove {setting}."
             )
         phases = self.resolved_phases()  # rejects phases that contradict the run
         if self.training.is_bitwise:
@@ -142,7 +143,7 @@ class Experiment:
         if fix is not None:
             raise ConfigError(
                 "training.exact is bitwise, and the accelerator's results may vary with the number "
-                f"of processes, or by chance. Set accelerator, as accelerator={fix}."
+                f"of processes, or by chance. Set accelerator, such as accelerator={fix}."
             )
         for phase in phases:
             size = phase.micro_batch_size

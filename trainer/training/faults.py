@@ -118,7 +118,7 @@ class Faults:
         """
         if self._config.action == "stop":
             raise SamestepError(
-                f"step {step} was not taken: {fault}, twice over. {self.advice(step)}"
+                f"step {step} was not taken: {fault}, also when recomputed. {self.advice(step)}"
             )
         self._in_a_row += 1
         # abs: after a rewind, the steps counted last may come after this one.
@@ -139,8 +139,8 @@ class Faults:
     def advice(self, step: int) -> str:
         """What a user can do about a fault that has stopped the run."""
         return (
-            f"Its examples, by loss: samestep replay {self._output} {step}; to go on without "
-            "them, set training.faults.action to skip or rewind"
+            f"Its examples, by loss: samestep replay {self._output} {step}; to continue "
+            "without them, set training.faults.action to skip or rewind"
         )
 
     def state_dict(self) -> Meta:

@@ -20,15 +20,16 @@ _FREE = ("output", "tracking", "checkpoint", "strategy", "accelerator")
 
 
 def check_origin(experiment: Experiment, source: Checkpointer, step: int) -> None:
-    """Rejects the checkpoint of a loop of one's own: nobody knows its optimizer and its rates here.
+    """Rejects a checkpoint of a custom training loop, whose optimizer is unknown here.
 
     Raises:
         ConfigError: says how to continue it.
     """
     if "state" not in integrity.read_meta(integrity.step_folder(source.folder, step)):
         raise ConfigError(
-            f"output={experiment.output} holds step {step} of a loop of one's own, and only such a "
-            "loop (open_parts) continues it. Start that program again, or set output to a new "
+            f"output={experiment.output} holds step {step} of a custom training loop, and only "
+            "such "
+            "a loop (open_parts) continues it. Start that program again, or set output to a new "
             f"folder and init_from={experiment.output}"
         )
 

@@ -1,4 +1,4 @@
-"""Initial token embeddings from word vectors: what the input of task models was before BERT."""
+"""Initial token embeddings from word vectors, as task models had before BERT."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Ledger:
                 path.replace(aside)
             logger.warning(
                 "%s does not lead to the checkpoint of step %d: it was changed or removed, or "
-                "belongs to another run. Training goes on, but the data consumed up to this step "
+                "belongs to another run. Training continues, but the data consumed up to this step "
                 "can no longer be verified (what was left of the ledger is in %s)",
                 path,
                 step,

@@ -307,11 +307,13 @@ class Trainer:
         fault = self._find_fault(gradients)
         if fault is None:
             return gradients, None
-        self._warn("step %d: %s; it is computed again from the same batch", step, fault)
+        self._warn("step %d: %s; recomputing it from the same batch", step, fault)
         gradients = self._compute_gradients(micro_batches)
         fault = self._find_fault(gradients)
         if fault is None:
-            self._warn("step %d: now its loss and gradient norm are fine: a passing fault", step)
+            self._warn(
+                "step %d: recomputed, its loss and gradient norm are fine: a transient fault", step
+            )
         return gradients, fault
 
     def _find_fault(self, gradients: Gradients) -> str | None:

@@ -137,7 +137,8 @@ def with_micro_batch(
         most = min(wanted, most)
 
     def open_sized(rows: int) -> Loader:
-        # Two if a step has several: the second meets the first's gradients, whole under FSDP2.
+        # Two if a step has several: during the second, the first one's gradients are in memory,
+        # whole under FSDP2.
         examples = rows * devices
         if examples < phase.global_batch_size:
             examples *= 2

@@ -1,4 +1,4 @@
-"""The parts of a run for a training loop of one's own.
+"""The parts of a run, for a custom training loop.
 
     with open_parts(experiment) as parts:
         for micro_batches in parts.batches:
@@ -309,8 +309,8 @@ def open_parts(
     ):
         if strategy.accelerator.compiles:
             raise ConfigError(
-                f"{strategy.accelerator.description} compiles whole steps, which a loop of one's "
-                "own does not mark; use samestep.train, or accelerator=cpu"
+                f"{strategy.accelerator.description} compiles whole steps, which a custom "
+                "loop does not mark; use samestep.train, or accelerator=cpu"
             )
         sizes = [phase.micro_batch_size for phase in experiment.resolved_phases()]
         if "auto" in sizes and strategy.accelerator.memory() and strategy.world.rank == 0:

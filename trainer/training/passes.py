@@ -56,8 +56,12 @@ class Loader(Protocol):
     def __iter__(self) -> Iterator[MicroBatches]: ...
     def state_dict(self) -> LoaderState: ...
     def load_state_dict(self, state: LoaderState) -> None: ...
-    def exclude(self, first: int, end: int) -> None: ...
-    def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]: ...
+    def exclude(self, first: int, end: int) -> None:
+        """Skips the global examples [first, end) from the next step on."""
+
+    def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]:
+        """The rows of a task in each dataset of the split, and the task's labels."""
+
     def close(self) -> None: ...
 
 
@@ -240,8 +244,8 @@ def _over_batch(
         with strategy.autocast():
             found.append(objective.summary(model, on_device(strategy, host_batch)).float())
     own, replica = torch.cat(found), strategy.replica
-    # All replicas have as many rows, some of which only pad. Each fills in its own, and the sum is
-    # complete: of [a 0] and [0 b] it is [a b].
+    # All replicas have the same number of rows, padding rows included. Each fills in its own, and
+    # the sum is complete: of [a 0] and [0 b] it is [a b].
     table = own.new_zeros(replica.count, *own.shape)
     table[replica.index] = own
     table = strategy.all_reduce(table).to(own.device)

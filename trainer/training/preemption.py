@@ -44,7 +44,8 @@ class Config:
         for name in self.signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ConfigError(
-                    f"signals has {name!r}, which is no signal that can be caught; use SIGTERM or "
+                    f"signals has {name!r}, which is not a signal that can be caught; use "
+                    "SIGTERM or "
                     "SIGUSR1"
                 )
         if not self.deadline > 0:
@@ -106,13 +107,13 @@ class StopRequest:
     def decide(self, step: int, checkpointer: Checkpointer | None = None) -> bool:
         """Whether to stop now. All ranks call this after each step and get the same answer.
 
-        Args:
-            step: number of steps taken.
-            checkpointer: of the run; it knows which of them are saved.
-
         Each rank may receive the signal during another step. So the flags are summed over ranks;
         the sum started after one step is read after the next, and no rank waits for it. If rank 1
         is signaled during step 5, all ranks stop after step 6.
+
+        Args:
+            step: number of steps taken.
+            checkpointer: of the run; it knows which steps are saved.
         """
         self._step, self._checkpointer = step, checkpointer
         if self._group is None:

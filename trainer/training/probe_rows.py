@@ -53,7 +53,7 @@ def build_probes(
 
 
 def _probed_data(experiment: Experiment, config: probes.Config) -> DataConfig:
-    """How a probe's dataset is read: as the run's, but a text in each row."""
+    """The run's data section, changed for a probe's dataset: one text in each row."""
     return replace(
         experiment.data,
         path=config.path,

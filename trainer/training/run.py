@@ -264,7 +264,7 @@ def build_trainer(
 
 
 class Prepared(NamedTuple):
-    """What a run trains.
+    """The model of a run and all that trains it.
 
     Attributes:
         objectives: of each phase.

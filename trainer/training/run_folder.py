@@ -70,7 +70,8 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
     for tracker in trackers:
         if fault is not None:
             text = (
-                f"{fault}; the run goes on from step {step}, without the examples around the fault"
+                f"{fault}; the run continues from step {step}, without the examples around the "
+                "fault"
             )
             tracker.alert("WARN", "The run has gone back", text)
         elif start["restarts"]:

@@ -42,8 +42,8 @@ class Config:
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third
             more work.
         compile: compiles each layer with torch.compile.
-        dropout_version: of the random numbers of attention dropout. 2 are cheaper in fused kernels.
-            Runs that began before there were two versions continue with 1, unless told otherwise.
+        dropout_version: of the masks of attention dropout; 2 is cheaper in fused kernels. Runs that
+            began before there were two versions keep 1, unless this is set.
         log_every: steps between two rows of metrics.
         evaluate_every: steps between evaluations on the held-out documents (and one at the end);
             None never evaluates.
@@ -107,7 +107,9 @@ class Config:
             )
         if self.best is not None and self.evaluate_every is None:
             raise ConfigError(
-                "best is about evaluations, and evaluate_every is null; set it to a number of steps"
+                "best needs evaluations, and evaluate_every is null. Set it to a number of "
+                "steps, or "
+                "best to null."
             )
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             raise ConfigError(
@@ -133,5 +135,5 @@ class Config:
             if is_set:
                 raise ConfigError(
                     f"training.exact is bitwise, which training.{setting} does not allow. Use "
-                    "fp32 or bf16 without compile, or exact=tolerance."
+                    "precision fp32 or bf16 without compile and fp8, or exact=tolerance."
                 )

@@ -1,4 +1,4 @@
-"""What every checkpoint says about the start of its run."""
+"""The record of a run's start, which every checkpoint stores."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ class TrainState:
     Attributes:
         step: optimizer steps taken.
         examples: examples consumed; rows that only pad a batch are not counted.
-        tokens: positions of these examples (examples x sequence length), padding included.
+        tokens: positions that the model read, padding included: examples times the width of their
+            batch (all choices; of an encoder-decoder, sources and targets).
     """
 
     step: int = 0

@@ -190,12 +190,12 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     )
 
 
-def _objective(config: Tree, step: int | None) -> Tree:
+def _objective(config: Tree, step: int) -> Tree:
     """Returns the settings of the objective of the phase that ended at `step`, or later."""
     end = 0
     for phase in config.get("phases", ()):
         end += phase["steps"]
-        if step is not None and step <= end:
+        if step <= end:
             config = {"objective": phase.get("objective") or config["objective"]}
             break
     objective: Tree = config["objective"]
@@ -235,7 +235,7 @@ def _load_base(
     if gather(moved, world_size)[0]:
         # A link leads to a checkpoint that has its tokenizer, and its own base, beside the target.
         place = beside.resolve() if isinstance(beside, Path) else beside
-    fix = f"bring back what {stored['path']} held"
+    fix = f"restore the original content of {stored['path']}"
     if isinstance(beside, files.Url):
         fix += f", or download {folder.parent} and put the frozen weights there as {BASE}"
     elif beside != folder:
@@ -244,13 +244,15 @@ def _load_base(
         base = load_weights(place, rank, world_size)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and the rest cannot be read from {place}: "
+            f"{folder} holds only the trained parameters, and the rest cannot be read from "
+            f"{place}: "
             f"{error}; {fix}"
         ) from error
     # A folder may have other content now than when the run began, such as a newer checkpoint.
     if shared_identity(base, rank, world_size) != stored["identity"]:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and {place} does not hold the frozen weights "
+            f"{folder} holds only the trained parameters, and {place} does not hold the frozen "
+            "weights "
             f"that go with it; {fix}"
         )
     return replace(base, hub=stored["path"] if is_hub_path(stored["path"]) else None)
@@ -274,8 +276,8 @@ def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> Sto
     pieces |= trained.pieces
     if absent := [name for name in names if name not in pieces]:
         raise CheckpointError(
-            f"{base.folder} has no {absent[0]}, and so is not what the parameters were added to; "
-            "bring back what was"
+            f"{base.folder} has no {absent[0]}, so it does not hold the frozen weights of this "
+            "checkpoint. Restore the original ones."
         )
     return StoredTensors({name: pieces[name] for name in names})
 
@@ -425,6 +427,6 @@ def checkpoints_of(folder: Location) -> Location:
             f"{folder.parent} has no checkpoint of step {int(step)}; it has {known}"
         )
     raise CheckpointError(
-        f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging "
-        "Face folder (no config.json); name the output folder of a run, or one of the others"
+        f"{folder} is neither a run (with checkpoints), nor a checkpoint (with meta.json), nor a "
+        "Hugging Face folder (with config.json). Name one of these."
     )

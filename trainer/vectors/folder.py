@@ -191,7 +191,7 @@ def check(folder: str | Path) -> None:
     """
     if not is_folder(folder):
         raise DataError(
-            f"{folder} is no folder of word vectors: it has no {DESCRIPTION}. Make one with: "
+            f"{folder} is not a folder of word vectors: it has no {DESCRIPTION}. Make one with: "
             "samestep vectors DATASET --method skipgram --output FOLDER"
         )
 

@@ -230,5 +230,8 @@ def test_with_chips_the_device_is_taken_and_one_a_process(machine: Path):
     assert got["of_deepspeed"].startswith("strategy deepspeed does not fit TPU v5e")
     assert got["of_deepspeed"].endswith(". Use strategy=fsdp.")
     assert 'eval "$(python -m torch.tpu.distributed' in got["no launcher"]
-    assert "process 2 of this machine has no TPU chip: there are 2" in got["third of two"]
+    assert (
+        "process 2 of this machine, counted from 0, has no TPU chip: there are 2"
+        in got["third of two"]
+    )
     assert got["launcher"] is None

@@ -202,7 +202,7 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
             "theirs.broken",
             r"theirs.broken imports absent_library, which is not installed. Install it, or correct",
         ),
-        ("theirs.sgd", "the module theirs.sgd has no dataclass named Config"),
+        ("theirs.sgd", "the module theirs.sgd defines no dataclass Config"),
         (".adamw", "must name a module"),
         ("adamw.", "must name a module"),
     ],

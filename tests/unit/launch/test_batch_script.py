@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
 
 def test_a_job_that_cannot_be_remembered_is_taken_back(project: Path) -> None:
     (project / "state").write_text("a file")
-    with pytest.raises(LaunchError, match="the job was taken back"):
+    with pytest.raises(LaunchError, match="The job was canceled"):
         submitted()
     assert (project / "cancelled").exists()
     assert not (project / "run").exists()

@@ -455,10 +455,10 @@ def test_a_run_on_tpus_asks_for_locked_memory_first(tmp_path: Path, can: str):
         ({"namespace": "A_b"}, "namespace is 'A_b'"),
         ({"memory": "lots"}, "memory is 'lots'"),
         ({"shm": "8 GB"}, "shm is '8 GB'"),
-        ({"labels": {"team": "a b"}}, "team='a b' is no label"),
-        ({"node_selector": {"a/b/c": "x"}}, "a/b/c='x' is no label"),
+        ({"labels": {"team": "a b"}}, "team='a b' is not a label"),
+        ({"node_selector": {"a/b/c": "x"}}, "a/b/c='x' is not a label"),
         ({"directory": "work"}, "not work"),
-        ({"volumes": (WORK, Volume("/work", claim="other"))}, "two of them are mounted at /work"),
+        ({"volumes": (WORK, Volume("/work", claim="other"))}, "two have the mount /work"),
         ({"tpu": Tpu("tpu-v6e-slice", "4x4")}, "over several slices"),
         ({"variables": {"a-b": "c"}}, "variables.a-b is no name"),
         ({"secrets": {"KEY": "a/b/c"}}, "secrets.KEY must give an environment variable a secret"),
@@ -478,8 +478,8 @@ def test_settings_that_are_none_are_refused(settings: dict[str, Any], says: str)
             "6 chips, which cannot be divided into machines with 4",
         ),
         (lambda: Tpu("tpu v5p", "2x2"), "accelerator is 'tpu v5p'"),
-        (lambda: Volume("/data"), "needs either claim or bucket"),
-        (lambda: Volume("/data", claim="a", bucket="b"), "needs either claim or bucket"),
+        (lambda: Volume("/data"), "needs one of claim and bucket"),
+        (lambda: Volume("/data", claim="a", bucket="b"), "needs one of claim and bucket"),
         (lambda: Volume("data", claim="a"), "mount must be a folder"),
         (lambda: Volume("/a:b", claim="a"), "without a colon"),
         (lambda: Volume("/etc/samestep", claim="a"), "would hide what a pod needs"),
@@ -1130,7 +1130,7 @@ def test_cancelling_deletes_all_and_waits_for_nothing(kubectl: Kubectl):
         ["--namespace", "n", "delete", "jobs.batch,services,configmaps", "bert-001", *how],
     ]
     kubectl.answers(delete=[(0, "", "")])
-    with pytest.raises(LaunchError, match="bert-001 is not on the cluster any more"):
+    with pytest.raises(LaunchError, match="bert-001 is no longer on the cluster"):
         GPU.cancel(record())
 
 

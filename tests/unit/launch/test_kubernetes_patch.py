@@ -163,7 +163,7 @@ def test_patches_of_other_objects() -> None:
         ({"resources": {"nvidia.com/gpu": 8}}, "has a setting of its own"),
         ({"resources": {"vpc.amazonaws.com/efa": "many"}}, "is 'many'. Write a name"),
         ({"resources": {"a/b/c": 1}}, "a/b/c is 1"),
-        ({"annotations": {"a b": "c"}}, "annotations: 'a b' is no key"),
+        ({"annotations": {"a b": "c"}}, "annotations: 'a b' is not a key"),
         ({"patch": {"Pods": {}}}, r"patch\.Pods is for .* Use one of ConfigMap, Job, JobSet, Pod"),
         ({"patch": {"Service": {}}}, "controller=jobset does not create"),
         ({"patch": {"Pod": {"spec": {"$patch": "delete"}}}}, r"patch\.Pod\.spec has \$patch"),

@@ -140,11 +140,11 @@ def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int]) -> None:
 
 
 def test_wrong_settings_and_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"temperature is 0. Use a number above 0, as 0.05"):
+    with pytest.raises(ConfigError, match=r"temperature is 0. Use a number above 0, such as 0.05"):
         contrastive.Config(temperature=0)
     with pytest.raises(ConfigError, match=r"positive is -1. Use the index of a label"):
         contrastive.Config(positive=-1)
-    with pytest.raises(ConfigError, match=r"highest is 0. Use a number above 0, as 5"):
+    with pytest.raises(ConfigError, match=r"highest is 0. Use a number above 0, such as 5"):
         cosine.Config(highest=0)
     objective: Any = cosine.Config().build(VOCABULARY)
     examples, _ = rows(objective, 1)

@@ -108,7 +108,7 @@ def test_layers_that_would_stay_frozen_are_rejected() -> None:
     optimizer = build(adamw.Config(unfreeze_every=10), make_parameters(), False)
     groups.check_begins(optimizer, 31)
     message = r"unfreeze_every is 10, so the lowest layer would begin after 30 steps, and the run"
-    with pytest.raises(ConfigError, match=rf"{message} has 20. Use a smaller number, as 6"):
+    with pytest.raises(ConfigError, match=rf"{message} has 20. Use a smaller number, such as 6"):
         groups.check_begins(optimizer, 20)
     groups.check_begins(build(adamw.Config(), make_parameters(), False), 1)
     with pytest.raises(ConfigError, match="unfreeze_every is 0"):

@@ -55,7 +55,7 @@ def test_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> N
         second.close()
         assert first.dies_within(5)
     monkeypatch.setenv(INTERFACE, "none7")
-    with pytest.raises(ConfigError, match="is none7, which is no network interface"):
+    with pytest.raises(ConfigError, match="is none7, which is not a network interface"):
         own_address("192.0.2.77", 1)
 
 

@@ -67,6 +67,8 @@ def test_an_elastic_run_starts_again_when_its_processes_cannot_connect(
         values = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(ConnectError, match="rank 1 could not meet the others") as error:
+        with pytest.raises(
+            ConnectError, match="rank 1 could not connect to the other ranks"
+        ) as error:
             World.start(1.0)
     assert error.value.exit_code == EXIT_CRASHED

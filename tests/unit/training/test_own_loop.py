@@ -1,4 +1,4 @@
-"""Batches for a loop of one's own: any start, across phases, and from a saved position."""
+"""Batches for a custom training loop: any start, across phases, and from a saved position."""
 
 from __future__ import annotations
 

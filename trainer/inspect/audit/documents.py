@@ -75,7 +75,7 @@ def _find(run: Run, step: int) -> tuple[Row, Row]:
     known = f"steps {steps[0]['first_step']} to {steps[-1]['step']}" if steps else "no step"
     if len(run.rows) < run.lines:
         known += ", up to a line that was changed (see samestep ledger verify)"
-    raise ConfigError(f"the ledger of {run.folder} has {known}, not step {step}")
+    raise ConfigError(f"STEP is {step}, and the ledger of {run.folder} has {known}.")
 
 
 def report(found: Seen, console: Console) -> None:

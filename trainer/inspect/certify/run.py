@@ -160,4 +160,4 @@ def read(path: Path) -> dict[str, Any]:
             return found
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ConfigError(f"--against {path} is no certificate. Name a file of samestep certify.")
+    raise ConfigError(f"--against {path} is not a certificate. Name a file of samestep certify.")

@@ -55,7 +55,7 @@ def register(commands: Commands) -> None:
         "sends between devices in a step; and estimates the time, energy and CO2 of all steps. "
         "Needs no GPU and no dataset, and allocates nothing.",
     )
-    parser.add_argument("file", help="the experiment, a YAML file")
+    parser.add_argument("file", metavar="EXPERIMENT", help="the experiment, a YAML file")
     parser.add_argument(
         "--devices", type=int, required=True, metavar="N", help="number of devices for the run"
     )
@@ -64,12 +64,13 @@ def register(commands: Commands) -> None:
         nargs="+",
         metavar="NAME",
         default=[],
-        help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3 (default: all of them)",
+        help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3 (default: all of them; with "
+        "--throughput one, by default the experiment's)",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="of a device, as 24GiB; also prints which micro-batch fits (default with "
+        help="memory of a device, such as 24GiB; also prints which micro-batch fits (default with "
         f"micro_batch_size: auto on GPUs: {_ASSUMED}, an H100's)",
     )
     for name, metavar, text in (
@@ -78,7 +79,11 @@ def register(commands: Commands) -> None:
             "N",
             "peak of a device in 1e12 FLOP/s (default: %(default)g, an H100's)",
         ),
-        ("utilization", "SHARE", "of the peak that training reaches (default: %(default)g)"),
+        (
+            "utilization",
+            "FRACTION",
+            "fraction of the peak that training reaches (default: %(default)g)",
+        ),
         ("watts", "N", "power of a device under load (default: %(default)g, an H100's)"),
     ):
         default = getattr(H100, name)
@@ -89,12 +94,16 @@ def register(commands: Commands) -> None:
         const=ALL,
         metavar="DEVICE",
         help="predict throughput instead, on a100, h100, h200, b200, v4, v5e, v6e or cpu, which is "
-        "measured (default: all but cpu)",
+        "measured (default: all but cpu); --memory, --tflops, --utilization and --watts do not "
+        "count "
+        "then",
     )
     parser.add_argument(
-        "--price", type=float, metavar="N", help="with --throughput: of a device for an hour"
+        "--price", type=float, metavar="N", help="with --throughput: price of one device per hour"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; sizes are in bytes"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 

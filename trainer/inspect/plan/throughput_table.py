@@ -47,7 +47,9 @@ def check(device: str, price: float | None) -> None:
     if device != ALL:
         check_device(device)
     if price is not None and not price >= 0:
-        raise ConfigError(f"--price is {price}. Use the price of a device for an hour, as 2.5.")
+        raise ConfigError(
+            f"--price is {price}. Use the price of a device for an hour, such as 2.5."
+        )
 
 
 def show(

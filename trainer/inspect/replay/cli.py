@@ -27,15 +27,17 @@ def register(commands: Commands) -> None:
         "step",
         metavar="STEP",
         type=int,
-        help="the number of a step, from 1; the run need not have come to it",
+        help="step number, from 1; it may be later than the run has reached",
     )
     parser.add_argument(
-        "--exact", action="store_true", help="train from the checkpoint up to the step first"
+        "--exact",
+        action="store_true",
+        help="train from the checkpoint up to STEP first, to have its very weights",
     )
     parser.add_argument(
         "--skipped",
         action="store_true",
-        help="the batch that the step had before it was skipped",
+        help="replay the batch as it was before its examples were skipped",
     )
     parser.add_argument(
         "--top", type=int, default=10, metavar="K", help="examples to print (default: 10)"
@@ -71,7 +73,7 @@ def register_diff(commands: Commands) -> None:
         type=int,
         default=100,
         metavar="N",
-        help="the most steps to recompute of each run (default: 100); 0: none",
+        help="maximum number of steps to recompute of each run (default: 100; 0: none)",
     )
 
 
@@ -93,8 +95,9 @@ def _replay(args: argparse.Namespace) -> int:
 
     from trainer.inspect.replay.step import replay, report
 
-    if args.step < 1 or args.top < 1:
-        raise ConfigError(f"STEP and --top are numbers from 1 on, not {min(args.step, args.top)}")
+    for name, value in (("STEP", args.step), ("--top", args.top)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}. Use 1 or more.")
     found = replay(
         args.run_folder, args.step, args.overrides, exact=args.exact, skipped=args.skipped
     )

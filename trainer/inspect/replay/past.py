@@ -37,7 +37,7 @@ def stored_settings(folder: str, overrides: Sequence[str] = ()) -> Tree:
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ConfigError(
-            f"{folder} is no run (no config.yaml in it). Name the output folder of a run"
+            f"{folder} is not a run (it has no config.yaml). Name the output folder of a run"
         )
     return read_stored(path, overrides)
 

@@ -80,12 +80,15 @@ def replay(
     """
     experiment = _on_one_cpu(decode(Experiment, settings_at(folder, step, overrides)))
     if step > experiment.training.steps:
-        raise ConfigError(f"the run has {experiment.training.steps} steps, and no step {step}")
+        steps = experiment.training.steps
+        raise ConfigError(f"STEP is {step}, and the run has {steps} steps. Use 1 to {steps}.")
     with open_past(experiment, step - 1) as past:
         excluded = past.excluded(step)
         if skipped and not excluded:
             first = past.trainer.state.step + 1
-            raise ConfigError(f"the run skipped nothing from step {first} to {step}")
+            raise ConfigError(
+                f"the run skipped no examples from step {first} to {step}. Leave --skipped out."
+            )
         # A batch from before an exclusion is not in the ledger, which has what was consumed.
         compared = None if skipped else past.compare(step)
         if exact:

@@ -142,7 +142,8 @@ def write_report(
     for run in report.folders:
         if not _is_known(run):
             raise ConfigError(
-                f"{run.folder} is no run (no config.yaml in it); name the output folder of a run"
+                f"{run.folder} is not a run (it has no config.yaml). Name the output folder of "
+                "a run"
             )
     data = report.data()
     if not has_metrics(data):

@@ -121,7 +121,8 @@ class DeepSpeed(Strategy):
             if self._config.config is None:
                 raise
             raise ConfigError(
-                f"strategy.config {self._config.config}: DeepSpeed rejects it: {error}"
+                f"strategy.config {self._config.config}: DeepSpeed rejects it: {error}. "
+                "Correct the file, or leave strategy.config out."
             ) from error
         self._zero = self._engine.partitions()
         self._trained = list(self._zero.segments())

@@ -93,7 +93,9 @@ def read(path: str) -> Tree:
             f"strategy.config {path} cannot be read: {error}. Name a JSON file of DeepSpeed."
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"strategy.config {path} is no object. Name a JSON file of DeepSpeed.")
+        raise ConfigError(
+            f"strategy.config {path} is not an object. Name a JSON file of DeepSpeed."
+        )
     found = {key: _enabled(key, value) for key, value in tree.items()}
     return {key: value for key, value in found.items() if value is not None}
 

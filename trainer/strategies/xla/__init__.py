@@ -1,1 +1,1 @@
-"""What the strategy `xla_spmd` consists of: all of it needs torch-xla."""
+"""The parts of the strategy `xla_spmd`, which need torch-xla."""

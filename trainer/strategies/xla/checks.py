@@ -1,4 +1,4 @@
-"""What `samestep doctor` finds out about the devices of XLA."""
+"""The checks of `samestep doctor` on XLA's devices."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _run(
 
 
 class _Context(Protocol):
-    """What the forward pass saves for the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     call: int
     saved_tensors: tuple[Tensor, ...]

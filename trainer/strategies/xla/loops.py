@@ -154,7 +154,7 @@ def _scan() -> Step:
 
 
 class _Context(Protocol):
-    """What the forward pass saves for the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     loops: Loops
     backward_step: Step

@@ -202,7 +202,7 @@ def _body(
 
 
 def _drops_attention(layer: nn.Module, context: Context) -> bool:
-    """Whether attention probabilities get dropout, which fused kernels do not support."""
+    """Whether attention probabilities get dropout, with which no kernel is called."""
     rates = [module.dropout for module in layer.modules() if isinstance(module, UsesKernel)]
     return context.keys is not None and any(rates)
 

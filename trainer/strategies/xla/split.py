@@ -52,7 +52,7 @@ def split(tensor: Tensor, mesh: int, axes: Sequence[Axis]) -> Tensor:
 
 
 class _Context(Protocol):
-    """What is kept for the backward pass."""
+    """Values that are kept for the backward pass."""
 
     mesh: int
     axes: list[int]

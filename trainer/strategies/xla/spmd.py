@@ -54,7 +54,7 @@ def check_slice(replicas: int, devices: int, here: int) -> None:
     """
     # number of replicas -> devices per replica
     parts = {number: devices // number for number in divisors(devices)}
-    fitting = [number for number, of in parts.items() if of % here == 0 or here % of == 0]
+    fitting = [number for number, each in parts.items() if each % here == 0 or here % each == 0]
     check_replicas(replicas, fitting, devices)
 
 

@@ -58,7 +58,7 @@ class XlaTrial:
 
         Args:
             left, right: CPU tensors whose product each device computes.
-            expected: it.
+            expected: their product, from the host.
         """
         rows = self._on_each(left)
         products = self._computed(rows @ right.to(self._device), "shard")

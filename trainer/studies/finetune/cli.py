@@ -37,7 +37,13 @@ def register(commands: Commands) -> None:
         "model.dropout=0.1",
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CKPT", help="a run or a step, a Hugging Face folder or hf://NAME")
+    add(
+        "checkpoint",
+        metavar="CKPT",
+        help="a run (its newest checkpoint), RUN/best, or a step's folder; or a Hugging Face "
+        "folder "
+        "or hf://NAME",
+    )
     tasks = "glue, mrpc, ... (see configs/tasks), or YAML files"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks)
     recipes = (
@@ -62,7 +68,7 @@ def register(commands: Commands) -> None:
     add("--output", default="runs/suite", metavar="DIR", help=output)
     parallel = "number of runs at a time (default: one for each GPU, or one)"
     add("--parallel", type=int, metavar="N", help=parallel)
-    overrides = "settings of all runs, as optimizer.lr=5e-5"
+    overrides = "settings of all runs, such as optimizer.lr=5e-5"
     add("overrides", nargs="*", metavar="key=value", help=overrides)
 
 

@@ -195,7 +195,8 @@ def _overridden(overrides: Sequence[str]) -> Tree:
             raise ConfigError(f"{name} is chosen by the suite for each run; leave {name}=... out")
     if _has(changes, "training.best"):
         raise ConfigError(
-            "training.best is for evaluations and patience in a task's file to set; leave it out"
+            "training.best is set by the suite; leave it out. Set evaluations and patience in the "
+            "task's file."
         )
     return changes
 

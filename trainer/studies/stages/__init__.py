@@ -41,7 +41,10 @@ class StageConfig(ABC):
         if self.seed_offset < 0:
             raise ConfigError(f"seed_offset is {self.seed_offset}. Use at least 0.")
         if self.seed_offset and not self.random:
-            raise ConfigError("seed_offset changes nothing in a stage without random numbers.")
+            raise ConfigError(
+                f"seed_offset is {self.seed_offset}, but this stage uses no random numbers. "
+                "Remove it."
+            )
 
     def seed_of(self, repetition: int) -> int:
         """The seed of the job's commands, from the seed of the repetition."""

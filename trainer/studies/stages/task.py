@@ -43,7 +43,9 @@ class Config(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.at <= 1:
-            raise ConfigError(f"at is {self.at}. Use a share above 0 and at most 1, as 0.25.")
+            raise ConfigError(
+                f"at is {self.at}. Use a fraction above 0 and at most 1, such as 0.25."
+            )
 
     def resolved(self) -> Tree:
         tree = merge(read_tree(self.task), self.settings)

@@ -128,5 +128,5 @@ def test_a_number_of_rows_leaves_the_held_out_ones_and_other_suites_as_they_are(
     file.write_text(yaml.safe_dump(tree))
     refused = samestep("data", "build", file, given[0], f"output={tmp_path}/other")
     assert refused.code == 2
-    assert "rows is 7, and the source holds out rows by their hash" in refused.message
+    assert "rows is 7, and source.heldout is not set" in refused.message
     assert "Use at least 1" in samestep("data", "build", file, *given, "rows=0").message
