@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import Tree, to_tree
+from trainer.config import Tree, kind_name, to_tree
 
 
 class Config(ABC):
@@ -34,5 +34,5 @@ class Config(ABC):
 
     def settings(self) -> Tree:
         """What the result depends on, for the manifest."""
-        kind = type(self).__module__.rpartition(".")[2]
+        kind = kind_name(self)
         return {"kind": kind, **to_tree(self)}

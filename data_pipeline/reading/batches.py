@@ -101,13 +101,13 @@ class BatchMaker:
         self,
         order: ExampleOrder,
         counts: Int64,
-        rows: RowMaker,
+        row_maker: RowMaker,
         row_positions: int,
         layout: BatchLayout,
         prefetcher: Prefetcher | None,
     ) -> None:
         self.order = order
-        self._counts, self._row_maker, self._width = counts, rows, row_positions
+        self._counts, self._row_maker, self._width = counts, row_maker, row_positions
         self._prefetcher = prefetcher
         self._batch_size, self._replica = layout.global_batch_size, layout.replica
         self._units = layout.units

@@ -173,8 +173,8 @@ class StreamingLoader:
         self._ready: deque[list[MicroBatch]] = deque()
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         # Global example numbers, which count skipped examples too. With batches of 10: after step 3
-        # of a run that prefetches two steps, `_fed_from` is 20, `_position` 30, `_planned` 50.
-        self._fed_from = 0  # first example of the step taken last
+        # of a run that prefetches two steps, `_last_start` is 20, `_position` 30, `_planned` 50.
+        self._last_start = 0  # first example of the step taken last
         self._position = 0  # first example of the next step
         self._planned = 0  # first example of the next block to hand to the threads
         self._block_steps = 1
@@ -258,7 +258,7 @@ class StreamingLoader:
             shard = self._fill()
         if not self._ready:
             raise StopIteration
-        self._fed_from = self._position
+        self._last_start = self._position
         self._position = self._excluded.after(self._position, self._batch_size)
         return self._ready.popleft()
 
@@ -363,7 +363,7 @@ class StreamingLoader:
     @property
     def consumed(self) -> list[list[int]]:
         """Ranges [first, end) of the global examples of the step taken last, over all replicas."""
-        return self._excluded.kept(self._fed_from, self._position)
+        return self._excluded.kept(self._last_start, self._position)
 
     def exclude(self, first: int, end: int) -> None:
         """Skips the global examples [first, end) from now on.
@@ -371,7 +371,7 @@ class StreamingLoader:
         They may belong to the step taken last, which then counts as not taken: it is taken again,
         with the examples that follow.
         """
-        assert self._fed_from <= first < end
+        assert self._last_start <= first < end
         # Exclusions are immutable, so threads that use the old ones are not disturbed.
         self._excluded |= Exclusions([(first, end)])
         if end > self._position:  # otherwise prefetched steps are still right
@@ -425,7 +425,7 @@ class StreamingLoader:
         self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
         self._excluded = excluded | self._configured
         self._go_to(position)
-        self._fed_from = position
+        self._last_start = position
 
     def close(self) -> None:
         """Stops the threads and drops prefetched batches."""

@@ -43,7 +43,7 @@ class RowMaker:
         at: Location,
         valid: npt.NDArray[np.bool_],
         read: Location,
-        fed: npt.NDArray[np.bool_],
+        has_weight: npt.NDArray[np.bool_],
         width: int | None = None,
     ) -> Batch:
         """Makes the rows of global examples.
@@ -54,13 +54,13 @@ class RowMaker:
             at: their locations.
             valid: bool [B], False for padding rows.
             read: locations to read: other ones for skipped examples.
-            fed: bool [B], whether the row has weight: neither padding nor skipped.
+            has_weight: bool [B], False for padding rows and skipped examples.
             width: positions of a row, if less than the maximum.
 
         Raises:
             DataError: a shard is damaged.
         """
-        examples = self._split.read(read, fed.astype(np.float32))
+        examples = self._split.read(read, has_weight.astype(np.float32))
         arrays = dict(self._collate(examples, width or self._spec.sequence_length))
         source = self._split.source(at)
         # Keyed by the global number, so the mask of an example does not depend on its row.
@@ -71,13 +71,13 @@ class RowMaker:
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}
         arrays["example"] = np.where(valid, self._split.ids(at), -1)
         arrays["digest"] = np.where(
-            fed, _digest(self._key[source], arrays, self._spec.parts is None), 0
+            has_weight, _digest(self._key[source], arrays, self._spec.parts is None), 0
         )
-        arrays["filled"] = np.where(fed, _filled(examples, self._spec, arrays), 0)
+        arrays["filled"] = np.where(has_weight, _filled(examples, self._spec, arrays), 0)
         if (labels := examples.labels) is not None:
             # The last chunk of each row: tags and answers are counted from its first token.
             last = np.searchsorted(examples.row, np.arange(len(number)), side="right") - 1
-            arrays |= {"document": np.where(fed, labels.document, -1), "begin": labels.begin}
+            arrays |= {"document": np.where(has_weight, labels.document, -1), "begin": labels.begin}
             arrays["examples"] = labels.examples
             arrays |= {"column": examples.column[last], "length": examples.length[last]}
         return arrays

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config import load
+from trainer.config import kind_name, load
 from trainer.examples import Examples, PackSpec, Vocabulary
 from trainer.optim import Structure
 from trainer.training.experiment import Experiment
@@ -470,7 +470,7 @@ def test_batches_optimizer_and_clipping(name: str) -> None:
     ]
     assert tuple(found) == promise.batches
     assert experiment.training.max_grad_norm == promise.clip
-    kind = type(experiment.optimizer).__module__.rpartition(".")[2]
+    kind = kind_name(experiment.optimizer)
     settings = {"kind": kind, **vars(experiment.optimizer)}
     assert {name: settings[name] for name in promise.optimizer} == promise.optimizer
 

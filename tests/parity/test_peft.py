@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
+from trainer.config import kind_name
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import bart, bert, gpt2, openai_gpt, roberta, t5
 from trainer.models.peft import adapters, lora, prefix, prompt
@@ -269,7 +270,7 @@ NOT_IN_PEFT = {
 def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_path: Path) -> None:
     """Not exported: the library rejects or ignores them, or pools another position."""
     model, tensors = make(family, added)
-    kind = type(added).__module__.rpartition(".")[2]
+    kind = kind_name(added)
     if family in NOT_IN_PEFT[kind]:
         with pytest.raises(
             ConfigError,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from trainer.config import kind_name
 from trainer.errors import ConfigError
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
@@ -73,7 +74,7 @@ class Config(ABC):
         """What to set to make them `repeatable`, as YAML; None: nothing."""
         now, wanted = vars(self), vars(self.repeatable())
         changed = [f"{name}: {wanted[name]}".lower() for name in now if now[name] != wanted[name]]
-        kind = type(self).__module__.rpartition(".")[2]
+        kind = kind_name(self)
         return f"{{kind: {kind}, {', '.join(changed)}}}" if changed else None
 
     def processes(self) -> list[dict[str, str]]:

@@ -11,13 +11,23 @@ module has a frozen dataclass `Config`. Nothing in this package imports torch.
 from collections.abc import Sequence
 from typing import TypeVar
 
-from trainer.config.decode import Kinds, decode
+from trainer.config.decode import Kinds, decode, kind_name
 from trainer.config.render import dump, to_tree
 from trainer.config.tree import Tree, differences, read_tree
 
 T = TypeVar("T")
 
-__all__ = ["Kinds", "Tree", "decode", "differences", "dump", "load", "read_tree", "to_tree"]
+__all__ = [
+    "Kinds",
+    "Tree",
+    "decode",
+    "differences",
+    "dump",
+    "kind_name",
+    "load",
+    "read_tree",
+    "to_tree",
+]
 
 
 def load(schema: type[T], path: str, overrides: Sequence[str] = ()) -> T:

@@ -102,6 +102,11 @@ class Kinds:
         return schema
 
 
+def kind_name(config: object) -> str:
+    """The name of a configuration's kind, which is the last part of its module's: "bert"."""
+    return type(config).__module__.rpartition(".")[2]
+
+
 def _place_of(error: Exception) -> str:
     """File and line where an exception was raised."""
     if isinstance(error, SyntaxError):  # raised by the parser, which is not in that file

@@ -21,7 +21,7 @@ from trainer.checkpoint.deferred import Deferred, defer, stored
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
-from trainer.config import Tree, to_tree
+from trainer.config import Tree, kind_name, to_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, bilm
 from trainer.optim import adamw
@@ -197,7 +197,7 @@ def _check_run(experiment: Experiment, state: ImportedState) -> None:
             "some. Import without them, and start a new run with init_from"
         )
     if not isinstance(optimizer, adamw.Config):
-        kind = type(optimizer).__module__.rpartition(".")[2]
+        kind = kind_name(optimizer)
         raise ConfigError(
             f"the checkpoint has {' and '.join(MOMENTS)}, and optimizer {kind} has other state. "
             "Set optimizer to {kind: adamw}, {kind: lamb} or {kind: adamw_scale}; a run with "

@@ -184,7 +184,7 @@ class Config(bert.Config):
 
     def _build_head(self) -> nn.Module:
         own = self.head not in ("language_model", "embedding")
-        return TaskHead(self) if own else super()._build_head()
+        return PositionHead(self) if own else super()._build_head()
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
@@ -313,7 +313,7 @@ class Config(bert.Config):
         return f"model.{name}" if name.startswith(cls.bare_names) else name
 
 
-class TaskHead(nn.Module):
+class PositionHead(nn.Module):
     """Scores positions: dense, GELU, norm, dropout, a classifier."""
 
     def __init__(self, config: Config) -> None:

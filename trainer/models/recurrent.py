@@ -28,7 +28,7 @@ from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
 _RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
 
-Head: TypeAlias = Literal["language_model", "classification", "tagging", "question_answering"]
+HeadKind: TypeAlias = Literal["language_model", "classification", "tagging", "question_answering"]
 
 _OPTIONAL = ("mix", "head_lstm", "tag_transitions")
 """Parts beside a task's head that a setting adds; weights of other heads lack them."""
@@ -94,7 +94,7 @@ class RecurrentConfig(ModelConfig):
     variational: bool = False
     token_dropout: float = 0.0
     tied: bool = True
-    head: Head = "language_model"
+    head: HeadKind = "language_model"
     labels: tuple[str, ...] = ()
     head_width: int = 50
     head_dropout: tuple[float, float] = (0.4, 0.1)
@@ -159,18 +159,18 @@ class RecurrentConfig(ModelConfig):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        settings = {head: f"model.head={head}" for head in get_args(Head)[1:]}
+        settings = {head: f"model.head={head}" for head in get_args(HeadKind)[1:]}
         return {**settings, "tag_transitions": "model.crf=true"}
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
-        heads: tuple[Head, ...] = get_args(Head)
+        heads: tuple[HeadKind, ...] = get_args(HeadKind)
         if others := needs.intersection(get_args(TaskHead)).difference(heads):
             raise ConfigError(
                 f"a model of kind {self.model_type} has no {min(others)} head. Use objective "
                 "classification, regression, tagging or question_answering, or another kind of "
                 "model, as bert."
             )
-        head: Head = next((head for head in heads if head in needs), "language_model")
+        head: HeadKind = next((head for head in heads if head in needs), "language_model")
         return replace(self, head=head, labels=labels)
 
     @property

@@ -154,7 +154,9 @@ class Config(bert.Config):
         return TwoStreamLayer(self, index)
 
     def build_base(self) -> Transformer:
-        return XLNet(self, TokenHead(self) if self.head == "language_model" else self._build_head())
+        return XLNet(
+            self, TiedTokenHead(self) if self.head == "language_model" else self._build_head()
+        )
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
@@ -259,7 +261,7 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
     return tensor.flatten() if re.fullmatch(r"r_._bias|seg_embed|mask_emb", own) else tensor
 
 
-class TokenHead(VocabularyHead):
+class TiedTokenHead(VocabularyHead):
     """Predicts tokens by the token embeddings and a bias."""
 
     def __init__(self, config: Config) -> None:

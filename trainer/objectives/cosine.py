@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.metrics import check_names
-from trainer.metrics import labels as metrics
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
 from trainer.objectives.sentence_pairs import SentencePairs, similarities
-from trainer.objectives.task_rows import label_of, rows_with_outputs, scored_rows
+from trainer.objectives.task_rows import number_predictions, number_scores
 from trainer.tasks import TASKS
 
 
@@ -58,12 +56,8 @@ class Cosine(SentencePairs):
         return Loss(error / totals["examples"], means, found.detach()[:, None])
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        of_rows, outputs = scored_rows(predictions)
-        true = np.array([label_of(row) for row in of_rows], dtype=np.float64)
-        predicted = outputs[:, 0].astype(np.float64)
-        return metrics.scores(self.score_names, predicted, true)
+        return number_scores(self.score_names, predictions)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The label and the cosine."""
-        for row, output in rows_with_outputs(predictions):
-            yield {"label": label_of(row), "prediction": float(output[0])}
+        return number_predictions(predictions)

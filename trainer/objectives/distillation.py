@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import Kinds
+from trainer.config import Kinds, kind_name
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Outputs
@@ -91,7 +91,7 @@ class Config(ObjectiveConfig):
     positions: Literal["predicted", "all"] = "predicted"
 
     def __post_init__(self) -> None:
-        kind = type(self.of).__module__.rpartition(".")[2]
+        kind = kind_name(self.of)
         if kind not in _KINDS:
             raise ConfigError(
                 f"of is {kind}, whose predictions cannot be compared. "

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from trainer.config import Kinds
+from trainer.config import Kinds, kind_name
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
 from trainer.models import Outputs
@@ -44,7 +44,7 @@ class Config(ObjectiveConfig):
     truncate_targets: bool = False
 
     def __post_init__(self) -> None:
-        kind = type(self.of).__module__.rpartition(".")[2]
+        kind = kind_name(self.of)
         if kind not in _KINDS:
             raise ConfigError(
                 f"of is {kind}, which makes no pairs of texts out of plain text. Use one of "

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import Kinds
+from trainer.config import Kinds, kind_name
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Model, Outputs
@@ -46,7 +46,7 @@ class Config(ObjectiveConfig):
     step: float = 1e-4
 
     def __post_init__(self) -> None:
-        kind = type(self.of).__module__.rpartition(".")[2]
+        kind = kind_name(self.of)
         if kind not in _KINDS:
             raise ConfigError(
                 f"of is {kind}, which sift does not support. Use one of {', '.join(_KINDS)}."

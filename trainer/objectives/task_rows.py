@@ -387,6 +387,19 @@ def rows_with_outputs(predictions: Predictions) -> Iterator[tuple[TaskRow, Float
     return zip(predictions.rows, scored_rows(predictions).outputs, strict=True)
 
 
+def number_scores(names: tuple[str, ...], predictions: Predictions) -> dict[str, float]:
+    """Metrics of predicted numbers; the outputs are float32 [N, 1]."""
+    of_rows, outputs = scored_rows(predictions)
+    true = np.array([label_of(row) for row in of_rows], dtype=np.float64)
+    return metrics.scores(names, outputs[:, 0].astype(np.float64), true)
+
+
+def number_predictions(predictions: Predictions) -> Iterator[dict[str, Any]]:
+    """The label and the predicted number of each row."""
+    for row, output in rows_with_outputs(predictions):
+        yield {"label": label_of(row), "prediction": float(output[0])}
+
+
 def class_predictions(predictions: Predictions, names: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """For each row: its group, if any, the names of label and prediction, and probabilities.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import huggingface
+from trainer.config import kind_name
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
@@ -147,7 +148,7 @@ def _merged(
         return config, dict(weights.tensors)
     if not peft.merges:
         # Adapters and prefixes add computations that no weight of the plain model has.
-        kind = type(peft).__module__.rpartition(".")[2]
+        kind = kind_name(peft)
         fix = "use the checkpoint with samestep"
         if adapters.can_export(config):
             fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Tree
+from trainer.config import Tree, kind_name
 from trainer.errors import ConfigError
 from trainer.hashing import json_hash
 from trainer.monitoring.costs import Usage
@@ -162,7 +162,7 @@ def _check_order(other: str, name: str, arm: str, before: Mapping[str, Job], stu
 
 def _addressed(job: Job, inputs: list[object], root: Path) -> Job:
     """The job with its digest and its folder."""
-    kind = type(job.config).__module__.rpartition(".")[2]
+    kind = kind_name(job.config)
     digests = {name: need.digest for name, need in job.needs.items()}
     settings = _replaced(job.resolved, digests)
     # The result of a build does not depend on the seed, and then nor does its digest.

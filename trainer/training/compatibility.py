@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from data_pipeline.packing.policy import check_rows
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
-from trainer.config import to_tree
+from trainer.config import kind_name, to_tree
 from trainer.errors import ConfigError
 from trainer.models import Model, Outputs
 from trainer.models.config import FEWEST_LABELS
@@ -169,7 +169,7 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
 
 
 def _kind(config: object) -> str:
-    return type(config).__module__.rpartition(".")[2]
+    return kind_name(config)
 
 
 def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: Outputs) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
+from trainer.config import kind_name
 from trainer.models import Model
 from trainer.monitoring.forecast import Schedule, TimeLeft
 from trainer.monitoring.throughput import Throughput
@@ -103,7 +104,7 @@ def report(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> Non
     """Logs, before the first step, what is about to run."""
     settings, accelerator = experiment.training, trainer.strategy.accelerator
     devices, first = trainer.strategy.replica.count, trainer.state.step
-    kind = type(experiment.strategy).__module__.rpartition(".")[2]
+    kind = kind_name(experiment.strategy)
     device = f"{devices} x {accelerator.description}, strategy {kind}"
     logger.info("device       %s, %s", device, settings.precision)
     if accelerator.attention_kernels:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Kinds
+from trainer.config import Kinds, kind_name
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
@@ -176,7 +176,7 @@ def _check_peft(weights: Weights, model: Model) -> None:
     before, now = weights.config.peft, model.config.peft
     if before is None or before == now:
         return
-    kind = type(before).__module__.rpartition(".")[2]
+    kind = kind_name(before)
     merge = (
         f"samestep export {weights.folder} DIR adds what it learned to the weights of DIR, to "
         "start from; or "

@@ -14,7 +14,7 @@ import torch
 
 import trainer
 from trainer.checkpoint import integrity
-from trainer.config import to_tree
+from trainer.config import kind_name, to_tree
 from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
@@ -97,7 +97,7 @@ def _record_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict
         driver.state.step,
         {
             "devices": f"{strategy.replica.count} x {strategy.accelerator.description}",
-            "strategy": type(experiment.strategy).__module__.rpartition(".")[2],
+            "strategy": kind_name(experiment.strategy),
             "precision": experiment.training.precision,
             "micro_batch": ", ".join(str(phase.micro_batch_size) for phase in driver.phases),
             "samestep": trainer.__version__,

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
+from trainer.config import kind_name
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.inspect.plan.device import ALL, H100, Device
 from trainer.inspect.plan.table import table_of
@@ -271,7 +272,7 @@ def _title(experiment: Experiment, phase: Phase, step: Step, devices: int) -> st
     if trained < total:
         parameters += f", {trained / 1e6:,.2f}M trained"
     checkpointing = ", activation checkpointing" if training.activation_checkpointing else ""
-    kind = type(experiment.optimizer).__module__.rpartition(".")[2]
+    kind = kind_name(experiment.optimizer)
     return (
         f"{parameters}, {kind}, {training.precision}, length {phase.sequence_length}"
         f"{checkpointing}: {phase.global_batch_size} examples a step on {devices} devices, "

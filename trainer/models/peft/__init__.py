@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from trainer.config import kind_name
 from trainer.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ class Peft(ABC):
 
     def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters, by name, of an equivalent model without the added ones."""
-        kind = type(self).__module__.rpartition(".")[2]
+        kind = kind_name(self)
         raise ConfigError(
             f"parameters of kind {kind} cannot be merged into plain weights. Use kind: lora."
         )

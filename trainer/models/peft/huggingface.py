@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Tree
+from trainer.config import Tree, kind_name
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model
 from trainer.models.config import FEWEST_LABELS, Head
@@ -85,7 +85,7 @@ def export_adapter(
         own["fan_in_fan_out"] = config.model_type in ("gpt2", "openai-gpt")  # Conv1D
         return content | own, _prefixed({**found, **saved}, _LORA)
     if not can_export(config):
-        kind = type(added).__module__.rpartition(".")[2]
+        kind = kind_name(added)
         raise ConfigError(
             f"peft does not compute {kind} as samestep does for {config.model_type} with a "
             f"{config.head} head. Use the checkpoint with samestep (evaluate, features, generate, "
