@@ -119,7 +119,8 @@ def test_no_run(samestep: Samestep, tmp_path: Path, command: str) -> None:
     more = {"evaluate": [], "export": [tmp_path / "out"], "fill": ["a [MASK]"]}[command]
     result = samestep(command, tmp_path / "absent", *more)
     assert result.code in (1, 2)
-    assert f"{tmp_path / 'absent'} is not a run" in result.message
+    verb = "is not" if command == "evaluate" else "is neither"
+    assert f"{tmp_path / 'absent'} {verb} a run" in result.message
 
 
 def test_traceback_on_demand(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
