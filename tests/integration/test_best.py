@@ -147,7 +147,10 @@ def test_without_a_best_nothing_is_named_so(
         in samestep("export", f"{finished_run}/best", tmp_path / "exported").message
     )
     assert "without training.best" in samestep("evaluate", finished_run, "--step", "best").message
-    assert "--step is the number" in samestep("evaluate", finished_run, "--step", "last").message
+    assert (
+        "--step is last. Use the number of a step"
+        in samestep("evaluate", finished_run, "--step", "last").message
+    )
     absent = finished_run / "checkpoints" / "step-00000007"
     for command in (
         ("evaluate", finished_run, "--step", "7"),

@@ -354,7 +354,7 @@ def test_sources_and_targets_that_do_not_go_together_are_refused(
     empty.mkdir()
     assert "is not a checkpoint of DeepSpeed" in message(empty, experiment_file)
     assert "is neither a run" in message(empty, target)
-    assert "is no experiment" in message(empty, target, "seed=1")
+    assert "is not an experiment" in message(empty, target, "seed=1")
     assert "name a folder" in message(empty, "s3://bucket/folder")
     theirs.mkdir()
     (theirs / "latest").write_text("global_step3")

@@ -326,7 +326,7 @@ def test_controls_and_runs_from_another_task_start_with_all_that_they_have(
     assert (first.experiment["redraw_layers"], first.experiment["model"]["peft"]) == (1, "lora")
     assert (control.experiment["redraw_layers"], control.experiment["model"]["peft"]) == (0, None)
     assert second.experiment["redraw_layers"] == 0
-    with pytest.raises(ConfigError, match=r"training\.best is for evaluations"):
+    with pytest.raises(ConfigError, match=r"training\.best is set by the suite"):
         list_runs(str(finished_run), [task], folder, range(1), False, ["training.best.metric=loss"])
 
 

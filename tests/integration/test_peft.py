@@ -384,7 +384,7 @@ def test_a_prompt_is_left_out_of_features(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["init_from=null", "model={kind: bert, peft: lora}"], "no init_from to take them from"),
+        (["init_from=null", "model={kind: bert, peft: lora}"], "init_from, which is not set"),
         (["model.peft.rank=0"], "rank is 0"),
         (["model.peft.targets=[qery]"], "Did you mean 'query'?"),
         (["model.peft={kind: lorra}"], "did you mean 'lora'?"),

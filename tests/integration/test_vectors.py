@@ -397,7 +397,7 @@ def test_two_processes_start_alike(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("init_from=runs/other", "and the weights of init_from have embeddings of their own"),
+        ("init_from=runs/other", "and init_from has embeddings, too"),
         (
             "model.width=16",
             "has vectors of 32 dimensions, and the model's token embeddings have 16",

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_rejected() -> None:
     odd = lstm.Config(12, hidden_size=5, embedding_width=5)
     with pytest.raises(ConfigError, match="head_lstm is 1, each direction of which is half"):
         replace(odd, **task, head_lstm=1)
-    with pytest.raises(ConfigError, match=r"model\.characters is set, so there is no table"):
+    with pytest.raises(ConfigError, match=r"model\.characters is set, so the model has no token"):
         _ = CONFIG.build().token_embeddings
     with pytest.raises(ConfigError, match="crf is true, but head is language_model"):
         replace(CONFIG, crf=True)

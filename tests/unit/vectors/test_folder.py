@@ -87,7 +87,9 @@ def test_nearest() -> None:
 
 
 def test_damage(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"is no folder of word vectors: it has no vectors\.json"):
+    with pytest.raises(
+        DataError, match=r"is not a folder of word vectors: it has no vectors\.json"
+    ):
         WordVectors.load(tmp_path / "none")
     folder = tmp_path / "vectors"
     vectors_of(tokenizer).save(folder, text=False)
