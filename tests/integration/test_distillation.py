@@ -286,7 +286,7 @@ def test_a_teacher_with_a_prompt_reads_one_text_a_row(taught: Path) -> None:
     packed = load(Experiment, str(taught / "student.yaml"), ["data.packing=best_fit"])
     with pytest.raises(
         ConfigError,
-        match=r"the teacher .* puts 4 positions before each text.* set data\.packing=padded",
+        match=r"the teacher .* puts 4 positions before each sequence.* set data\.packing=padded",
     ):
         build_teacher(packed, config)
 

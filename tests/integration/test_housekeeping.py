@@ -112,7 +112,7 @@ def test_gc_keeps_at_least_two(run: str, samestep: Samestep) -> None:
 def test_what_is_no_run_is_refused(run: str, samestep: Samestep, tmp_path: Path) -> None:
     result = samestep("checkpoint", "ls", tmp_path / "nowhere")
     assert result.code == 1
-    assert "nowhere is no run" in result.message
+    assert "nowhere is neither a run" in result.message
     step = f"{run if storage.is_url(run) else run + '/checkpoints'}/step-00000002"
     result = samestep("checkpoint", "verify", step)
     assert result.code == 1

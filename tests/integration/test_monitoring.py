@@ -101,7 +101,7 @@ def test_tensorboard_starts_and_report_of_a_run_that_goes_on(
     assert '"restarts":1' in text
     assert "heldout/loss" in text
     assert samestep("report", run).out == f"{run / 'report.html'}\n"
-    assert "is no run" in samestep("report", tmp_path / "nothing").message
+    assert "is not a run" in samestep("report", tmp_path / "nothing").message
 
 
 def test_doctor_tells_by_its_exit_code(

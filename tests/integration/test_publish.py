@@ -200,7 +200,7 @@ def test_what_cannot_be_published(
 ) -> None:
     publish = ("publish", finished_run)
     assert "REPO is 'bert'. Write OWNER/NAME" in samestep(*publish, "bert").message
-    assert "is no run" in samestep("publish", tmp_path, REPO).message
+    assert "is neither a run" in samestep("publish", tmp_path, REPO).message
     message = samestep(*publish, REPO, "--revisions", "best").message
     assert "has no best checkpoint: it was trained without training.best" in message
     # No rights, neither by the token nor in this place.

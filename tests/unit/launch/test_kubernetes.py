@@ -460,7 +460,7 @@ def test_a_run_on_tpus_asks_for_locked_memory_first(tmp_path: Path, can: str):
         ({"directory": "work"}, "not work"),
         ({"volumes": (WORK, Volume("/work", claim="other"))}, "two have the mount /work"),
         ({"tpu": Tpu("tpu-v6e-slice", "4x4")}, "over several slices"),
-        ({"variables": {"a-b": "c"}}, "variables.a-b is no name"),
+        ({"variables": {"a-b": "c"}}, "variables.a-b is not the name"),
         ({"secrets": {"KEY": "a/b/c"}}, "secrets.KEY must give an environment variable a secret"),
     ],
 )

@@ -136,7 +136,7 @@ def test_runs_of_the_same_name_with_other_settings_and_metrics_stand_side_by_sid
 
 
 def test_what_cannot_be_reported_is_explained(tmp_path: Path):
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         write_report([str(tmp_path)], tmp_path / "report.html")
     with pytest.raises(ConfigError, match="at most 10 runs, not 11"):
         write_report([str(tmp_path)] * 11, tmp_path / "report.html")

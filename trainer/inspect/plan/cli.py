@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from trainer.command import OVERRIDES, Commands, add_command
-from trainer.config import kind_name
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.inspect.plan.device import ALL, H100, Device
 from trainer.inspect.plan.table import table_of
@@ -265,6 +264,8 @@ def _distinct(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def _title(experiment: Experiment, phase: Phase, step: Step, devices: int) -> str:
+    from trainer.config import kind_name
+
     training = experiment.training
     total = sum(each.elements for each in step.parameters.values())
     trained = sum(each.elements for each in step.parameters.values() if each.trained)
