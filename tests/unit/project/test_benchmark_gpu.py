@@ -72,12 +72,10 @@ def test_both_sides_have_the_same_loss(recipe: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "recipe",
     [
-        "bert_base_128",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in gpu.RECIPES
-            if name != "bert_base_128"
-        ),
+        pytest.param(
+            name, marks=pytest.mark.long if name == "t5_base_512" else pytest.mark.exhaustive
+        )
+        for name in gpu.RECIPES
     ],
 )
 def test_smallest_run(recipe: str, tmp_path: Path):

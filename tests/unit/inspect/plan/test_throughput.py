@@ -175,8 +175,8 @@ def test_published_throughput_is_predicted_within_a_quarter(name: str) -> None:
     "family",
     [
         "bert",
-        "deberta",
-        "deberta_v3",
+        pytest.param("deberta", marks=pytest.mark.exhaustive),
+        pytest.param("deberta_v3", marks=pytest.mark.exhaustive),
         pytest.param("albert", marks=pytest.mark.exhaustive),
         pytest.param("electra", marks=pytest.mark.exhaustive),
         pytest.param("gpt1", marks=pytest.mark.exhaustive),
