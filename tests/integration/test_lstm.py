@@ -83,6 +83,20 @@ def test_it_is_fine_tuned_to_score_texts(
     assert other.code == 2
 
 
+def test_a_suite_has_runs_from_random_weights(
+    runs: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
+    """A setting of Transformers only, `model.peft`, is not set for them."""
+    chosen = find_tasks([str(tasks.write_task("classification", tmp_path))], "ulmfit")
+    options = (tmp_path, range(1), False, [])
+    (run,) = list_runs(str(runs["lstm"]), chosen, *options, starts=("random",))
+    file = tmp_path / "random.yaml"
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(run.experiment))))
+    resolved = samestep("config", file)
+    assert resolved.code == 0, resolved.err
+    assert yaml.safe_load(resolved.out)["model"]["kind"] == "lstm"
+
+
 def test_a_suite_fine_tunes_it_as_ulmfit_does(
     runs: dict[str, Path], tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -225,9 +225,14 @@ def _from_scratch(
     rows: Sequence[str],
 ) -> Run:
     """The same run from random weights: no adapter, no frozen or selected layers."""
-    model = model_of({**point.experiment, "init_from": checkpoint})
+    model = merge(
+        model_of({**point.experiment, "init_from": checkpoint}),
+        point.experiment.get("model") or {},
+    )
+    if "peft" in model:  # recurrent models have none
+        model["peft"] = None
     changes = {
-        "model": merge(model, point.experiment.get("model") or {}) | {"peft": None},
+        "model": model,
         "frozen": [],
         "init_layers": [],
         "redraw_layers": 0,
