@@ -48,7 +48,7 @@ test: check  ## format, lint, types, import contracts and tests (17 minutes)
 test-all: test  ## the same, and the long proofs (25 minutes)
 	$(PYTEST) --ignore tests/kernels -m 'long and not chaos'
 
-test-exhaustive: install  ## the remaining combinations of families, strategies and sizes (half an hour)
+test-exhaustive: install  ## the remaining combinations of families, strategies and sizes (20 minutes)
 	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m exhaustive
 
 test-kernels: install  ## GPU kernels without a GPU: interpreted, compiled for each GPU; graphs of torch.compile (5 minutes)
