@@ -159,9 +159,8 @@ class Config(Cluster):
         for key, value in self.labels.items():
             if not _LABEL.fullmatch(value) or not _LABEL.fullmatch(key) or not key[:1].isalpha():
                 raise ConfigError(
-                    f"labels: {key}={value} is not a label. Use lower-case letters, digits, - "
-                    "and _, "
-                    "and begin the key with a letter."
+                    f"labels: {key}={value} is not a label. Use lower-case letters, digits, - and "
+                    "_, and begin the key with a letter."
                 )
         check_secrets(
             self.secrets, _SECRET, "the name of a secret in Secret Manager, such as wandb-key"

@@ -80,8 +80,7 @@ def _add_train(commands: Commands) -> None:
         metavar="MIN:MAX",
         help="when processes or machines die, continue from the newest checkpoint with the "
         "remaining machines (MIN or more), and let others join, up to MAX; N is N:N, 1:1 this "
-        "machine "
-        "alone. Run the same command on each machine",
+        "machine alone. Run the same command on each machine",
     )
     train.add_argument(
         "--rendezvous",

@@ -116,9 +116,8 @@ class _Build:
         if config.rows is not None:
             if self.source.first_heldout is None:
                 raise ConfigError(
-                    f"rows is {config.rows}, and source.heldout is not set. Name held-out files "
-                    "or a "
-                    "held-out split, so that held-out rows do not change with rows."
+                    f"rows is {config.rows}, and source.heldout is not set. Name held-out files or "
+                    "a held-out split, so that held-out rows do not change with rows."
                 )
             self.settings["rows"] = config.rows
         if isinstance(self.source, PairSource):

@@ -55,8 +55,7 @@ class Config(TextsConfig):
         if self.each is not None and len(self.labels) != 2:
             raise ConfigError(
                 f"each is {self.each!r} and labels names {len(self.labels)}. Name two: one for "
-                "items "
-                f"that are not in the list of column {self.label!r}, one for items that are."
+                f"items that are not in the list of column {self.label!r}, one for items that are."
             )
         check_labels(self.labels)
         if both := set(self.ignore).intersection(self.labels):

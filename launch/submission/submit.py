@@ -172,9 +172,8 @@ def submit(launch: Launch) -> Record:
             # A job that `samestep jobs` does not list could not be watched or cancelled.
             launch.cluster.cancel(record)
             raise LaunchError(
-                f"cannot write {records.state_folder()}: {error.strerror}. The job was "
-                "canceled; make "
-                "that folder writable and submit again."
+                f"cannot write {records.state_folder()}: {error.strerror}. The job was canceled; "
+                "make that folder writable and submit again."
             ) from error
     return record
 
@@ -200,8 +199,7 @@ def _write(launch: Launch) -> None:
     except OSError as error:
         raise LaunchError(
             f"cannot write {error.filename or folder}: {error.strerror}. Free space there, or "
-            "choose "
-            "another output."
+            "choose another output."
         ) from error
 
 

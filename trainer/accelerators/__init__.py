@@ -41,8 +41,7 @@ def local_device(count: int, kind: str) -> int:
     if rank >= count:
         raise ConfigError(
             f"process {rank} of this machine, counted from 0, has no {kind}: there are {count}. "
-            "Use "
-            f"--processes {count} or fewer."
+            f"Use --processes {count} or fewer."
         )
     return rank
 

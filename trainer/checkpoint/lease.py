@@ -136,9 +136,8 @@ class Lease:
             if files.read_if_there(folder / history.NUMBER) == content:
                 return folder
         raise SupersededError(
-            f"{self.root / own} was written by another run with lease {self.number}, so two "
-            "runs write "
-            f"to {self.root}. Stop one of them, or give it another output."
+            f"{self.root / own} was written by another run with lease {self.number}, so two runs "
+            f"write to {self.root}. Stop one of them, or give it another output."
         )
 
     def may_remove(self, folder: Location) -> bool:

@@ -62,9 +62,8 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
     if folder is None:
         raise CheckpointError(
             f"{source} is not a checkpoint of DeepSpeed (it has no latest, no *_model_states.pt "
-            "and no "
-            "folder zero in it). Name the folder that engine.save_checkpoint was given, or the one "
-            "of a step in it"
+            "and no folder zero in it). Name the folder that engine.save_checkpoint was given, or "
+            "the one of a step in it"
         )
     _import(folder, deepspeed.open_checkpoint(folder), experiment, "DeepSpeed")
 

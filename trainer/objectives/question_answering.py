@@ -139,9 +139,8 @@ class QuestionAnswering(RowTask):
             raise ConfigError(
                 f"stride is {config.stride}, and after a question of question_length "
                 f"{config.question_length}, sequence_length {sequence_length} has room for {room} "
-                f"tokens of text. Use a stride of at most {max(room, 1)}, a longer sequence, "
-                "such as "
-                "384, or shorter questions."
+                f"tokens of text. Use a stride of at most {max(room, 1)}, a longer sequence, such "
+                "as 384, or shorter questions."
             )
         return spec
 

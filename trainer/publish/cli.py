@@ -109,8 +109,7 @@ def register_average(commands: Commands) -> None:
         type=float,
         metavar="D",
         help="exponential average: the weight of each checkpoint is D times the next one's "
-        "(default: "
-        "equal weights)",
+        "(default: equal weights)",
     )
 
 

@@ -79,8 +79,7 @@ class StepZero:
             if trained.identity() != stored["identity"]:
                 raise CheckpointError(
                     f"{stored['path']} has other weights than when the run began. Restore the "
-                    "original "
-                    "ones, or use --revisions last or best."
+                    "original ones, or use --revisions last or best."
                 )
         vectors = None
         if embeddings is not None:

@@ -221,6 +221,6 @@ def _explained() -> Iterator[None]:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConnectError(
             f"rank {os.environ.get('RANK', 0)} could not connect to the other ranks at {where}: "
-            f"{error}. Check"
-            " that the address is reachable from this node and that all processes were started."
+            f"{error}. Check that the address is reachable from this node and that all processes "
+            "were started."
         ) from error

@@ -170,9 +170,8 @@ class Config:
         if self.calibrate is not None:
             if self.primary is None:
                 raise ConfigError(
-                    f"calibrate is {self.calibrate}, and primary, the comparison, is not set. "
-                    "Set it, or "
-                    "remove calibrate."
+                    f"calibrate is {self.calibrate}, and primary, the comparison, is not set. Set "
+                    "it, or remove calibrate."
                 )
             if not 2 <= self.calibrate <= self.seeds:
                 raise ConfigError(

@@ -116,8 +116,7 @@ def check_virtual_tokens(packing: str, virtual: int, name: str, instead: str) ->
     if virtual and packing not in ("padded", "pairs"):
         raise ConfigError(
             f"{name} puts {virtual} positions before each sequence, and data.packing {packing} "
-            "packs "
-            f"several sequences into an example; set data.packing=padded, or {instead}"
+            f"packs several sequences into an example; set data.packing=padded, or {instead}"
         )
 
 

@@ -113,8 +113,7 @@ class Experiment:
         if self.init_embeddings is not None and self.init_from is not None:
             raise ConfigError(
                 f"init_embeddings is {self.init_embeddings}, and init_from has embeddings, too. "
-                "Remove "
-                "one of the two."
+                "Remove one of the two."
             )
         if self.freezes and self.init_from is None:
             setting = "frozen" if self.frozen else "model.peft"

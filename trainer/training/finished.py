@@ -28,9 +28,8 @@ def check_origin(experiment: Experiment, source: Checkpointer, step: int) -> Non
     if "state" not in integrity.read_meta(integrity.step_folder(source.folder, step)):
         raise ConfigError(
             f"output={experiment.output} holds step {step} of a custom training loop, and only "
-            "such "
-            "a loop (open_parts) continues it. Start that program again, or set output to a new "
-            f"folder and init_from={experiment.output}"
+            "such a loop (open_parts) continues it. Start that program again, or set output to a "
+            f"new folder and init_from={experiment.output}"
         )
 
 

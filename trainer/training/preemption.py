@@ -44,9 +44,8 @@ class Config:
         for name in self.signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ConfigError(
-                    f"signals has {name!r}, which is not a signal that can be caught; use "
-                    "SIGTERM or "
-                    "SIGUSR1"
+                    f"signals has {name!r}, which is not a signal that can be caught; use SIGTERM "
+                    "or SIGUSR1"
                 )
         if not self.deadline > 0:
             raise ConfigError(f"deadline must be above 0 seconds, not {self.deadline}")

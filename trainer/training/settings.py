@@ -107,9 +107,8 @@ class Config:
             )
         if self.best is not None and self.evaluate_every is None:
             raise ConfigError(
-                "best needs evaluations, and evaluate_every is null. Set it to a number of "
-                "steps, or "
-                "best to null."
+                "best needs evaluations, and evaluate_every is null. Set it to a number of steps, "
+                "or best to null."
             )
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             raise ConfigError(

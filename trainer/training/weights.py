@@ -245,15 +245,13 @@ def _load_base(
     except CheckpointError as error:
         raise CheckpointError(
             f"{folder} holds only the trained parameters, and the rest cannot be read from "
-            f"{place}: "
-            f"{error}; {fix}"
+            f"{place}: {error}; {fix}"
         ) from error
     # A folder may have other content now than when the run began, such as a newer checkpoint.
     if shared_identity(base, rank, world_size) != stored["identity"]:
         raise CheckpointError(
             f"{folder} holds only the trained parameters, and {place} does not hold the frozen "
-            "weights "
-            f"that go with it; {fix}"
+            f"weights that go with it; {fix}"
         )
     return replace(base, hub=stored["path"] if is_hub_path(stored["path"]) else None)
 

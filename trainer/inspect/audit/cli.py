@@ -25,8 +25,7 @@ def register(commands: Commands) -> None:
         "example:\n  samestep ledger verify runs/bert_mini",
         "Proves that each example of a finished epoch of the data was consumed exactly once, and "
         "each of the last, unfinished epoch at most once, except those that the run excluded. "
-        "Exits with 1 if "
-        "that cannot be proven.",
+        "Exits with 1 if that cannot be proven.",
     )
     step = add_command(
         subcommands,

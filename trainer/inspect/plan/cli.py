@@ -95,8 +95,7 @@ def register(commands: Commands) -> None:
         metavar="DEVICE",
         help="predict throughput instead, on a100, h100, h200, b200, v4, v5e, v6e or cpu, which is "
         "measured (default: all but cpu); --memory, --tflops, --utilization and --watts do not "
-        "count "
-        "then",
+        "count then",
     )
     parser.add_argument(
         "--price", type=float, metavar="N", help="with --throughput: price of one device per hour"

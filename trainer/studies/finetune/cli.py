@@ -41,8 +41,7 @@ def register(commands: Commands) -> None:
         "checkpoint",
         metavar="CKPT",
         help="a run (its newest checkpoint), RUN/best, or a step's folder; or a Hugging Face "
-        "folder "
-        "or hf://NAME",
+        "folder or hf://NAME",
     )
     tasks = "glue, mrpc, ... (see configs/tasks), or YAML files"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks)
