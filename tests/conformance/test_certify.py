@@ -16,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.integration.commands import Samestep, Start
 from tests.processes import run_ranks
-from trainer.accelerators import cpu
+from trainer.accelerators import cpu, detect
+from trainer.cli import main
+from trainer.elastic import agent
 from trainer.inspect.certify import layouts
+from trainer.inspect.certify import run as certifying
 from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
 from trainer.strategies import single
@@ -169,3 +172,16 @@ def test_whom_to_blame() -> None:
     assert first_odd([equal, equal, {"x": "1", "y": "3"}]) == ("y", [2])
     assert first_odd([equal, {"x": "5", "y": "3"}]) == ("x", [0, 1])
     assert ranks.named([1, 2]) == "rank 1 (a) and rank 2 (b)"
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (8, 8)])
+def test_one_process_for_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, processes: int
+) -> None:
+    """A rank of its own needs a GPU of its own; without GPUs, two on the CPU."""
+    started = [1]  # this process
+    monkeypatch.setattr(detect, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(agent, "run_workers", lambda *given: started.append(given[-1]) or 0)
+    monkeypatch.setattr(certifying, "certify", lambda *_: True)
+    assert main(["certify", "--output", str(tmp_path / "certificate.json")]) == 0
+    assert started[-1] == processes

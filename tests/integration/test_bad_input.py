@@ -123,6 +123,15 @@ def test_no_run(samestep: Samestep, tmp_path: Path, command: str) -> None:
     assert f"{tmp_path / 'absent'} {verb} a run" in result.message
 
 
+@pytest.mark.parametrize("option", [("--limit", 3), ("--metrics", "bleu"), ("--pairs", "a.jsonl")])
+def test_options_of_generated_texts(
+    samestep: Samestep, finished_run: Path, option: tuple[object, ...]
+) -> None:
+    result = samestep("evaluate", finished_run, *option)
+    assert result.code == 2
+    assert result.message == (f"{option[0]} needs --generate. Add it, or leave {option[0]} out.")
+
+
 def test_traceback_on_demand(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """--traceback, before the command or after it, shows the stack besides the paragraph."""
     for arguments in (

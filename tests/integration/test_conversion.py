@@ -356,6 +356,8 @@ def test_sources_and_targets_that_do_not_go_together_are_refused(
     assert "is neither a run" in message(empty, target)
     assert "is not an experiment" in message(empty, target, "seed=1")
     assert "name a folder" in message(empty, "s3://bucket/folder")
+    recipe = ("recipes/pretrain/bert_base", f"output={target}")
+    assert "is not a checkpoint of DeepSpeed" in message(empty, *recipe)
     theirs.mkdir()
     (theirs / "latest").write_text("global_step3")
     assert "name the experiment" in message(theirs, target)

@@ -116,4 +116,7 @@ def test_an_ensemble_needs_one_task(
     failed = samestep("evaluate", tuned[0], "--ensemble", tuned[1], "--generate")
     assert "has a tagging head, which generates no text" in failed.message
     both = ("--ensemble", tuned[1], "--encoder", finished_run)
-    assert "cannot be combined" in samestep("evaluate", tuned[0], *both).message
+    assert (
+        "--encoder and --ensemble cannot be combined"
+        in samestep("evaluate", tuned[0], *both).message
+    )

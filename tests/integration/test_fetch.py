@@ -248,5 +248,5 @@ def test_frozen_weights_are_fetched_with_what_was_trained(
 def test_nothing_remote_is_said_to_be_nothing(samestep, experiment_file):
     result = samestep("fetch", experiment_file)
     assert result.code == 2
-    assert "names is on this machine already" in result.message
+    assert "names is on this machine already. There is nothing to fetch" in result.message
     assert "samestep fetch EXPERIMENT data.path=s3://a/b" in samestep("fetch", "s3://a/b").message

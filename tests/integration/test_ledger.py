@@ -56,7 +56,8 @@ def test_a_step_is_listed_for_people_and_for_programs(
     assert [example["number"] for example in examples] == list(range(20, 30))
     first = examples[0]["documents"][0]
     assert f"example 20 (pass 1): {first['file']}:{first['line']}" in text
-    assert "has steps 1 to 12" in samestep("ledger", "step", finished_run, 13).message
+    refused = samestep("ledger", "step", finished_run, 13).message
+    assert refused == f"STEP is 13, and the ledger of {finished_run} has steps 1 to 12."
 
 
 def test_a_ledger_that_was_written_anew_does_not_fit_the_checkpoint(

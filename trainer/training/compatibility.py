@@ -142,8 +142,8 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
     Raises:
         ConfigError: names the missing output, the untrained part or the missing column.
     """
-    named_model = f"the model, {_kind(experiment.model)},"
-    named_objective = f"the objective, {_kind(experiment.objective.task)},"
+    named_model = f"the model, {kind_name(experiment.model)},"
+    named_objective = f"the objective, {kind_name(experiment.objective.task)},"
     missing = objective.needs - model.offers
     if objective.predicts in missing:
         missing = frozenset({objective.predicts})  # the right head may bring the rest
@@ -165,10 +165,6 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
             f"{named_model} reads the column {absent[0]}, which {named_objective} does not make; "
             "choose another model or objective"
         )
-
-
-def _kind(config: object) -> str:
-    return kind_name(config)
 
 
 def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: Outputs) -> str:
@@ -216,7 +212,7 @@ def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:
     # T5's decoder reads the padding token first, by an id that is a fact of the family.
     if model.head != "language_model" and model.decoder and model.start_token not in (None, pad):
         raise ConfigError(
-            f"the decoder of {_kind(model)} begins with the padding token, of id "
+            f"the decoder of {kind_name(model)} begins with the padding token, of id "
             f"{model.start_token}, and in {dataset.name} its id is {pad}; build the dataset with "
             "T5's tokenizer, or one of algorithm unigram"
         )
