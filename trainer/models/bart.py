@@ -19,6 +19,7 @@ from trainer.models.embeddings import Embeddings
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
+from trainer.models.huggingface import ConfigJson
 from trainer.tasks import TASKS
 
 UNUSED_ROWS = 2
@@ -218,7 +219,7 @@ class Config(Family):
         return TokenHead(self.width, self.classes)
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         """Reads the content of a `config.json`.
 
         Args:
@@ -243,7 +244,7 @@ class Config(Family):
         decoded: Self = decode(cls, {**fields, "head": head, "labels": list(labels)}, "config.json")
         return decoded
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         known = {ours: theirs for theirs, ours in huggingface.ACTIVATIONS.items()}
         if self.activation not in known:
             raise ConfigError(

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from trainer.models.heads import (
     SpanBoundaryHead,
     TokenHead,
 )
+from trainer.models.huggingface import ConfigJson
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
 
@@ -241,7 +242,7 @@ class Config(Family):
         return TokenHead(self.width, self.classes, self.head_dropout if drops else 0.0)
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         """Reads the content of a `config.json`.
 
         Args:
@@ -281,7 +282,7 @@ class Config(Family):
             return cls.architecture
         return cls.architecture.replace("MaskedLM", TASKS[head].architecture)
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         # These are computed by samestep alone; a config.json could not express them.
         self.check_export_of_head()
         if self.norm != "post" or self.gated:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from trainer.models.disentangled import (
     place_table,
 )
 from trainer.models.dropout import split_key
+from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
 from trainer.models.stack import Context, ScanGroup, Stack
 from trainer.models.transformer import Transformer
@@ -146,7 +147,7 @@ class Config(bert.Config):
         return Deberta(self, self._build_head())
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         config = {**_DEFAULTS, **config}
         kinds = config.get("pos_att_type") or []
         kinds = kinds.split("|") if isinstance(kinds, str) else kinds
@@ -160,7 +161,7 @@ class Config(bert.Config):
             config["max_relative_positions"] = -1
         return super().from_huggingface(config, (cls._canonical(name) for name in tensors))
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         return {
             **super().to_huggingface(),
             **self.their_constants,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models import deberta
 from trainer.models.disentangled import ConvolutionLayer, DisentangledAttention
+from trainer.models.huggingface import ConfigJson
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Config(deberta.Config):
         return DisentangledAttention(self)
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         defaults = {
             "position_buckets": -1,
             "conv_kernel_size": 0,

@@ -21,6 +21,7 @@ from trainer.models.config import Activation
 from trainer.models.deberta import Deberta
 from trainer.models.embeddings import Embeddings
 from trainer.models.generator import FIRST, GENERATOR, ReplacedTokenHead, WithGenerator
+from trainer.models.huggingface import ConfigJson
 from trainer.models.transformer import Transformer
 
 _TABLE = "embeddings.tokens.weight"
@@ -87,7 +88,7 @@ class Config(deberta_v2.Config):
         disentangled = name == _TABLE and self.generator_layers > 0
         return (0.0,) if disentangled else super().initial_std(name)
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         tree = super().to_huggingface()
         if self.head != "language_model":
             tree["architectures"] = [self._task_architecture(self.head)]

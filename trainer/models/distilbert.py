@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trainer.errors import ConfigError
 from trainer.models import bert
 from trainer.models.config import Pooling
+from trainer.models.huggingface import ConfigJson
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Config(bert.Config):
     def normalizes_embeddings(self) -> bool:
         return True
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         if self.norm_eps != 1e-12:
             raise ConfigError(
                 f"norm_eps {self.norm_eps} cannot be exported: distilbert in transformers has "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from trainer.models.generator import (
     WithGenerator,
 )
 from trainer.models.heads import MaskedLMHead
+from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
 from trainer.models.transformer import Transformer
 
@@ -165,7 +166,7 @@ class Config(bert.Config):
         return Discriminator(self, self._build_head())
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         names = list(tensors)
         found = super().from_huggingface(config, names)
         if found.head != "language_model":
@@ -175,7 +176,7 @@ class Config(bert.Config):
         generates = any(name.startswith("generator_") for name in names) if names else named
         return replace(found, masked_lm=generates)
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         tree = super().to_huggingface()
         if self.predicts == "replaced":
             tree["architectures"] = ["ElectraForPreTraining"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from trainer.models import huggingface
 from trainer.models.config import Activation, Head
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, TokenHead
+from trainer.models.huggingface import ConfigJson
 from trainer.models.transformer import Transformer
 
 _FIELDS = {
@@ -106,7 +107,7 @@ class Config(Family):
         return Transformer(self, head, lm_head=lm_head)
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         """Reads the content of a `config.json`.
 
         Args:
@@ -138,7 +139,7 @@ class Config(Family):
     def _task_architecture(cls) -> str:
         return cls.architecture.replace("LMHeadModel", "ForSequenceClassification")
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         known = {ours: theirs for theirs, ours in self.activations.items()}
         if self.activation not in known:
             raise ConfigError(

@@ -11,6 +11,9 @@ from torch import Tensor
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models.config import FEWEST_LABELS, Activation, Head, TransformerConfig
 
+ConfigJson: TypeAlias = dict[str, Any]
+"""The content of a `config.json` of transformers."""
+
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Parameter name -> names of the checkpoint's tensors that are concatenated in its rows."""
 
@@ -23,7 +26,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def read_settings(
-    config: Mapping[str, Any],
+    config: ConfigJson,
     fields: Mapping[str, str],
     fixed: Mapping[str, Any],
     activation: Mapping[str, str],
@@ -62,7 +65,7 @@ def read_settings(
 
 
 def read_task(
-    config: Mapping[str, Any], tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
+    config: ConfigJson, tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
 ) -> tuple[Head, tuple[str, ...]]:
     """Detects the head of a checkpoint, by default `language_model`, and its labels.
 
@@ -82,7 +85,7 @@ def read_task(
     return head, read_labels(config) if head in FEWEST_LABELS else ()
 
 
-def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+def read_labels(config: ConfigJson) -> tuple[str, ...]:
     """Reads the labels of a `config.json`; without names, they are transformers' defaults.
 
     Raises:
@@ -100,7 +103,7 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
         ) from None
 
 
-def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
+def name_labels(labels: tuple[str, ...]) -> ConfigJson:
     """The entries of a `config.json` for labels; a single label means regression."""
     if not labels:
         return {}

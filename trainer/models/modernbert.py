@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models import bert, huggingface
 from trainer.models.config import Activation, Norm
 from trainer.models.dropout import dropout
+from trainer.models.huggingface import ConfigJson
 from trainer.models.layers import Layer
 from trainer.models.rotary import RotaryAttention
 
@@ -187,7 +188,7 @@ class Config(bert.Config):
         return PositionHead(self) if own else super()._build_head()
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         found = super().from_huggingface(config, tensors)
         rope = config.get("rope_parameters") or {}
         thetas: dict[str, float] = {}
@@ -224,7 +225,7 @@ class Config(bert.Config):
         kinds = ("sliding_attention", "full_attention")
         return [kinds[self.is_global(index)] for index in range(self.layers)]
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         self.check_export_of_head()
         if self.causal:
             raise ConfigError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trainer.errors import ConfigError
 from trainer.models import gpt2
 from trainer.models.config import Norm
+from trainer.models.huggingface import ConfigJson
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Config(gpt2.Config):
     def initial_std(self, name: str) -> tuple[float, ...]:
         return (self.initializer_range,)
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         config = super().to_huggingface()
         if config.pop("n_inner") != 4 * self.width:
             raise ConfigError(

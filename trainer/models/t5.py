@@ -16,6 +16,7 @@ from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
+from trainer.models.huggingface import ConfigJson
 from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
@@ -250,7 +251,7 @@ class Config(Family):
         return RelativeBias(self.relative_buckets, self.max_distance, self.heads, bidirectional)
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         """Reads the content of a `config.json`.
 
         Args:
@@ -283,7 +284,7 @@ class Config(Family):
         decoded: Self = decode(cls, {**fields, **own}, "config.json")
         return decoded
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         known = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         if self.architecture != "encoder_decoder" or self.activation not in known:
             raise ConfigError(

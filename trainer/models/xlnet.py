@@ -18,6 +18,7 @@ from trainer.models.config import Head
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.heads import Factors, VocabularyHead
+from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
 from trainer.models.stack import Context
 from trainer.models.transformer import Transformer
@@ -159,7 +160,7 @@ class Config(bert.Config):
         )
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
         found = super().from_huggingface(config, tensors)
         kind = config.get("summary_type", "last")
         if found.head in POOLED and kind != "first":
@@ -177,7 +178,7 @@ class Config(bert.Config):
         simple = "Simple" if head == "question_answering" else ""
         return f"XLNetFor{TASKS[head].architecture}{simple}"
 
-    def to_huggingface(self) -> dict[str, Any]:
+    def to_huggingface(self) -> ConfigJson:
         fields = {theirs: getattr(self, ours) for ours, theirs in self.their_settings.items()}
         if self.activation == "gelu_tanh":
             fields["ff_activation"] = "gelu_new"
