@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +158,30 @@ def test_wrong_use(finished_run: Path, tmp_path: Path, samestep: Samestep) -> No
     assert "cannot read the probes" in samestep(*fill, "--probes", tmp_path / "none").message
 
 
-def test_the_probes_that_come_with_the_studies() -> None:
-    """As many of either number in each group, and the file is what the example writes."""
-    from examples.agreement_probes import probes
+@pytest.mark.parametrize("name", ["agreement", "cloze"])
+def test_the_probes_of_a_study_are_what_its_example_writes(name: str) -> None:
+    probes = import_module(f"examples.{name}_probes").probes
+    written = Path(f"configs/studies/probes/{name}.jsonl").read_text()
+    assert written == "".join(json.dumps(probe) + "\n" for probe in probes())
 
-    file = Path("configs/studies/probes/agreement.jsonl")
-    assert file.read_text() == "".join(json.dumps(probe) + "\n" for probe in probes())
-    found = read_probes(file)
-    assert len({probe.text for probe in found}) == len(found) // 3 * 3 == 360
+
+def test_each_group_of_agreement_has_as_many_of_either_number() -> None:
+    found = read_probes(Path("configs/studies/probes/agreement.jsonl"))
+    assert len({probe.text for probe in found}) == len(found) == 360
     for group in ("adjacent", "same number", "other number"):
         own = [probe for probe in found if probe.group == group]
         assert len(own) == 120
         assert sum(probe.label == probe.candidates[1] for probe in own) == 60
+
+
+def test_a_model_that_ignores_the_sentence_is_right_in_a_quarter_of_the_cloze_probes() -> None:
+    """Of the four probes with the same candidates, each word is right in one."""
+    found = read_probes(Path("configs/studies/probes/cloze.jsonl"))
+    right = Counter((probe.group, tuple(probe.candidates), probe.label) for probe in found)
+    groups = Counter(group for group, _, _ in right)
+    assert set(right.values()) == {1}
+    assert len(groups) == 7
+    assert set(groups.values()) == {20}
+    for group, candidates, _ in right:
+        assert all((group, candidates, word) in right for word in candidates)
+        assert len(candidates) == 4

@@ -35,6 +35,19 @@ class _Keys(NamedTuple):
     final: Tensor | None = None
 
 
+class _Inner(NamedTuple):
+    """What the outputs need of single layers, by number.
+
+    `alone`: no output is a head's, so layers above `through` need not run.
+    """
+
+    states: list[int]
+    compared: list[int]
+    attention: list[int]
+    alone: bool
+    through: int
+
+
 class Transformer(TransformerModel):
     """An encoder, or a decoder-only model, with a head for tokens or for a task.
 
@@ -102,29 +115,14 @@ class Transformer(TransformerModel):
         return super().reads_for(outputs) | frozenset(own)
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
-        """Computes the outputs, by name (see `trainer.models.Outputs`).
-
-        If no output needs all positions, the last layer computes only those that heads read.
-        """
+        """Computes the outputs, by name (see `trainer.models.Outputs`)."""
         # Every place of dropout has its own key, so masks do not depend on which layers run first.
         keys = self._keys(inputs.dropout_key)
         hidden, matrix, segments, prefix = self._embed(inputs, keys.embeddings)
-        beside = self.lm_head is not None and "next_tokens" in outputs
-        attention = layer_numbers(outputs, "attention")
-        numbers = sorted({*layer_numbers(outputs), *layer_numbers(outputs, "compared")})
-        # `read` holds the positions that the last layer computes: with predictions at positions 3
-        # and 7 and a next-sentence head, which reads position 0, [0, 3, 7]. None: all.
-        read = self.pooled(inputs.predicted)
-        only = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
-        if self.mix is not None and not only:
-            numbers = list(range(len(self.layers) + 1))
-        wants_all = not outputs.isdisjoint({"hidden", "span_boundary"})
-        if beside or numbers or attention or wants_all or self.head_lstm is not None:
-            read = None
-        elif read is not None and "next_sentence" in outputs:
-            read = F.pad(read, (1, 0))
+        inner = self._inner(outputs)
+        read = self._read(inputs, outputs, inner)
         causal = self.config.causal or not outputs.isdisjoint(self.config.causal_outputs)
-        fuses = self.fuses_attention and not attention
+        fuses = self.fuses_attention and not inner.attention
         visible, bias = self._visible(hidden[..., 0], segments, prefix, causal, fuses)
         context = replace(
             visible,
@@ -133,40 +131,78 @@ class Transformer(TransformerModel):
             columns=self.columns(inputs),
         )
         found: dict[str, Tensor] = {}
-        if numbers or attention:
-            # If only hidden states are asked for, layers above the highest one need not run.
-            through = max(*numbers, *attention, 0) if only else len(self.layers)
+        shown: dict[int, Tensor] = {}
+        if inner.states or inner.attention:
             hidden, states, scores = self.layers.states(
-                hidden, None, bias, context, numbers, through, attention
+                hidden, None, bias, context, inner.states, inner.through, inner.attention
             )
-            shown = {n: self._shown(states[n], n) for n in numbers}
+            shown = {n: self._shown(states[n], n) for n in inner.states}
             found = {f"layer.{n}": shown[n] for n in layer_numbers(outputs)}
-            found |= {f"compared.{n}": self._fitted(shown[n]) for n in numbers}
-            found = {name: found[name] for name in found if name in outputs}
+            found |= {f"compared.{n}": self._fitted(shown[n]) for n in inner.compared}
             found |= {f"attention.{n}": each for n, each in scores.items()}
-            if only:
+            if inner.alone:
                 return found
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
         if self.mix is None:
             whole = self._finish(hidden, keys.final, read)
         else:
-            whole = self.mix([shown[n] for n in numbers])
+            whole = self.mix([shown[n] for n in inner.states])
         if self.head_lstm is not None:
             whole = self.head_lstm(whole, segments, keys.final)
+        return found | self._answers(inputs, outputs, whole, matrix, read, keys.final)
+
+    def _inner(self, outputs: Outputs) -> _Inner:
+        """What the outputs need of single layers."""
+        compared, attention = (
+            layer_numbers(outputs, "compared"),
+            layer_numbers(outputs, "attention"),
+        )
+        states = sorted({*layer_numbers(outputs), *compared})
+        alone = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
+        through = max([0, *states, *attention]) if alone else len(self.layers)
+        if self.mix is not None and not alone:
+            states = list(range(len(self.layers) + 1))
+        return _Inner(states, compared, attention, alone, through)
+
+    def _read(self, inputs: Inputs, outputs: Outputs, inner: _Inner) -> Tensor | None:
+        """The positions [B, P] that the last layer computes, those that heads read; None: all.
+
+        With predictions at positions 3 and 7 and a next-sentence head, which reads position 0:
+        [0, 3, 7].
+        """
+        beside = self.lm_head is not None and "next_tokens" in outputs
+        needs_all = beside or not outputs.isdisjoint({"hidden", "span_boundary"})
+        if needs_all or inner.states or inner.attention or self.head_lstm is not None:
+            return None
+        read = self.pooled(inputs.predicted)
+        if read is not None and "next_sentence" in outputs:
+            read = F.pad(read, (1, 0))
+        return read
+
+    def _answers(
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        whole: Tensor,
+        matrix: Tensor,
+        read: Tensor | None,
+        dropout_key: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """The outputs of the heads, from the hidden states of the positions `read`."""
+        found: dict[str, Tensor] = {}
         # Outputs of all positions exclude a prompt's; selected positions are already counted.
         hidden = whole if read is not None else whole[:, self.inserted :]
         if "hidden" in outputs:
             found["hidden"] = hidden
-        if beside:
+        if "next_tokens" in outputs and self.lm_head is not None:
             # GPT's auxiliary language-modeling loss: the next token of every position but the last.
-            assert self.lm_head is not None
             found |= self.answer("next_tokens", self.lm_head, inputs, hidden[:, :-1], matrix)
         if "next_sentence" in outputs:
             assert self.nsp_head is not None, "the model was built without a next-sentence head"
             found["next_sentence"] = self.nsp_head(whole[:, 0])
         if "span_boundary" in outputs:
-            # It reads the positions beside the spans, so `read` was None: `hidden` has all.
+            # It reads the positions beside the spans.
             assert self.span_head is not None
             columns = [inputs.extra[name] for name in _SPAN_COLUMNS]
             found |= self.answer("span_boundary", self.span_head, inputs, hidden, matrix, *columns)
@@ -175,7 +211,7 @@ class Transformer(TransformerModel):
                 hidden = take(whole, self.pooled(inputs.predicted))
             elif read is not None and "next_sentence" in outputs:
                 hidden = hidden[:, 1:]
-            found |= self.answer(name, self.head, inputs, hidden, matrix, keys.final)
+            found |= self.answer(name, self.head, inputs, hidden, matrix, dropout_key)
         if "tag_transitions" in outputs:
             assert self.tag_transitions is not None, "the model was built without crf"
             # A copy, as a strategy may free the gathered parameter after this pass.

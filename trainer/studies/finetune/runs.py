@@ -304,13 +304,6 @@ def _points(
             evaluate = ["--generate", length, *generation, "--metrics", *metrics]
         elif experiment["training"].get("best"):
             evaluate = ["--step", "best"]
-        evaluations = {
-            f"{name}/": [f"data.path={further.path}", *evaluate]
-            for name, further in datasets.items()
-            if name
-        }
-        if config.metrics:  # texts are generated after training, for the task's own rows too
-            evaluations = {"": evaluate, **evaluations}
         # The labels of a task are those of all its sets of rows.
         constants = {
             f"{name}/{metric}".removeprefix("/"): value
@@ -326,12 +319,27 @@ def _points(
                 score=config.score,
                 constants=constants,
                 learns_above=upper_end(config.score, constants[config.score], heldout),
-                evaluations=evaluations,
+                evaluations=_evaluations(datasets, evaluate, after_training=bool(config.metrics)),
                 depends_on=(*config.metrics, *generation, *identities),
                 folder=folder,
             )
         )
     return points
+
+
+def _evaluations(
+    datasets: Mapping[str, Dataset], options: list[str], after_training: bool
+) -> dict[str, list[str]]:
+    """Options of `samestep evaluate` after training, by the prefix of the scores.
+
+    A task's own rows, prefix "", are scored during training unless texts are generated.
+    """
+    further = {
+        f"{name}/": [f"data.path={dataset.path}", *options]
+        for name, dataset in datasets.items()
+        if name
+    }
+    return {"": options, **further} if after_training else further
 
 
 def _derived(config: TaskConfig, training: Tree, examples: int) -> Tree:
