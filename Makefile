@@ -1,4 +1,4 @@
-# `make demo` shows the main job, `make test` checks a change, `make test-all` is what CI runs.
+# `make demo` shows the main job, `make test` checks a change, `.ci/run` is what CI runs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos bench bench-gpu bench-scale clean
+.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos bench bench-gpu bench-scale clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,11 +42,13 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check  ## format, lint, types, import contracts and tests (17 minutes)
+test: check  ## format, lint, types, import contracts and tests (10 minutes)
 	$(PYTEST) --ignore tests/kernels
 
-test-all: test  ## the same, and the long proofs (25 minutes)
-	$(PYTEST) --ignore tests/kernels -m 'long and not chaos'
+test-long: install  ## proofs of several seconds each (15 minutes)
+	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m 'long and not exhaustive and not chaos'
+
+test-all: test test-long  ## both
 
 test-exhaustive: install  ## the remaining combinations of families, strategies and sizes (20 minutes)
 	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m exhaustive

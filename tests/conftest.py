@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +33,21 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 600
+UNTIL = "SAMESTEP_TEST_UNTIL"
+"""Environment variable, seconds since 1970: tests that would begin later are skipped."""
+NO_TIME = f"no time left ({UNTIL})"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if late := sum(NO_TIME in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(f"{late} tests skipped: {NO_TIME}", yellow=True)
 
 
 def make_dataset(

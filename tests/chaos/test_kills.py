@@ -25,6 +25,7 @@ LONG = (pytest.mark.chaos, pytest.mark.timeout(3600))
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "kills"),
     [

@@ -101,6 +101,7 @@ def failed(content: dict[str, Any]) -> dict[str, str]:
     return {each["subject"]: each["found"] for each in findings if each["state"] == "failed"}
 
 
+@pytest.mark.long
 def test_processes_of_this_machine(start: Start, tmp_path: Path, samestep: Samestep) -> None:
     """Two processes, then one, which has the same bits."""
     two, one = tmp_path / "two.json", tmp_path / "one.json"

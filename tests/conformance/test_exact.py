@@ -25,12 +25,13 @@ def assert_same_bits(
         assert found == expected, f"{size} {strategy}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_bert(experiment_file: str, tmp_path: Path, precision: str) -> None:
     layouts = [(2, "ddp"), (3, "fsdp")]
     assert_same_bits(experiment_file, tmp_path, layouts, *task("mlm", precision))
 
 
+@pytest.mark.long
 def test_t5_with_adafactor(t5_experiment: str, tmp_path: Path) -> None:
     layouts = [(4, "hsdp"), (1, "fsdp")]
     assert_same_bits(t5_experiment, tmp_path, layouts, *task("span_corruption", "bf16"))
@@ -55,7 +56,8 @@ def test_every_family_and_optimizer(
     assert_same_bits(file, tmp_path, [(3, "fsdp"), (7, "ddp")], *task(name, "bf16"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_through_resumes_at_other_world_sizes(
     experiment_file: str, tmp_path: Path, precision: str
 ) -> None:

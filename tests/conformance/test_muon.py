@@ -30,6 +30,7 @@ def whole(
     return output, run_ranks(3, run_once, experiment_file, settings)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [

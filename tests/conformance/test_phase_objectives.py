@@ -36,6 +36,7 @@ def whole(
     return output, run_ranks(3, run_once, experiment_file, [f"output={output}", *SETTINGS])[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [(1, "single"), (2, "ddp"), (2, "{kind: deepspeed, stage: 3}")],

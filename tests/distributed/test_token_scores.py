@@ -59,6 +59,7 @@ def expected(files: Files, tmp_path_factory: pytest.TempPathFactory) -> list[lis
     return list(run_ranks(1, train, files, "single", output, None)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["single", *STRATEGY])
 def test_losses_are_those_of_whole_logits(
     files: Files, tmp_path: Path, expected: list[list[float]], strategy: str

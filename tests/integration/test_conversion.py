@@ -156,6 +156,7 @@ def continued(checkpoints: Path) -> list[float]:
     return train(model, optimizer, loss, range(step, STEPS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["1", "2", "3", "universal-1", "universal-3"])
 def test_a_plain_deepspeed_run_is_taken_over(
     plain: Plain,

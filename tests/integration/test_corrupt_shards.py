@@ -36,6 +36,7 @@ def fed(run: Path) -> list[str]:
     return [row["digest"] for row in rows if row["kind"] == "fed"]
 
 
+@pytest.mark.long
 def test_a_run_passes_over_it_wherever_it_is_resumed(
     samestep: Samestep,
     start: Start,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from examples import wrong_words
 
 
@@ -12,6 +14,7 @@ def read(file: Path) -> list[dict[str, list[str]]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_each_row_has_one_wrong_word(tmp_path: Path) -> None:
     """No sentence is in both files, and another run writes equal files."""
     train, heldout = wrong_words.write_rows(tmp_path / "rows")

@@ -140,6 +140,7 @@ def tinybert(teacher: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "{kind: deepspeed, stage: 3}"])
 def test_layers_are_learned_alike_at_any_number_of_processes(
     strategy: str, experiment_file: str, finished_run: Path, tmp_path: Path
@@ -204,6 +205,7 @@ def test_layers_that_do_not_fit_are_refused(
     assert fix is None or fix in result.message, result.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["{kind: deepspeed, stage: 3}", "accelerate"])
 def test_other_backends_hold_the_teacher_too(
     strategy: str, experiment_file: str, finished_run: Path, tmp_path: Path

@@ -54,6 +54,7 @@ def test_it_learns(run: Path) -> None:
     assert tokenizer.decode(ids.tolist()).split()[:3] == ["the", "[UNK]", "of"]
 
 
+@pytest.mark.long
 def test_a_task_brings_new_words(
     run: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:

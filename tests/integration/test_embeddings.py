@@ -113,6 +113,7 @@ def test_embeddings_are_learned_and_exported(
     assert "from sentence_transformers import SentenceTransformer" in card
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "{kind: deepspeed, stage: 3}"])
 def test_negatives_are_those_of_the_whole_batch_at_any_world_size(
     strategy: str, folder: Path, tmp_path: Path

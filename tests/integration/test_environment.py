@@ -28,6 +28,7 @@ def run(folder: Path, *command: object) -> str:
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [
@@ -45,6 +46,7 @@ def test_no_module_of_posix_is_needed(
     run(tmp_path, sys.executable, "-c", WITHOUT_POSIX, *arguments)
 
 
+@pytest.mark.long
 def test_packages_of_the_user_with_our_names_are_left_alone(
     experiment_file: str, dataset_folder: Path, tmp_path: Path
 ) -> None:

@@ -255,6 +255,7 @@ def test_an_own_package_is_found_in_the_current_folder(
         del sys.modules[name]
 
 
+@pytest.mark.long
 def test_the_notebook_goes_from_text_to_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import nbformat
     from nbclient import NotebookClient

@@ -258,6 +258,7 @@ def traces(files: dict[str, str], strategy: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_datasets_with_the_same_labels_are_mixed(
     tuned: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -450,6 +451,7 @@ def test_frozen_features_with_a_mix_of_layers(
     assert (result.code, "scalar_mix is set" in result.message) == (2, True), result.message
 
 
+@pytest.mark.long
 def test_two_texts_in_both_orders(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:
@@ -480,6 +482,7 @@ def test_two_texts_in_both_orders(
     assert plan.code == 0, plan.err
 
 
+@pytest.mark.long
 def test_long_texts_in_windows(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:
@@ -531,6 +534,7 @@ def test_long_texts_in_windows(
     tasks.assert_same_in_three_processes(start, experiment, run, tmp_path / "three", *settings)
 
 
+@pytest.mark.long
 def test_features_below_an_lstm_and_a_conditional_random_field(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:

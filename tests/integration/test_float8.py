@@ -59,6 +59,7 @@ def build(file: str, *overrides: str) -> Model:
     return load(Experiment, file, ["output=x", *overrides]).build_model()
 
 
+@pytest.mark.long
 def test_losses_are_near_those_of_bf16(experiment_file: str, tmp_path: Path) -> None:
     float8()
     variants = [
@@ -86,6 +87,7 @@ def test_losses_are_near_those_of_bf16(experiment_file: str, tmp_path: Path) -> 
     np.testing.assert_allclose(pre, pre_bf16, rtol=TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_are_near_one(experiment_file: str, tmp_path: Path, strategy: str) -> None:
     """A scale is of a whole matrix of a micro-batch, so losses depend on how rows are split."""

@@ -45,6 +45,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_followed_to_the_end(
     project: Path, samestep: Samestep, experiment_file: str, finished_run: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_it_learns_and_is_evaluated(kind: str, runs: dict[str, Path]) -> None:
         assert heldout["heldout/loss"] == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "task"),
     [("lstm", "classification"), ("lstm", "regression"), ("bilm", "classification")],

@@ -6,6 +6,8 @@ Changed, refused, accepted, resized and proven.
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration.commands import Samestep, losses
 
 
@@ -15,6 +17,7 @@ def sources(parts: dict[str, Path], **weights: float) -> str:
     )
 
 
+@pytest.mark.long
 def test_a_mixture_trains_changes_and_is_proven(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:

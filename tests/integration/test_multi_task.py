@@ -75,6 +75,7 @@ checkpoint: {{every: 4}}
     return folder
 
 
+@pytest.mark.long
 def test_a_run_mixes_text_and_pairs_at_any_world_size(
     folder: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:

@@ -143,6 +143,7 @@ def short(tuned: Path) -> dict[str, Path]:
     return runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [

@@ -137,12 +137,13 @@ def bart(bart_experiment: str, strategies: dict[str, str]) -> list[Measured]:
     return _of_two_strategies(bart_experiment, strategies)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "measured"),
     [
         ("experiment_file", "bert"),
-        pytest.param("t5_experiment", "t5", marks=pytest.mark.long),
-        pytest.param("bart_experiment", "bart", marks=pytest.mark.long),
+        ("t5_experiment", "t5"),
+        ("bart_experiment", "bart"),
     ],
 )
 def test_what_processes_hold_is_what_was_planned(
@@ -177,6 +178,7 @@ def _by_kind(collectives: list[Collective]) -> dict[str, int]:
     return {each.kind: each.nbytes for each in collectives}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "replicas", "settings"),
     [

@@ -73,6 +73,7 @@ def test_a_run_takes_the_same_steps_and_finds_what_the_features_tell(
     assert min(found.values()) > 0.8  # one word tells the class
 
 
+@pytest.mark.long
 def test_other_ranks_other_strategies_and_a_stop_change_no_score(
     experiment_file: str, noisy: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -99,10 +99,8 @@ def check(file: str, folder: Path, families: dict[str, list[str]]) -> None:
         np.testing.assert_allclose(narrow.losses, wide.losses, rtol=TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "quick",
-    [pytest.param(True, id="quick"), pytest.param(False, marks=pytest.mark.long, id="others")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "others"])
 @pytest.mark.parametrize(
     ("fixture", "families"),
     [("experiment_file", BERT_FAMILIES), ("t5_experiment", T5_FAMILIES)],

@@ -47,6 +47,7 @@ def test_it_learns_and_logs_both_losses(
     assert samestep("replay", run, 10, "--exact").code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_number_of_processes_makes_the_same_steps(
     strategy: str, experiment: Path, tmp_path: Path

@@ -81,6 +81,7 @@ def assert_went_on_from_memory(run: Path, killed_at: int, undisturbed: Path) -> 
     assert saved - {f"step-{step:08d}" for step in starts[1:-1]} == {f"step-{STEPS:08d}"}
 
 
+@pytest.mark.long
 def test_a_killed_worker(
     start: Start, arguments: list[str], finished_run: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_layers_are_trained_one_after_the_other(
     assert ours[EVERY][1] > (1 + 1e-4) * reference[EVERY][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "others"),
     [

@@ -57,6 +57,7 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_that_is_cut_and_requeued_is_one_run(
     start: Start,
     samestep: Samestep,
@@ -110,7 +111,8 @@ def test_without_a_cluster_the_node_is_this_one(
     assert "job" not in starts_of(tmp_path / "run")[0]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_failure_is_told(
     start: Start, settings: list[str], tmp_path: Path, processes: int
 ) -> None:
@@ -186,11 +188,12 @@ class Objective(mlm.MaskedLM):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "hangs", "where"),
     [
         (1, 0, "forward"),
-        pytest.param(2, 1, "waiting in all_reduce", marks=pytest.mark.long),
+        (2, 1, "waiting in all_reduce"),
     ],
 )
 def test_a_hang_is_told(

@@ -42,6 +42,7 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     driver.quit()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_the_page_follows_runs_and_stays_as_a_file(browser: Any, tmp_path: Path, width: int):
     first, second, page = tmp_path / "first", tmp_path / "second", tmp_path / "out" / "page.html"

@@ -253,6 +253,7 @@ def in_bursts(seed: int) -> Choose:
     return choose
 
 
+@pytest.mark.long
 def test_one_is_frozen_before_each_of_its_operations(store: Store) -> None:
     """The other takes over and ends before the first goes on."""
     operations, frozen_at = 0, 0

@@ -263,6 +263,7 @@ BODIES: dict[str, tuple[Config, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @needs_gcloud
 @pytest.mark.parametrize("case", BODIES)
 def test_bodies_that_gcloud_posts_are_googles(
@@ -298,6 +299,7 @@ def test_bodies_that_gcloud_posts_are_googles(
 # What Google says
 
 
+@pytest.mark.long
 @needs_gcloud
 def test_refusals_of_google_come_with_a_hint(real: Path, plane: ControlPlane) -> None:
     CLUSTER.check()
@@ -609,6 +611,7 @@ def test_a_supervisor_waits_for_google_and_tries_again(
     assert plane.queued == {}
 
 
+@pytest.mark.long
 def test_requests_that_fail_again_and_again_are_given_up(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:

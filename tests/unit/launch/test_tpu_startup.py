@@ -273,6 +273,7 @@ def test_machines_of_a_slice_meet_at_the_first(machine: Machine) -> None:
     assert not machine.bucket("kept").exists(), "the first machine keeps the run's folder"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("codes", "starts"), [((1,), 1), ((2,), 1), ((75,) * 9, 6), ((69,) * 9, 6)]
 )
@@ -338,6 +339,7 @@ def test_the_run_is_a_unit_that_is_told_to_stop(machine: Machine) -> None:
     assert len(machine.starts) == 1
 
 
+@pytest.mark.long
 def test_the_next_machines_install_the_same_versions(machine: Machine) -> None:
     assert machine.runs(1) == 1
     assert machine.bucket("stage/versions").read_text() == "torch==2.9.1\n"
@@ -362,6 +364,7 @@ def test_the_systems_own_shutdown_is_passed_on(machine: Machine) -> None:
     assert not machine.bucket("stage/exit-0").exists()
 
 
+@pytest.mark.long
 def test_cancellation_reaches_the_run_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +432,7 @@ def test_a_folder_that_comes_back_slowly_is_not_kept_by_halves(machine: Machine)
     assert kept.read_text() == "before\nmetrics\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("machine", ["strange"], indirect=True)
 def test_strange_names_are_names(machine: Machine) -> None:
     machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}
@@ -448,6 +452,7 @@ def test_strange_names_are_names(machine: Machine) -> None:
     assert second.endswith("other /whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("machine", ["package"], indirect=True)
 def test_a_package_goes_below_the_snapshot(machine: Machine) -> None:
     assert machine.runs(0) == 0

@@ -103,6 +103,7 @@ def check_history(rows: list[dict[str, Any]], folder: Path, last: int) -> None:
     assert times[1] - 0.001 <= rows[0]["_timestamp"] <= times[2] + 0.001
 
 
+@pytest.mark.long
 def test_offline_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     run_steps(tmp_path, "offline", 1, 10, kill_when=lambda: offline_rows(tmp_path))
     run_steps(

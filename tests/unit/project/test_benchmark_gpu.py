@@ -123,6 +123,7 @@ def killed(job: Job, turns: Turns) -> None:
     sys.exit(3)
 
 
+@pytest.mark.long
 def test_one_side_fails_and_the_others_are_measured(tmp_path: Path):
     job = tiny(tmp_path)
     job.write_data()

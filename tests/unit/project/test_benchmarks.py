@@ -56,6 +56,7 @@ def measured(main, text: Path, tmp_path: Path, *more: str) -> list[Comparison]:
     return comparisons
 
 
+@pytest.mark.long
 def test_build(text, tmp_path) -> None:
     pytest.importorskip("datasets")
     wordpiece, bpe = measured(build.main, text, tmp_path)
@@ -72,6 +73,7 @@ def test_loader(text, tmp_path) -> None:
     assert [len(comparison.rates) for comparison in compared] == [7, 7]
 
 
+@pytest.mark.long
 def test_resume_and_stream(text, tmp_path) -> None:
     (resumed,) = measured(resume.main, text, tmp_path)
     assert list(resumed.rates) == ["1%", "50%", "99%"]

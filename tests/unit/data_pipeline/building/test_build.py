@@ -307,6 +307,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_build_stopped_at_any_moment_goes_on_where_it_was(tmp_path, corpus, sent):
     with (tmp_path / "a.jsonl").open("w") as file:

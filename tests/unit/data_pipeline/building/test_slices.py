@@ -204,6 +204,7 @@ def test_a_door_that_was_removed_keeps_nobody_out(tmp_path):
     assert entered == [True]
 
 
+@pytest.mark.long
 def test_a_slice_that_is_killed_goes_on_where_it_was(tmp_path, corpus):
     with (tmp_path / "a.jsonl").open("w") as file:
         for i in range(1600):  # a second to be killed in

@@ -353,6 +353,7 @@ def test_nodes_that_start_together_do_no_harm_to_each_other(
         assert list(found) == [expected] * 4
 
 
+@pytest.mark.long
 def test_many_loaders_of_one_cache_fetch_each_shard_once(
     dataset: Path, remote: str, faulty_s3: FaultyProxy, tmp_path: Path
 ) -> None:

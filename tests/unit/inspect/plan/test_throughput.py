@@ -105,6 +105,7 @@ def test_a_step_is_its_micro_batches_and_its_update(experiment_file: str) -> Non
     assert one.communication == 0
 
 
+@pytest.mark.long
 def test_gradients_are_sent_beside_the_backward_pass(experiment_file: str) -> None:
     batch = ("training.global_batch_size=4096", "training.micro_batch_size=256")
     near = _predict(experiment_file, "h100", 8, "ddp", *batch)["compiled"]
@@ -126,6 +127,7 @@ def test_gradients_are_sent_beside_the_backward_pass(experiment_file: str) -> No
     assert part < whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "overrides", "grows"),
     [
@@ -171,6 +173,7 @@ def test_published_throughput_is_predicted_within_a_quarter(name: str) -> None:
     assert anchor.predict() == pytest.approx(anchor.published, rel=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [
