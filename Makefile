@@ -45,10 +45,10 @@ check: install
 test: check  ## format, lint, types, import contracts and tests (10 minutes)
 	$(PYTEST) --ignore tests/kernels
 
-test-long: install  ## proofs of several seconds each (15 minutes)
+test-long: install  ## the slower tests, of several seconds each (15 minutes)
 	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m 'long and not exhaustive and not chaos'
 
-test-all: test test-long  ## both
+test-all: test test-long  ## test and test-long
 
 test-exhaustive: install  ## the remaining combinations of families, strategies and sizes (20 minutes)
 	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m exhaustive

@@ -23,7 +23,7 @@ PROBES = {
         of: the capital _ the country is a small town .
         to: he gave the money _ his son .
         by: the song was written _ a young man .
-        at: the train arrived _ seven o'clock .
+        at: she stayed _ home all day .
 
         between: the border _ the two countries is a river .
         during: he was wounded _ the war .
@@ -33,37 +33,37 @@ PROBES = {
         after: he died one year _ his wife .
         without: fish cannot live _ water .
         into: the river flows _ the sea .
-        over: a plane flew _ the city .
+        over: the bridge _ the river is very old .
 
         through: the road goes _ the forest .
-        about: the film is _ a young girl .
-        for: she won a prize _ her work .
-        as: he worked _ a teacher at the school .
+        about: they talked _ the weather .
+        for: she waited _ the train .
+        as: his hands were as cold _ ice .
     """,
     "verb": """
         won: the team _ the game by two goals .
         wrote: she _ a book about her life .
         died: the old king _ in the night .
-        married: he _ the daughter of a rich man .
+        married: in the church he _ the woman whom he loved .
 
         built: they _ a new bridge across the river .
-        sang: she _ a song in the church .
-        played: he _ football for his school .
+        sang: she _ the song in a high voice .
+        played: the two boys _ cards .
         taught: he _ history at the university .
 
-        read: she _ a long letter .
+        read: she _ the whole book in one day .
         ate: the children _ bread and fish .
         lost: the army _ the battle .
         opened: he _ the door with his key .
 
-        published: the newspaper _ his story .
+        published: the newspaper _ his letter on its first page .
         elected: the people _ a new president .
         released: the band _ their second album .
-        directed: she _ her first film .
+        directed: a policeman _ the traffic .
 
         began: the war _ in may and ended in june .
-        flew: the bird _ over the trees .
-        moved: the family _ to another city .
+        flew: the bird _ over the trees with its wings .
+        moved: he _ the chair to the window .
         killed: the soldiers _ three men in the attack .
     """,
     "time": """
@@ -72,25 +72,25 @@ PROBES = {
         days: a week has seven _ .
         months: a year has twelve _ .
 
-        morning: the sun rises in the _ .
+        morning: the sun rises early in the _ .
         night: the stars are seen at _ .
-        winter: snow falls in the _ .
-        summer: it is very hot in the _ .
+        winter: the coldest part of the year is the _ .
+        summer: the hottest part of the year is the _ .
 
         today: the old church still stands _ .
-        yesterday: the letter arrived only _ .
-        tomorrow: the meeting will be held _ .
+        yesterday: he has been ill since _ .
+        tomorrow: today is monday , so _ is tuesday .
         soon: he fell ill and _ died .
 
         before: she had never seen the sea _ .
-        ago: the town was built a thousand years _ .
-        later: he was born in may and died two years _ .
-        once: he was married only _ .
+        ago: he is ten now , so he was born ten years _ .
+        later: he was born in 1920 and died fifty years _ , in 1970 .
+        once: he was married not twice but only _ .
 
         first: january is the _ month of the year .
         second: february is the _ month of the year .
         last: december is the _ month of the year .
-        next: he left , and the _ day he came back .
+        next: he left on monday and came back the _ day , on tuesday .
     """,
     "place": """
         london: the capital of england is _ .
@@ -100,7 +100,7 @@ PROBES = {
 
         river: they crossed the _ by the bridge .
         mountain: they climbed the _ to its top .
-        island: they reached the _ by ship .
+        island: the _ lies in the sea , far from the land .
         city: they walked the streets of the _ .
 
         school: the children learn to read at _ .
@@ -113,7 +113,7 @@ PROBES = {
         spain: he spoke spanish , as he was born in _ .
         russia: he spoke russian , as he was born in _ .
 
-        north: the cold wind came from the _ .
+        north: the needle of a compass points to the _ .
         south: birds fly to the warm _ in winter .
         east: the sun rises in the _ .
         west: the sun sets in the _ .
@@ -142,7 +142,7 @@ PROBES = {
         single: only one , a _ person , was there .
         both: the two brothers _ died .
         many: not few but _ people came .
-        half: one of the two , or _ of them , was lost .
+        half: thirty minutes are _ an hour .
     """,
     "common sense": """
         water: fish live in _ .
@@ -160,19 +160,19 @@ PROBES = {
         prince: the son of the king is the _ .
         princess: the daughter of the king is the _ .
 
-        hot: fire is _ .
-        cold: ice is _ .
-        dark: the night is _ .
-        bright: the sun is _ .
+        hot: the fire burned his hand , as it was so _ .
+        cold: he wore a thick coat , as the wind was so _ .
+        dark: she could see nothing , as the room was so _ .
+        bright: the light was so _ that it hurt his eyes .
 
         eyes: we see with our _ .
         ears: we hear with our _ .
         hands: we write with our _ .
         legs: we walk with our _ .
     """,
-    "sentiment": """
-        good: i loved every minute , what a _ film .
-        bad: i hated every minute , what a _ film .
+    "judgment": """
+        good: the actors were great and i loved every minute , what a _ film .
+        bad: the actors were weak and i hated every minute , what a _ film .
         long: it lasted four hours , what a _ film .
         short: it lasted ten minutes , what a _ film .
 

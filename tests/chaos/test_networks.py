@@ -116,7 +116,7 @@ class Watched:
         )
 
     def outcome(self, fault: str, struck: float, before: int, sign: str, noticed: float) -> str:
-        """A row of the table in docs/elastic.md."""
+        """A row of the table in docs/reliability.md."""
         new = min(when for when, step in self.rows if when > struck and step > before)
         redone = len(self.rows) - len({step for _, step in self.rows})
         return f"| {fault} | {sign} | {noticed - struck:.0f} | {new - struck:.0f} | {redone} |"
@@ -153,7 +153,7 @@ def assert_survived(samestep: Samestep, run: Path, undisturbed: Path) -> None:
 
 
 def keep(record_property: Callable[[str, object], None], outcome: str) -> None:
-    """Keeps a measurement, for docs/elastic.md: in the report, and in the file CHAOS_ROWS."""
+    """Keeps a measurement, for docs/reliability.md: in the report, and in the file CHAOS_ROWS."""
     record_property("network", outcome)
     with Path(os.environ.get("CHAOS_ROWS", os.devnull)).open("a") as file:
         file.write(outcome + "\n")

@@ -13,6 +13,8 @@ from tests.processes import run_ranks
 ENCODERS = [task for task in FAMILIES if task not in TEXT_TASKS]
 DRAWS = ("electra", "electra_all_tokens", "deberta_v3")
 """A generator draws the tokens that the model reads."""
+LAYOUTS = ("mlm_nsp", "spanbert", "xlnet")
+"""Pairs, spans, permutations."""
 ZERO = ("albert", "electra", "elmo")
 """Shared layers, two models in one, recurrent layers."""
 
@@ -38,7 +40,14 @@ def reference(experiment_file: str, task: str, tmp_path_factory: pytest.TempPath
     return record
 
 
-@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=pytest.mark.long if task in LAYOUTS else pytest.mark.exhaustive)
+        for task in ENCODERS
+    ],
+    indirect=True,
+)
 def test_three_processes_have_its_batches_and_losses(
     experiment_file: str, tmp_path: Path, task: str, reference: Record
 ) -> None:

@@ -43,7 +43,6 @@ T5_FAMILIES = {
     "openai_gpt": ["objective=causal_lm", f"model={{kind: openai_gpt, {GPT}}}"],
 }
 BF16 = ["training.precision=bf16", "strategy=single", "training.steps=8"]
-QUICK = ("bert", "bert of pre-norm", "modernbert", "xlnet", "t5", "gpt2")
 
 
 class Run(NamedTuple):
@@ -100,7 +99,6 @@ def check(file: str, folder: Path, families: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("quick", [True, False], ids=["quick", "others"])
 @pytest.mark.parametrize(
     ("fixture", "families"),
     [("experiment_file", BERT_FAMILIES), ("t5_experiment", T5_FAMILIES)],
@@ -109,12 +107,10 @@ def check(file: str, folder: Path, families: dict[str, list[str]]) -> None:
 def test_every_family(
     fixture: str,
     families: dict[str, list[str]],
-    quick: bool,
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    chosen = {name: each for name, each in families.items() if (name in QUICK) == quick}
-    check(request.getfixturevalue(fixture), tmp_path, chosen)
+    check(request.getfixturevalue(fixture), tmp_path, families)
 
 
 def test_the_default_is_fp32(experiment_file: str, tmp_path: Path) -> None:

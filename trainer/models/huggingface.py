@@ -103,7 +103,7 @@ def read_labels(config: ConfigJson) -> tuple[str, ...]:
         ) from None
 
 
-def name_labels(labels: tuple[str, ...]) -> ConfigJson:
+def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
     """The entries of a `config.json` for labels; a single label means regression."""
     if not labels:
         return {}

@@ -38,7 +38,12 @@ class _Keys(NamedTuple):
 class _Inner(NamedTuple):
     """What the outputs need of single layers, by number.
 
-    `alone`: no output is a head's, so layers above `through` need not run.
+    Attributes:
+        states: hidden states; all for a scalar mix.
+        compared: the outputs `compared.N`.
+        attention: the outputs `attention.N`.
+        alone: the outputs are nothing else.
+        through: the highest layer that has to run.
     """
 
     states: list[int]
@@ -145,12 +150,12 @@ class Transformer(TransformerModel):
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
         if self.mix is None:
-            whole = self._finish(hidden, keys.final, read)
+            hidden = self._finish(hidden, keys.final, read)
         else:
-            whole = self.mix([shown[n] for n in inner.states])
+            hidden = self.mix([shown[n] for n in inner.states])
         if self.head_lstm is not None:
-            whole = self.head_lstm(whole, segments, keys.final)
-        return found | self._answers(inputs, outputs, whole, matrix, read, keys.final)
+            hidden = self.head_lstm(hidden, segments, keys.final)
+        return found | self._answers(inputs, outputs, hidden, matrix, read, keys.final)
 
     def _inner(self, outputs: Outputs) -> _Inner:
         """What the outputs need of single layers."""
