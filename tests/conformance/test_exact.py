@@ -73,6 +73,7 @@ def test_the_same_through_resumes_at_other_world_sizes(
         assert found == expected, f"{size} {strategy}"
 
 
+@pytest.mark.long
 def test_what_must_differ(experiment_file: str, tmp_path: Path) -> None:
     """Ordinary sums at another world size, units of another size, and an example left out."""
     exact, *_ = run(experiment_file, tmp_path / "exact", 1, "single")

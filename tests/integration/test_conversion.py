@@ -235,6 +235,7 @@ def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
     )
 
 
+@pytest.mark.long
 def test_a_run_is_handed_over_to_deepspeed(
     plain: Plain, samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:

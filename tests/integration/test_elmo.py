@@ -98,6 +98,7 @@ def test_a_task_brings_new_words(
     tasks.assert_same_in_three_processes(start, experiment, tuned, tmp_path / "three", *settings)
 
 
+@pytest.mark.long
 def test_features_and_plans(
     run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_suite_fine_tunes_it_as_ulmfit_does(
     assert 0 < moved["embeddings.tokens.weight"] < moved["layers.1.weight_ih"]
 
 
+@pytest.mark.long
 def test_a_suite_trains_a_model_on_elmos_frozen_features(
     runs: dict[str, Path], tmp_path: Path, samestep: Samestep
 ) -> None:

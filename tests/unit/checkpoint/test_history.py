@@ -58,6 +58,7 @@ def test_the_example_of_the_module() -> None:
     assert counted == {1: [2, 4], 2: [6, 8], 3: [10], 4: []}
 
 
+@pytest.mark.long
 def test_a_late_commit_does_not_count_and_goes(
     root: Location, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -174,6 +174,8 @@ def test_a_later_round_does_not_wait_for_the_lock_of_a_frozen_process(
 ) -> None:
     monkeypatch.setenv(lock.GROUP, "a 1 1")
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 60.0)
+    # The first one is frozen: this process would end once it noticed that it was taken over.
+    monkeypatch.setattr(lock, "_RENEW_SECONDS", 60.0)
     with only_writer(tmp_path):
         monkeypatch.setenv(lock.GROUP, "a 1 2")
         began = time.monotonic()

@@ -77,6 +77,7 @@ def test_rendering_prints_what_can_be_piped(
         samestep("launch", "k8s.yaml", experiment_file, "--render", "--dry-run")
 
 
+@pytest.mark.long
 def test_what_would_not_start_is_refused_by_a_dry_run_and_a_submission(
     project: Path, samestep: Samestep, experiment_file: str
 ) -> None:

@@ -518,6 +518,7 @@ def looked_after(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "gcloud",
     [
@@ -596,6 +597,7 @@ def test_a_supervisor_that_is_killed_can_be_started_again(
     assert "another supervisor of" in again.stderr
 
 
+@pytest.mark.long
 def test_a_supervisor_waits_for_google_and_tries_again(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:
@@ -634,6 +636,7 @@ def test_requests_that_fail_again_and_again_are_given_up(
     )
 
 
+@pytest.mark.long
 def test_a_request_that_is_refused_is_given_up_with_the_hint(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:

@@ -226,6 +226,7 @@ def test_scripts_are_sound(case: str, tmp_path: Path) -> None:
     assert SECRET not in script.read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machine) -> None:
     assert machine.runs(75, 143, 0) == 0
     assert machine.starts == [f"samestep train {machine.work}/config.yaml --elastic 1"] * 3
@@ -285,6 +286,7 @@ def test_runs_that_fail_are_not_started_again_for_ever(
     assert machine.bucket("stage/exit-0").read_text() == f"0 {codes[0]}\n"
 
 
+@pytest.mark.long
 def test_a_run_on_a_machine_that_is_taken_away_goes_on_at_the_next_boot(machine: Machine) -> None:
     script = machine.boots("wait")
     until(lambda: (machine.bucket("kept") / "metrics.jsonl").exists())  # while the run goes on
@@ -302,6 +304,7 @@ def test_a_run_on_a_machine_that_is_taken_away_goes_on_at_the_next_boot(machine:
     assert len(machine.starts) == 2
 
 
+@pytest.mark.long
 def test_a_gcloud_that_hangs_does_not_hold_up_the_end(machine: Machine) -> None:
     gcloud = machine.folder / "bin" / "gcloud"
     rest = gcloud.read_text().partition("\n")[2]
@@ -313,6 +316,7 @@ def test_a_gcloud_that_hangs_does_not_hold_up_the_end(machine: Machine) -> None:
     assert "the run's folder could not be copied" in log.read_text()
 
 
+@pytest.mark.long
 def test_each_boot_has_a_log_of_its_own(machine: Machine) -> None:
     machine.plane.metadata["preempted"] = "TRUE"
     boot = machine.boots("wait")
@@ -355,6 +359,7 @@ def test_the_next_machines_install_the_same_versions(machine: Machine) -> None:
     assert machine.bucket("stage/versions").read_text() == "torch==2.9.0\n"
 
 
+@pytest.mark.long
 def test_the_systems_own_shutdown_is_passed_on(machine: Machine) -> None:
     script = machine.boots("wait")
     until(lambda: machine.starts)
@@ -388,6 +393,7 @@ def test_cancellation_reaches_the_run_once(
     assert len(machine.starts) == 1
 
 
+@pytest.mark.long
 def test_the_note_is_enough_where_ssh_does_not_lead(machine: Machine) -> None:
     script = machine.boots("wait")
     until(lambda: machine.starts)
@@ -396,6 +402,7 @@ def test_the_note_is_enough_where_ssh_does_not_lead(machine: Machine) -> None:
     assert machine.bucket("stage/exit-0").read_text() == "0 75\n"
 
 
+@pytest.mark.long
 def test_what_cannot_be_installed_ends_the_job(machine: Machine) -> None:
     (machine.folder / "record.no-pip").touch()
     assert machine.runs(0) == 1
@@ -407,12 +414,14 @@ def test_what_cannot_be_installed_ends_the_job(machine: Machine) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_secret_that_is_not_there_ends_the_job(machine: Machine) -> None:
     (machine.folder / "secrets" / "wandb").unlink()
     assert machine.runs(0) == 1
     assert machine.starts == []
 
 
+@pytest.mark.long
 def test_a_new_machine_gets_the_runs_folder(machine: Machine) -> None:
     machine.bucket("kept").mkdir()
     (machine.bucket("kept") / "metrics.jsonl").write_text("before\n")
@@ -420,6 +429,7 @@ def test_a_new_machine_gets_the_runs_folder(machine: Machine) -> None:
     assert (machine.bucket("kept") / "metrics.jsonl").read_text() == "before\nmetrics\n"
 
 
+@pytest.mark.long
 def test_a_folder_that_comes_back_slowly_is_not_kept_by_halves(machine: Machine) -> None:
     machine.bucket("kept").mkdir()
     kept = machine.bucket("kept") / "metrics.jsonl"
@@ -465,6 +475,7 @@ def test_a_package_goes_below_the_snapshot(machine: Machine) -> None:
     assert [line for line in machine.record if line.startswith("useradd")] != []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("machine", ["wheel"], indirect=True)
 def test_a_wheel_comes_from_a_bucket(machine: Machine) -> None:
     machine.bucket("wheels").mkdir()
@@ -475,6 +486,7 @@ def test_a_wheel_comes_from_a_bucket(machine: Machine) -> None:
     assert f"pip install --quiet {home}/samestep-1.0-py3-none-any.whl[gcs,tpu]" in machine.record
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_the_run_is_of_another_user(machine: Machine) -> None:
     for name in ("setpriv", "chown"):

@@ -204,6 +204,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
         server.shutdown()
 
 
+@pytest.mark.long
 def test_online_no_step_is_doubled_or_missing_after_kills_and_resumes(
     tmp_path: Path, server: FakeServer
 ):

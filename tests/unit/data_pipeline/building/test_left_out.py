@@ -90,6 +90,7 @@ def test_duplicates_are_left_out_with_any_number_of_workers(corpus, texts, tmp_p
     assert files_of(tmp_path / "three") == files_of(tmp_path / "out")
 
 
+@pytest.mark.long
 def test_what_was_compared_before_is_not_compared_again(corpus, texts, tmp_path, monkeypatch):
     """A build that is killed while it compares goes on; changed text is compared again."""
     source, output = write(tmp_path, texts), tmp_path / "out"

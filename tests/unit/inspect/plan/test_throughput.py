@@ -199,6 +199,7 @@ def test_every_family_is_predicted(family: str) -> None:
         assert 0 < eager.mfu < fused.mfu < 0.62
 
 
+@pytest.mark.long
 def test_the_command_prints_tables_and_json(experiment_file: str, samestep: Samestep) -> None:
     plan = ("plan", experiment_file, "--devices", "2", "training.precision=bf16")
     shown = samestep(*plan, "--throughput", "h100", "--price", "2.5", "--strategy", "ddp").out
