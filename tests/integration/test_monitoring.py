@@ -33,8 +33,8 @@ def test_filled_cells_are_those_that_the_objective_gives_a_segment(
     with open_loader(experiment, dataset, Replica(0, 3), experiment.resolved_phases()[0]) as loader:
         for batch in (batch for _, step in zip(range(20), loader, strict=False) for batch in step):
             sides = [batch[name] for name in ("segments", "target_segments") if name in batch]
-            cells = sum((side > 0).sum(dim=1) for side in sides) * (batch["example"] >= 0)
-            assert batch["filled"].tolist() == cells.tolist()
+            positions = sum((side > 0).sum(dim=1) for side in sides) * (batch["example"] >= 0)
+            assert batch["filled"].tolist() == positions.tolist()
 
 
 def train_here(file: str, overrides: list[str]) -> None:

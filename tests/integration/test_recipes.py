@@ -108,11 +108,11 @@ class Promise:
 
     Attributes:
         parameters: of the model, as transformers counts them where it has such a model.
-        batches: (steps, examples of a step, cells of an example) of each phase.
+        batches: (steps, examples of a step, positions of an example) of each phase.
         rate: the learning rate of a step.
         masked: share of the tokens that are predicted.
-        sides: cells of sources and of targets in an example that has both; none of them is padding
-            unless `padded`.
+        sides: positions of sources and of targets in an example that has both; none of them is
+            padding unless `padded`.
         decay: of the weights.
         clip: the norm that gradients are clipped to.
         optimizer: its kind and settings.
@@ -523,7 +523,7 @@ def vocabulary_of(size: int) -> Vocabulary:
 
 
 def _examples(spec: PackSpec, rows: int) -> Examples:
-    """Rows of two pieces, A and B, with no cell to spare."""
+    """Rows of two pieces, A and B, with no position to spare."""
     room = spec.sequence_length - 3 * spec.prefix
     pieces = np.tile([room // 2, room - room // 2], rows)
     return Examples(

@@ -19,7 +19,7 @@ from tests.outputs import fill, parameters, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.config import Head
 
-CELLS = 24
+LENGTH = 24
 TASKS: dict[str, tuple[Head, str, tuple[str, ...]]] = {
     "classification": ("classification", "SequenceClassification", ("no", "maybe", "yes")),
     "regression": ("classification", "SequenceClassification", ("similarity",)),
@@ -87,7 +87,7 @@ def text_pairs(lengths: list[tuple[int, int]], end: int, pad: int) -> dict[str, 
     """Pairs of texts of these lengths, each with the token that ends it, padded to 24 positions."""
     generator = torch.Generator().manual_seed(1)
     first, second = (torch.tensor(side)[:, None] for side in zip(*lengths, strict=True))
-    place = torch.arange(CELLS).expand(len(lengths), -1)
+    place = torch.arange(LENGTH).expand(len(lengths), -1)
     tokens = torch.randint(end + 1, 300, place.shape, generator=generator)
     tokens[(place == first) | (place == first + second + 1)] = end
     real = place < first + second + 2
@@ -130,7 +130,7 @@ def assert_losses_and_gradients_are_equal(
     spans: tuple[list[int], list[int]],
     untagged: slice | None = None,
 ) -> None:
-    """Args: spans are the answers' first and last cells; untagged are cells without a tag."""
+    """Args: spans are answers' first and last positions; untagged are positions without a tag."""
     logits = pair.ours(batch)
     if pair.head == "question_answering":
         starts, ends = map(torch.tensor, spans)

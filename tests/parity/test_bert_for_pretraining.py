@@ -79,7 +79,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def whole_rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What our model reads, to score all cells."""
+    """What our model reads, to score all positions."""
     return {name: batch[name] for name in ("tokens", "segments", "positions", "token_types")}
 
 

@@ -48,7 +48,7 @@ def documents(*lengths: int) -> list[Tensor]:
 
 
 def packed(*texts: Tensor) -> dict[str, Tensor]:
-    """One row of several texts and three cells of padding."""
+    """One row of several texts and three positions of padding."""
     lengths = [len(text) for text in texts]
     return {
         "tokens": torch.cat([*texts, torch.zeros(3, dtype=torch.int64)])[None],

@@ -81,19 +81,19 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
 
 
 def rows(*lengths: int) -> dict[str, Tensor]:
-    """Texts of these lengths, each with the token that ends it, padded to 24 cells.
+    """Texts of these lengths, each with the token that ends it, padded to 24 positions.
 
     The last of them is read.
     """
     generator = torch.Generator().manual_seed(1)
-    cells, length = torch.arange(24).expand(len(lengths), -1), torch.tensor(lengths)[:, None]
-    tokens = torch.randint(3, 300, cells.shape, generator=generator)
-    tokens[cells == length] = 2
-    real = cells <= length
+    places, length = torch.arange(24).expand(len(lengths), -1), torch.tensor(lengths)[:, None]
+    tokens = torch.randint(3, 300, places.shape, generator=generator)
+    tokens[places == length] = 2
+    real = places <= length
     return {
         "tokens": tokens * real,
         "segments": real.int(),
-        "positions": cells * real,
+        "positions": places * real,
         "predicted": length,
     }
 
@@ -203,11 +203,11 @@ def test_the_auxiliary_loss_is_added(family: type[gpt2.Config]):
     batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     totals = {name: torch.tensor(weight) for name, weight in objective.weights(batch).items()}
     loss = objective.loss(model, batch, totals)
-    cells = {name: batch[name] for name in ("tokens", "segments", "positions")}
+    places = {name: batch[name] for name in ("tokens", "segments", "positions")}
     of_classes = F.cross_entropy(
-        predict(model, **cells, predicted=batch["predicted"])[:, 0], batch["labels"]
+        predict(model, **places, predicted=batch["predicted"])[:, 0], batch["labels"]
     )
-    alone = predict(built(family(**SMALL)), **cells)[:, :-1]
+    alone = predict(built(family(**SMALL)), **places)[:, :-1]
     real = batch["segments"][:, 1:] > 0
     of_tokens = F.cross_entropy(alone[real], batch["tokens"][:, 1:][real].long())
     torch.testing.assert_close(loss.total, of_classes + 0.5 * of_tokens)

@@ -109,7 +109,7 @@ def random_tokens(*lengths: int) -> list[Tensor]:
 
 
 def padded(pair: Pair, *lengths: int) -> dict[str, Tensor]:
-    """A row for each length, padded to 24 cells; every real cell is predicted."""
+    """A row for each length, padded to 24 positions; every real position is predicted."""
     tokens = torch.full((len(lengths), 24), pair.pad)
     for row, ids in enumerate(random_tokens(*lengths)):
         tokens[row, : len(ids)] = ids

@@ -89,7 +89,7 @@ def make(family: str, added: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def batch(config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Rows of 9 and of 5 cells, as ours and as transformers' models take them."""
+    """Rows of 9 and of 5 positions, as ours and as transformers' models take them."""
     has_encoder = config.model_type in TEXT_TO_TEXT
     pooled = config.head in ("classification", "multiple_choice")
     tokens = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -125,7 +125,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def real_cells(config: Any, logits: Tensor) -> Tensor:
-    """Without cells of padding, or one for each row or choice."""
+    """Without positions of padding, or one for each row or choice."""
     if config.head == "multiple_choice":
         return logits.flatten()
     return logits.flatten(0, 1)[:14] if logits.shape[1] == 9 else logits.squeeze(1)

@@ -18,7 +18,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.outputs import predict
 from tests.parity import heads
 from tests.parity.heads import (
-    CELLS,
+    LENGTH,
     DecoderPair,
     assert_logits_are_equal,
     assert_losses_and_gradients_are_equal,
@@ -138,7 +138,7 @@ each_head = pytest.mark.parametrize(("head", "labels"), HEADS, ids=[head for hea
 
 
 def read(batch: dict[str, Tensor], head: Head) -> dict[str, Tensor | None]:
-    """The batch with the cells that the objectives of these heads read: the last one, or all."""
+    """The batch with the positions that objectives of these heads read: the last one, or all."""
     last = batch["segments"].sum(1, keepdim=True) - 1
     return {**batch, "predicted": None if head in ("tagging", "question_answering") else last}
 
@@ -186,8 +186,8 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
         predict(
             model, **batch, dropout_key=torch.zeros(4, dtype=torch.int32)
         )  # its attention is written out, for dropout
-    cells = CELLS if batch["predicted"] is None else 1
-    assert CELLS * model.flops_per_token(CELLS, cells / CELLS) == pytest.approx(
+    positions = LENGTH if batch["predicted"] is None else 1
+    assert LENGTH * model.flops_per_token(LENGTH, positions / LENGTH) == pytest.approx(
         3 * counter.get_total_flops() / 4
     )
 

@@ -22,7 +22,7 @@ from transformers import (
 from tests.outputs import parameters, predict
 from tests.parity import heads
 from tests.parity.heads import (
-    CELLS,
+    LENGTH,
     TASKS,
     assert_logits_are_equal,
     assert_losses_and_gradients_are_equal,
@@ -63,17 +63,17 @@ class Pair(heads.Pair):
     family: str
 
     def batch(self, lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
-        """Pairs of texts of these lengths, with three special tokens, padded to 24 cells."""
+        """Pairs of texts of these lengths, with three special tokens, padded to 24 positions."""
         generator = torch.Generator().manual_seed(1)
         before, after = (torch.tensor(side)[:, None] for side in zip(*lengths, strict=True))
-        cells = torch.arange(CELLS).expand(len(lengths), -1)
-        real = cells < before + after + 3
+        places = torch.arange(LENGTH).expand(len(lengths), -1)
+        real = places < before + after + 3
         tokens = torch.randint(5, 300, real.shape, generator=generator)
         return {
             "tokens": torch.where(real, tokens, FAMILIES[self.family][2]),
             "segments": real.int(),
-            "positions": cells,
-            "token_types": (real & (cells > before + 1)).int(),
+            "positions": places,
+            "token_types": (real & (places > before + 1)).int(),
         }
 
     def ours(self, batch: dict[str, Tensor]) -> Tensor:
@@ -97,7 +97,7 @@ class Pair(heads.Pair):
             "attention_mask": "segments",
             "token_type_ids": "token_types",
         }
-        shape = (-1, CHOICES, CELLS) if self.head == "multiple_choice" else (-1, CELLS)
+        shape = (-1, CHOICES, LENGTH) if self.head == "multiple_choice" else (-1, LENGTH)
         return (model or self.reference)(
             **{name: batch[own].view(shape) for name, own in inputs.items()}, **labels
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,13 +136,22 @@ def list_jobs(study: Study, root: Path) -> Jobs:
                 needs = {other: own[other] for other in needed}
                 job = Job(name, config, config.seed_of(repetition), tree, needs, "", root)
                 own[name] = _addressed(job, inputs[arm, name], root)
+                if repetition == study.config.repetitions[0]:
+                    with _named_in_errors(arm, name):
+                        config.check(own[name].settings())
             jobs |= {(arm, repetition, name): job for name, job in own.items()}
     return Jobs(jobs)
 
 
 def _resolved(arm: str, name: str, config: StageConfig) -> Tree:
-    try:
+    with _named_in_errors(arm, name):
         return config.resolved()
+
+
+@contextmanager
+def _named_in_errors(arm: str, name: str) -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"arm {arm!r}, stage {name}: {error}") from error
 

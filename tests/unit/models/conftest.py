@@ -32,7 +32,7 @@ def build() -> Callable[..., Transformer]:
 
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
-    """Four rows of 20 cells: packed, padded, full, and padding only.
+    """Four rows of 20 positions: packed, padded, full, and padding only.
 
     Five predictions each, and dropout keys.
     """

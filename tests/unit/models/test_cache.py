@@ -51,7 +51,7 @@ def test_decoders(build: Callable[..., Model], config: Any):
     whole = predict(model, tokens=text, segments=segments, positions=positions, prefix=prefix)
     first = Inputs(text[:, :5], segments[:, :5], prefix=None if prefix is None else prefix[:, :5])
     logits, cache = model.start(first, 15)
-    steps = [logits] + [model.step(text[:, cell], cache) for cell in range(5, 15)]
+    steps = [logits] + [model.step(text[:, position], cache) for position in range(5, 15)]
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, 4:], rtol=1e-5, atol=1e-5)
 
 
@@ -68,12 +68,12 @@ def test_encoder_decoders(build: Callable[..., Model], config: Any):
     of_target = {"target_tokens": target, "target_segments": torch.ones_like(target)}
     whole = predict(model, tokens=source, segments=segments, **of_target)
     logits, cache = model.start(Inputs(source, segments, target_tokens=target[:, :2]), capacity=12)
-    steps = [logits] + [model.step(target[:, cell], cache) for cell in range(2, 12)]
+    steps = [logits] + [model.step(target[:, position], cache) for position in range(2, 12)]
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, 1:], rtol=1e-5, atol=1e-5)
 
 
 def test_rows_can_be_repeated_moved_and_dropped(build: Callable[..., Model]):
-    """As beams are: each goes on from the cells of the row that it was taken from."""
+    """As beams are: each goes on from the positions of the row that it was taken from."""
     for config in (T5, BART, DECODERS[0]):
         model, text = make(build, config), tokens(3, 9)
         segments = (torch.arange(4) >= torch.tensor([[0], [1], [2]])).int()

@@ -63,7 +63,7 @@ def make(config: TransformerConfig) -> Any:
 
 
 def columns(config: TransformerConfig) -> dict[str, Tensor]:
-    """Two rows of 9 cells, of which the second has padding."""
+    """Two rows of 9 positions, of which the second has padding."""
     tokens = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
     segments = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
     found = {"tokens": tokens, "segments": segments, "positions": torch.arange(9).expand(2, -1)}

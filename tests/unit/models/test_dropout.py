@@ -7,8 +7,8 @@ P = 0.1
 KEYS = split_key(torch.tensor([1234567], dtype=torch.int32), 64)[:, 0]
 
 
-def kept(keys: torch.Tensor, cells: int, p: float = P) -> torch.Tensor:
-    return dropout(torch.ones(len(keys), cells), p, keys) != 0
+def kept(keys: torch.Tensor, positions: int, p: float = P) -> torch.Tensor:
+    return dropout(torch.ones(len(keys), positions), p, keys) != 0
 
 
 def mix(x: int) -> int:
@@ -30,10 +30,10 @@ def test_masks_never_change():
     assert KEYS.tolist() == [signed(key) for key in keys]
     mask = kept(KEYS[:16], 200)
     for row, key in enumerate(keys[:16]):
-        for cell in range(200):
-            bits = (mix(cell) ^ key) * 0x7FEB352D % 2**32
+        for position in range(200):
+            bits = (mix(position) ^ key) * 0x7FEB352D % 2**32
             bits = (bits ^ (bits >> 15)) * 0x846CA68B % 2**32
-            assert mask[row, cell] == (signed(bits) + 2**31 >= round(P * 2**32))
+            assert mask[row, position] == (signed(bits) + 2**31 >= round(P * 2**32))
 
 
 def test_kept_elements_are_scaled_and_gradients_follow_the_mask():
@@ -59,10 +59,10 @@ def test_a_rows_mask_depends_on_its_key_only():
 
 
 def test_cells_taken_from_a_row_are_dropped_out_as_in_it():
-    x, cells = torch.randn(64, 50, 8), torch.randint(0, 50, (64, 7))
-    taken = x.take_along_dim(cells[..., None], dim=1)
-    whole = dropout(x, P, KEYS).take_along_dim(cells[..., None], dim=1)
-    assert torch.equal(dropout(taken, P, KEYS, cells), whole)
+    x, positions = torch.randn(64, 50, 8), torch.randint(0, 50, (64, 7))
+    taken = x.take_along_dim(positions[..., None], dim=1)
+    whole = dropout(x, P, KEYS).take_along_dim(positions[..., None], dim=1)
+    assert torch.equal(dropout(taken, P, KEYS, positions), whole)
 
 
 def test_precision_of_the_input_does_not_change_the_mask():
@@ -98,11 +98,13 @@ def test_columns_are_uniform():
     ],
 )
 def test_rows_are_independent(keys: torch.Tensor):
-    cells, pairs = 100_000, 64 * 63
-    drops = (~kept(keys, cells)).double() - P
-    correlation = (drops @ drops.T / (cells * P * (1 - P))).fill_diagonal_(0)
-    assert correlation.abs().max() < 5 / cells**0.5
-    assert (correlation**2).sum() / pairs * cells == pytest.approx(1, abs=5 * (4 / pairs) ** 0.5)
+    positions, pairs = 100_000, 64 * 63
+    drops = (~kept(keys, positions)).double() - P
+    correlation = (drops @ drops.T / (positions * P * (1 - P))).fill_diagonal_(0)
+    assert correlation.abs().max() < 5 / positions**0.5
+    assert (correlation**2).sum() / pairs * positions == pytest.approx(
+        1, abs=5 * (4 / pairs) ** 0.5
+    )
 
 
 def test_neighboring_cells_are_independent():
@@ -152,13 +154,13 @@ def chi_squared(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("p", [0.02, 0.1, 0.5])
 def test_rate_of_attention_dropout(p: float):
     drops = (~kept_scores(KEYS, 4, 64, 512, p)).double()
-    for sums, cells in (
+    for sums, positions in (
         (drops.sum(3), 512),
         (drops.sum((1, 2)), 256),
         (drops.sum((1, 2, 3)), 2**17),
     ):
         # A variance of 1 in units of the binomial distribution's.
-        z = (sums - cells * p) / (cells * p * (1 - p)) ** 0.5
+        z = (sums - positions * p) / (positions * p * (1 - p)) ** 0.5
         assert abs(z.mean()) < 5 / z.numel() ** 0.5
         assert z.var() == pytest.approx(1, abs=7 * (2 / z.numel()) ** 0.5)
 

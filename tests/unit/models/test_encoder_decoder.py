@@ -138,7 +138,7 @@ def test_parameters_of_the_architectures():
 
 
 def test_flops_are_those_of_the_products():
-    """Against the paper's tables' sizes, counted by hand: 512 cells in, 114 out."""
+    """Against the paper's tables' sizes, counted by hand: 512 positions in, 114 out."""
     with torch.device("meta"):
         model = sized(SIZES["base"]).build()
         shared = sized(SIZES["base"], architecture="shared_encoder_decoder").build()
@@ -228,7 +228,7 @@ def test_each_dropout_probability_acts_in_training_only(
         torch.testing.assert_close(predict(model.eval(), **batch), reference)
     barely = build(
         dataclasses.replace(no_dropout, attention_dropout=1e-12)
-    )  # the slow path, without dropping a cell
+    )  # the slow path, without dropping a position
     torch.testing.assert_close(predict(barely, **batch), reference, rtol=1e-4, atol=1e-4)
 
 

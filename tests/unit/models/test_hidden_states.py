@@ -1,4 +1,4 @@
-"""Models that return the hidden states of all cells give the same logits as without."""
+"""Models that return the hidden states of all positions give the same logits as without."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -
             "target_segments": torch.ones(3, 7, dtype=torch.int32),
         }
     predicted = torch.tensor([[0, 2], [5, 1], [3, 3]])
-    for cells in (predicted, None) if name != "bert, classes" else (predicted[:, :1],):
-        logits, states = outputs(model, config.predicts, "hidden", **given, predicted=cells)
-        alone = predict(model, **given, predicted=cells)
+    for places in (predicted, None) if name != "bert, classes" else (predicted[:, :1],):
+        logits, states = outputs(model, config.predicts, "hidden", **given, predicted=places)
+        alone = predict(model, **given, predicted=places)
         torch.testing.assert_close(
             logits, alone, rtol=0, atol=3e-6 * float(alone.detach().abs().max())
         )

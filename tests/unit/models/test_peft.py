@@ -89,7 +89,7 @@ def test_a_network_computes_the_prefix_of_each_layer() -> None:
 def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
     """And a task's head, and the norms beside adapters.
 
-    Of all cells, which are as many as without.
+    Of all positions, which are as many as without.
     """
     model = make(family, method)
     logits = predict(model, **batch(family))

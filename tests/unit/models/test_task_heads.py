@@ -78,8 +78,8 @@ def test_settings_that_do_not_go_with_the_head_are_refused(
         dataclasses.replace(config, **change)
 
 
-def cells(head: dict[str, object], batch: Batch) -> Tensor | None:
-    """What the objectives of these heads read: the first cell, or all."""
+def positions(head: dict[str, object], batch: Batch) -> Tensor | None:
+    """What the objectives of these heads read: the first position, or all."""
     return (
         None
         if head["head"] in ("tagging", "question_answering")
@@ -95,7 +95,7 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(
     """In training mode, where dropout masks are those of the row's key."""
     changed = {**dataclasses.asdict(config), **head, "type_vocab": 2}
     model = build(FAMILIES[family](**changed))
-    batch = {**batch, "predicted": cells(head, batch)}
+    batch = {**batch, "predicted": positions(head, batch)}
     together = predict(model, **batch)
     classes = {"multiple_choice": 1, "question_answering": 2}.get(
         str(head["head"]), len(model.config.labels)
@@ -145,7 +145,7 @@ def test_dropout_is_where_transformers_has_it(
     model.head.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[2]))
     for linear in model.head.children():
         linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))
-    predict(model, **{**batch, "predicted": cells(head, batch)})
+    predict(model, **{**batch, "predicted": positions(head, batch)})
     assert [bool(0.4 < zeros.float().mean() < 0.6) for zeros in seen] == list(places)
     assert torch.cat(keys).unique().numel() == torch.cat(keys).numel() == 4 * (2 * 3 + 1)
     if len(seen) == 2:
@@ -159,7 +159,7 @@ def test_the_work_is_that_of_the_products(
 ):
     model = build(dataclasses.replace(config, **head))  # its attention is written out, for dropout
     with FlopCounterMode(display=False) as counter:
-        predict(model, **{**batch, "predicted": cells(head, batch)})
+        predict(model, **{**batch, "predicted": positions(head, batch)})
     read = 20 if head["head"] in ("tagging", "question_answering") else 1
     assert 20 * model.flops_per_token(20, read / 20) == pytest.approx(
         3 * counter.get_total_flops() / 4

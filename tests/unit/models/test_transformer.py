@@ -161,7 +161,7 @@ def test_eager_attention_computes_what_the_fused_kernel_does(
     fused = build(dataclasses.replace(config, dropout=0.0, attention_dropout=0.0))
     eager = build(
         dataclasses.replace(config, dropout=0.0, attention_dropout=1e-12)
-    )  # rounds to no cell at all
+    )  # rounds to no position at all
     torch.testing.assert_close(
         predict(eager, **batch), predict(fused, **batch), rtol=1e-5, atol=1e-6
     )

@@ -15,18 +15,18 @@ from torch import Tensor
 from trainer.strategies.xla import flash
 
 
-def tensors(cells: int, dtype: torch.dtype) -> list[Tensor]:
+def tensors(positions: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 3, cells, 8, generator=generator).to(dtype) for _ in range(3)]
+    return [torch.randn(2, 3, positions, 8, generator=generator).to(dtype) for _ in range(3)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("cells", "dtype"), [(100, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize(("positions", "dtype"), [(100, torch.bfloat16), (128, torch.float32)])
 def test_other_lengths_and_precisions_are_masked_by_segments(
-    cells: int, dtype: torch.dtype, causal: bool
+    positions: int, dtype: torch.dtype, causal: bool
 ) -> None:
-    query, key, value = tensors(cells, dtype)
-    segments = (torch.arange(cells) // 40).expand(2, cells).int()
+    query, key, value = tensors(positions, dtype)
+    segments = (torch.arange(positions) // 40).expand(2, positions).int()
     mask = segments[:, None, :, None] == segments[:, None, None, :]
     mask = mask.tril() if causal else mask
     found = flash.FlashAttention(0, 1)(

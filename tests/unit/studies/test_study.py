@@ -245,6 +245,11 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
         ("stages.pretrain.settings.data.path=stage:again", "which comes later or is left out"),
         ("stages.pretrain.settings.optimizer.rate=1", "optimizer.rate is not a known key"),
         ("stages.pretrain.kind=fit", "no module for 'fit'"),
+        (
+            "stages.pretrain.settings.data={path: null, "
+            "sources: [{path: stage:corpus}, {path: stage:corpus}]}",
+            "arm 'a', stage pretrain: data: two sources have the same name in dataset, dataset",
+        ),
         ("scale=huge", "huge-corpus.yaml"),
         ("stages.corpus.settings.source.paths=[missing.jsonl]", "missing.jsonl"),
     ],

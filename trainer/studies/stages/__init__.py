@@ -54,6 +54,16 @@ class StageConfig(ABC):
     def resolved(self) -> Tree:
         """Everything that the result depends on, except the seed and the stages that are named."""
 
+    def check(self, settings: Tree) -> None:  # noqa: B027
+        """Checks settings before any job is run.
+
+        Args:
+            settings: `resolved`, with folders in place of stages.
+
+        Raises:
+            ConfigError: a setting is invalid.
+        """
+
     def inputs(self, resolved: Tree) -> Sequence[object]:
         """What tells whether the content of files that the stage reads has changed."""
         return ()

@@ -43,10 +43,11 @@ class Config(StageConfig):
 
     def resolved(self) -> Tree:
         tree = merge(read_tree(self.experiment), self.settings)
-        tree = {name: value for name, value in tree.items() if name not in ("output", "seed")}
-        if "init_from" not in tree:  # else the model is known only when the other stage has run
-            decode(Experiment, {"output": self.product, **tree})
-        return tree
+        return {name: value for name, value in tree.items() if name not in ("output", "seed")}
+
+    def check(self, settings: Tree) -> None:
+        if "init_from" not in settings:  # else the model is known only when the stage has run
+            decode(Experiment, {"output": self.product, **settings})
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         file = folder / "experiment.yaml"

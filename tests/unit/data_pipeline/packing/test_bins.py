@@ -29,7 +29,7 @@ def sentences(pairs: int, seed: int = 0) -> np.ndarray:
 def assert_no_overlap(
     example: np.ndarray, offset: np.ndarray, cost: np.ndarray, size: tuple[int, int]
 ) -> None:
-    """On each side the pieces of an example lie end to end from its first cell, and inside it."""
+    """On each side the pieces of an example lie end to end from its first position, inside it."""
     assert set(example.tolist()) == set(range(example.max(initial=-1) + 1))
     for side in (0, 1):
         order = np.lexsort((offset[:, side], example))

@@ -1,4 +1,4 @@
-"""Packing loses no token, overlaps no cells and depends on its arguments only."""
+"""Packing loses no token, overlaps no positions and depends on its arguments only."""
 
 import time
 
@@ -34,7 +34,7 @@ def assert_valid(packed: PackPlan, lengths: np.ndarray, spec: PackSpec, policy: 
     assert (first_cell >= 0).all()
     assert (end <= spec.sequence_length).all()
     same_row = example[1:] == example[:-1]
-    # From the first cell of a row to its last token there is no hole: objectives rely on that.
+    # From the first position of a row to its last token there is no hole: objectives rely on that.
     assert (first_cell[1:][same_row] == end[:-1][same_row]).all()
     assert (first_cell[packed.example_start[:-1]] == 0).all()
 
@@ -96,10 +96,10 @@ def test_no_text_gives_no_examples(policy: str, lengths: list[int]) -> None:
 def test_concat_fills_every_window_but_the_last() -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 500)
     packed = plan(lengths, PackSpec(32, 1, 1), "concat")
-    cells = lengths.sum() + len(lengths) - 1
-    assert packed.examples == -(-cells // 30)
+    positions = lengths.sum() + len(lengths) - 1
+    assert packed.examples == -(-positions // 30)
     last_cell = (packed.column + packed.length)[packed.example_start[1:] - 1]
-    # A window may end, or have begun, in the separator between two documents: a cell of padding
+    # A window may end, or have begun, in the separator between two documents: a position of padding
     # each, never more.
     assert (last_cell[:-1] >= 29).all()
     assert (31 - last_cell[:-1]).mean() < 0.1
@@ -108,7 +108,7 @@ def test_concat_fills_every_window_but_the_last() -> None:
 def test_concat_by_hand() -> None:
     packed = plan(
         [3, 0, 5, 4], PackSpec(8, 1, 1), "concat"
-    )  # cells aaa|bbb bb|cccc, "|" a separator, windows of 6
+    )  # positions aaa|bbb bb|cccc, "|" a separator, windows of 6
     assert packed.document.tolist() == [0, 2, 2, 3, 3]
     assert packed.begin.tolist() == [0, 0, 2, 0, 2]
     rows = [

@@ -163,9 +163,9 @@ def test_half_of_the_seconds_are_random_and_from_other_documents() -> None:
 def test_a_tenth_of_the_documents_makes_short_examples() -> None:
     lengths, starts = make_shard(3000, 60, longest=8)
     packed = plan(lengths, starts, PackSpec(128, 1, 1))
-    cells = packed.length[::2] + packed.length[1::2]
+    positions = packed.length[::2] + packed.length[1::2]
     longest = np.zeros(3000, dtype=np.int64)
-    np.maximum.at(longest, packed.document[::2], cells)
+    np.maximum.at(longest, packed.document[::2], positions)
     long_enough = lengths > 250  # each of them has a full example otherwise
     assert (longest[long_enough] < 125).mean() == pytest.approx(0.1, abs=0.03)
 

@@ -89,9 +89,9 @@ def test_replicas_share_the_same_batches_which_are_as_wide_as_they_must_be(datas
         width % 8 == 0 and int(batch["filled"].max()) > width - 8
         for width, batch in zip(widths, alone, strict=True)
     )
-    cells = sum(batch["tokens"].numel() for batch in alone)
+    positions = sum(batch["tokens"].numel() for batch in alone)
     assert (
-        sum(int(batch["filled"].sum()) for batch in alone) > 0.75 * cells
+        sum(int(batch["filled"].sum()) for batch in alone) > 0.75 * positions
     )  # ungrouped, a quarter is text
     assert widths != sorted(widths)
 
@@ -147,18 +147,18 @@ def test_what_cannot_be_grouped_is_refused(dataset: Path) -> None:
 def test_groups_permute_pools(examples: int) -> None:
     lengths = np.random.default_rng(1).integers(1, 99, examples)
 
-    def cells(at: Location) -> np.ndarray:
+    def positions(at: Location) -> np.ndarray:
         return lengths[at.index]
 
-    finite = LengthGroups(SinglePass([examples]), cells, 3, seed=0, finite=True)
+    finite = LengthGroups(SinglePass([examples]), positions, 3, seed=0, finite=True)
     assert sorted(finite.locate(np.arange(examples)).index.tolist()) == list(range(examples))
     assert finite.batch(examples - 1, 4).tolist() == [examples - 1]
-    endless = LengthGroups(Order([examples], seed=0, lanes=1), cells, 3, seed=0, finite=False)
+    endless = LengthGroups(Order([examples], seed=0, lanes=1), positions, 3, seed=0, finite=False)
     number = np.arange(2 * GROUPS * 3)
     at = endless.locate(number)
     plain = Order([examples], seed=0, lanes=1).locate(number)
     assert sorted(zip(at.epoch, at.index, strict=True)) == sorted(
         zip(plain.epoch, plain.index, strict=True)
     )
-    spread = np.ptp(cells(at).reshape(-1, 3), axis=1).mean()
+    spread = np.ptp(positions(at).reshape(-1, 3), axis=1).mean()
     assert examples < 100 or spread < 5

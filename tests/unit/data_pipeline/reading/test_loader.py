@@ -52,14 +52,14 @@ def test_global_batches_are_the_same_at_any_world_size(
     assert all(len(batch["tokens"]) == 24 for batch in shared)
 
 
-@pytest.mark.parametrize("cells", [1, 300, 2**10, 2**18])
+@pytest.mark.parametrize("positions", [1, 300, 2**10, 2**18])
 @pytest.mark.parametrize("threads", [0, 2])
 def test_how_many_rows_are_made_together_changes_nothing(
-    write_dataset, monkeypatch, cells, threads
+    write_dataset, monkeypatch, positions, threads
 ) -> None:
     folder = write_dataset()
     expected = global_batches(folder, 20, micro_batch_size=24)
-    monkeypatch.setattr(batches, "_BLOCK_POSITIONS", cells)
+    monkeypatch.setattr(batches, "_BLOCK_POSITIONS", positions)
     loader = make_loader(folder, threads=threads)
     taken = [valid_rows(next(loader)) for _ in range(13)]
     assert loader.state_dict()["example"] == 13 * 24  # what was taken, not what was made
