@@ -107,9 +107,9 @@ def notes(results: Results) -> list[str]:
         measure = config.measures[stated.measure]
         text = (
             f"Primary comparison, stated before the runs: {stated.arms[1]} against "
-            f"{stated.arms[0]} in {stated.measure}. By a pilot (standard deviation of the paired "
-            f"difference {_number(stated.pilot_deviation, measure)}), {config.seeds} seeds detect "
-            f"a difference of {_number(stated.detects, measure)} in 80 of 100 cases. "
+            f"{stated.arms[0]} in {stated.measure}. With an assumed standard deviation of the "
+            f"paired difference of {_number(stated.pilot_deviation, measure)}, {config.seeds} "
+            f"seeds detect a difference of {_number(stated.detects, measure)} in 80 of 100 cases. "
         )
         if results.primary is not None:
             text += f"Found: {_estimate(results.primary, measure)}."

@@ -52,7 +52,8 @@ class Primary:
     Attributes:
         measure: name of a measure.
         arms: the two arms.
-        pilot_deviation: standard deviation of the paired difference in a pilot, over seeds.
+        pilot_deviation: standard deviation of the paired difference over seeds, found in a pilot
+            or assumed.
         detects: smallest difference that is found in 80 of 100 such studies.
     """
 
