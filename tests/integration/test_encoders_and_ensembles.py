@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.cli import main
+from trainer.inspect.distance import by_group, left_out
 from trainer.training.initial_weights import with_encoder
 from trainer.training.weights import load_weights
 
@@ -84,6 +86,17 @@ def test_distances_are_relative_and_by_layer(
     same = samestep("checkpoint", "distance", tuned[0], tuned[0], "--scores", file)
     assert same.code == 0
     assert set(json.loads(file.read_text()).values()) == {0.0}
+
+
+def test_heads_of_two_kinds_are_not_compared(finished_run: Path) -> None:
+    """Their parameters may have equal names and shapes, and the later ones are new."""
+    before = load_weights(finished_run)
+    after = replace(before, config=replace(before.config, head="tagging", labels=("a", "b")))
+    assert "head" in by_group(before, before)
+    assert "head" not in by_group(before, after)
+    assert left_out(before, after) == sorted(
+        name for name in before.tensors if name.startswith("head.")
+    )
 
 
 def test_an_ensemble_of_taggers_votes(

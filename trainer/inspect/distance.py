@@ -74,10 +74,14 @@ def left_out(before: Weights, after: Weights) -> list[str]:
 
 
 def _common(before: Weights, after: Weights) -> list[str]:
+    # Heads of two kinds may have matrices of one name, such as head.dense: the later one is new.
+    one_head = before.config.head == after.config.head
     return [
         name
         for name in before.tensors
-        if name in after.tensors and before.tensors.shape(name) == after.tensors.shape(name)
+        if name in after.tensors
+        and before.tensors.shape(name) == after.tensors.shape(name)
+        and (one_head or name.partition(".")[0] != "head")
     ]
 
 

@@ -218,7 +218,8 @@ def _distance(args: argparse.Namespace) -> int:
     console.print(table)
     if left_out := distance.left_out(before, after):
         console.print(
-            f"left out, because only one of them has it, or in another shape: {', '.join(left_out)}"
+            "left out, because only one of them has it, or has it in another shape or in a head of "
+            f"another kind: {', '.join(left_out)}"
         )
     if args.scores is not None:
         scores = {name: group.relative for name, group in found.items()}

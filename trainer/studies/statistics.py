@@ -45,9 +45,10 @@ def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
 
     Two things vary: the seeds, and the held-out rows that happened to be chosen. Their variances
     add up. The quantile is Student's (1908), with the degrees of freedom of Satterthwaite (1946):
-    the variance over a few seeds is uncertain, the one over rows hardly. A bootstrap over seeds
-    would be too narrow: with three, it excludes zero whenever the three have the same sign, which
-    happens by chance in one of four cases.
+    the variance over a few seeds is uncertain, the one over rows hardly. The interval is never
+    narrower than that of the seeds alone. A bootstrap over seeds would be too narrow: with three,
+    it excludes zero whenever the three have the same sign, which happens by chance in one of four
+    cases.
 
     Args:
         values: one for each seed.
@@ -62,6 +63,10 @@ def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
     if not total:  # all seeds agree to the last bit
         return Estimate(mean, deviation, mean, mean)
     half = _quantile(of_seeds, total, count) * math.sqrt(total)
+    # Alone, this interval would exclude the true mean in up to 8 % of studies of 3 seeds whose
+    # rows vary less than their seeds, as more degrees of freedom make it narrower.
+    seeds_alone = _quantile(of_seeds, of_seeds, count) * math.sqrt(of_seeds)
+    half = max(half, seeds_alone)
     return Estimate(mean, deviation, mean - half, mean + half)
 
 

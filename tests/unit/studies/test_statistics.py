@@ -25,12 +25,18 @@ def test_without_rows_it_is_the_paired_t_test() -> None:
     assert not found.excludes_zero
 
 
-def test_variance_over_rows_widens_the_interval_less_than_few_seeds_do() -> None:
+def test_variance_over_rows_has_many_degrees_of_freedom() -> None:
     values = [0.1, 0.2, 0.3]  # variance of the mean: 0.01 / 3
-    seeds, both = estimate(values), estimate(values, rows_variance=0.01 / 3)
+    seeds, both = estimate(values), estimate(values, rows_variance=0.09 / 3)
     assert seeds.high == pytest.approx(0.2 + stats.t.ppf(0.975, 2) * np.sqrt(0.01 / 3))
-    # Satterthwaite: twice the variance, of which half is known, has 2 * 2^2 degrees of freedom.
-    assert both.high == pytest.approx(0.2 + stats.t.ppf(0.975, 8) * np.sqrt(0.02 / 3))
+    # Satterthwaite: ten times the variance, of which nine parts are known, has 2 * 10^2 degrees.
+    assert both.high == pytest.approx(0.2 + stats.t.ppf(0.975, 200) * np.sqrt(0.1 / 3))
+
+
+def test_variance_over_rows_never_narrows_the_interval() -> None:
+    """Twice the variance has 8 degrees of freedom, and 2.31 sqrt(2) is less than 4.30."""
+    values = [0.1, 0.2, 0.3]
+    assert estimate(values, rows_variance=0.01 / 3) == estimate(values)
 
 
 def test_one_seed_has_no_interval_and_equal_seeds_an_empty_one() -> None:
@@ -41,10 +47,18 @@ def test_one_seed_has_no_interval_and_equal_seeds_an_empty_one() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_five_of_a_hundred_intervals_miss_a_true_difference_of_zero(seeds: int) -> None:
-    draws = np.random.Generator(np.random.PCG64(seeds)).normal(size=(2000, seeds))
-    wrong = np.mean([estimate(list(values)).excludes_zero for values in draws])
-    assert 0.035 < wrong < 0.065  # 2000 trials: a standard error of 0.5 %
+@pytest.mark.parametrize("rows_variance", [0.0, 0.1, 1.0])
+def test_five_of_a_hundred_intervals_miss_a_true_difference_of_zero(
+    seeds: int, rows_variance: float
+) -> None:
+    """`rows_variance`, of the mean, as a multiple of the seeds'."""
+    generator = np.random.Generator(np.random.PCG64(seeds))
+    draws = generator.normal(size=(4000, seeds))
+    of_rows = rows_variance / seeds
+    moved = draws + generator.normal(size=(4000, 1)) * np.sqrt(of_rows)
+    wrong = np.mean([estimate(list(values), of_rows).excludes_zero for values in moved])
+    # 4000 trials: a standard error of 0.35 %. Where both vary alike, fewer than 5 % are wrong.
+    assert (0.025 if rows_variance == 1.0 else 0.035) < wrong < 0.065
 
 
 def test_bootstrap_over_rows_has_the_binomial_variance() -> None:
