@@ -19,6 +19,13 @@ ZERO = ("albert", "electra", "elmo")
 """Shared layers, two models in one, recurrent layers."""
 
 
+def with_long(tasks: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Parametrizes a test by all encoders: those given are long, the others exhaustive."""
+    marks = [pytest.mark.long if each in tasks else pytest.mark.exhaustive for each in ENCODERS]
+    cases = [pytest.param(each, marks=mark) for each, mark in zip(ENCODERS, marks, strict=True)]
+    return pytest.mark.parametrize("task", cases, indirect=True)
+
+
 @pytest.fixture(scope="module", params=ENCODERS)
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -40,28 +47,14 @@ def reference(experiment_file: str, task: str, tmp_path_factory: pytest.TempPath
     return record
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param(task, marks=pytest.mark.long if task in LAYOUTS else pytest.mark.exhaustive)
-        for task in ENCODERS
-    ],
-    indirect=True,
-)
+@with_long(LAYOUTS)
 def test_three_processes_have_its_batches_and_losses(
     experiment_file: str, tmp_path: Path, task: str, reference: Record
 ) -> None:
     check(Case(3, "ddp", 4, 0, FAMILIES[task], task), experiment_file, tmp_path, reference)
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param(task, marks=pytest.mark.long if task in ZERO else pytest.mark.exhaustive)
-        for task in ENCODERS
-    ],
-    indirect=True,
-)
+@with_long(ZERO)
 def test_zero_has_its_batches_and_losses(
     experiment_file: str, tmp_path: Path, task: str, reference: Record
 ) -> None:

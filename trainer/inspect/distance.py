@@ -48,13 +48,11 @@ def by_group(before: Weights, after: Weights) -> dict[str, Group]:
     Raises:
         CheckpointError: they have no parameter in common.
     """
-    with torch.device("meta"):
-        model = before.config.build()
     groups: dict[str, Group] = {ALL: Group()}
-    for name in _common(before, after):
+    for name, part in _common(before, after).items():
         old, new = (weights.tensors[name].double() for weights in (before, after))
         moved, size = float((new - old).square().sum()), float(old.square().sum())
-        for group in (ALL, _group(model, name)):
+        for group in (ALL, part):
             found = groups.setdefault(group, Group())
             found.parameters += old.numel()
             found.moved += moved
@@ -73,16 +71,19 @@ def left_out(before: Weights, after: Weights) -> list[str]:
     return sorted({*before.tensors, *after.tensors}.difference(_common(before, after)))
 
 
-def _common(before: Weights, after: Weights) -> list[str]:
-    # Heads of two kinds may have matrices of one name, such as head.dense: the later one is new.
-    one_head = before.config.head == after.config.head
-    return [
-        name
+def _common(before: Weights, after: Weights) -> dict[str, str]:
+    """The parameters that two checkpoints have in common, and the group of each."""
+    with torch.device("meta"):
+        model = before.config.build()
+    groups = {
+        name: _group(model, name)
         for name in before.tensors
-        if name in after.tensors
-        and before.tensors.shape(name) == after.tensors.shape(name)
-        and (one_head or name.partition(".")[0] != "head")
-    ]
+        if name in after.tensors and before.tensors.shape(name) == after.tensors.shape(name)
+    }
+    if before.config.head == after.config.head:
+        return groups
+    # Heads of two kinds may have matrices of one name, such as head.dense: the later one is new.
+    return {name: group for name, group in groups.items() if group != "head"}
 
 
 def _group(model: Model, name: str) -> str:

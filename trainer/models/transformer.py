@@ -40,14 +40,12 @@ class _Inner(NamedTuple):
 
     Attributes:
         states: hidden states; all for a scalar mix.
-        compared: the outputs `compared.N`.
         attention: the outputs `attention.N`.
         alone: the outputs are nothing else.
         through: the highest layer that has to run.
     """
 
     states: list[int]
-    compared: list[int]
     attention: list[int]
     alone: bool
     through: int
@@ -143,7 +141,8 @@ class Transformer(TransformerModel):
             )
             shown = {n: self._shown(states[n], n) for n in inner.states}
             found = {f"layer.{n}": shown[n] for n in layer_numbers(outputs)}
-            found |= {f"compared.{n}": self._fitted(shown[n]) for n in inner.compared}
+            compared = layer_numbers(outputs, "compared")
+            found |= {f"compared.{n}": self._fitted(shown[n]) for n in compared}
             found |= {f"attention.{n}": each for n, each in scores.items()}
             if inner.alone:
                 return found
@@ -159,16 +158,13 @@ class Transformer(TransformerModel):
 
     def _inner(self, outputs: Outputs) -> _Inner:
         """What the outputs need of single layers."""
-        compared, attention = (
-            layer_numbers(outputs, "compared"),
-            layer_numbers(outputs, "attention"),
-        )
-        states = sorted({*layer_numbers(outputs), *compared})
+        attention = layer_numbers(outputs, "attention")
+        states = sorted({*layer_numbers(outputs), *layer_numbers(outputs, "compared")})
         alone = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
         through = max([0, *states, *attention]) if alone else len(self.layers)
         if self.mix is not None and not alone:
             states = list(range(len(self.layers) + 1))
-        return _Inner(states, compared, attention, alone, through)
+        return _Inner(states, attention, alone, through)
 
     def _read(self, inputs: Inputs, outputs: Outputs, inner: _Inner) -> Tensor | None:
         """The positions [B, P] that the last layer computes, those that heads read; None: all.

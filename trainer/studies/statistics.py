@@ -45,9 +45,9 @@ def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
 
     Two things vary: the seeds, and the held-out rows that happened to be chosen. Their variances
     add up. The quantile is Student's (1908), with the degrees of freedom of Satterthwaite (1946):
-    the variance over a few seeds is uncertain, the one over rows hardly. The interval is never
-    narrower than that of the seeds alone. A bootstrap over seeds would be too narrow: with three,
-    it excludes zero whenever the three have the same sign, which happens by chance in one of four
+    the variance over a few seeds is uncertain, the one over rows hardly. The interval is at least
+    as wide as the seeds alone make it. A bootstrap over seeds would be too narrow: with three, it
+    excludes zero whenever the three have the same sign, which happens by chance in one of four
     cases.
 
     Args:
