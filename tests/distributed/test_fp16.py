@@ -37,7 +37,11 @@ class Rows(Tracker):
 
 
 def train(
-    file: str, overrides: list[str], overflow: tuple[int, ...] = (), resume: int | None = None
+    file: str,
+    overrides: list[str],
+    overflow: tuple[int, ...] = (),
+    resume: int | None = None,
+    factor: float = 2.0**12,
 ) -> list[Any]:
     """What one rank finds: the metrics of each step, and the loss scale in the end.
 
@@ -46,13 +50,14 @@ def train(
         overrides: of it.
         overflow: the steps in which the last rank, and no other, has gradients that are not finite.
         resume: the step to go on from.
+        factor: the loss scale at the start.
     """
     world = World.start(60)
     world.connect("gloo")
     trainer = make_trainer(load(Experiment, file, overrides), world)
     scale, backward = trainer.strategy.loss_scale, trainer.strategy.backward
     assert scale is not None
-    scale.factor.fill_(2.0**12)
+    scale.factor.fill_(factor)
 
     def injected(loss: Tensor) -> None:
         backward(
@@ -104,6 +109,18 @@ def test_skipped_alike_and_resumed_elsewhere(
     )
     assert resumed_scale == scale
     np.testing.assert_allclose(losses(resumed), losses(rows)[8:], rtol=1e-3)
+
+
+def test_gradients_overflow_in_the_same_steps_at_any_world_size(
+    experiment_file: str, tmp_path: Path
+) -> None:
+    found = {}
+    for world_size in (1, 2, 3):
+        overrides = ["training.precision=fp16", f"output={tmp_path}/{world_size}", "strategy=ddp"]
+        ranks = run_ranks(world_size, train, experiment_file, overrides, (), None, 2.0**26)
+        found[world_size] = ranks[0][1]
+    assert 2 < found[1]["skipped"] < 12
+    assert found[2] == found[3] == found[1]
 
 
 def test_it_follows_fp32(experiment_file: str, tmp_path: Path) -> None:

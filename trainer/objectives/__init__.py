@@ -25,7 +25,7 @@ class Loss:
         total: scalar to call `backward` on; over all micro-batches and replicas of a step these add
             up to the loss.
         metrics: detached (sum, weight) scalars by name, one of them `loss`. A mean is the sum of
-            sums over the sum of weights.
+            sums over the sum of weights; of several steps see `Objective.loss_of`.
         outputs: float [B, ...], detached, from which the scores of a `Task` are computed; None for
             other objectives.
     """
@@ -103,15 +103,25 @@ class Objective(ABC):
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """Runs the model on a micro-batch and scores it; never waits for the device."""
 
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        """The loss over several steps or batches, from the means of their metrics.
+
+        Overridden where the loss is a sum of terms with different denominators: the mean of the
+        steps' losses would depend on which predictions were in a step together.
+        """
+        return means["loss"]
+
 
 class Task(Objective):
     """An objective with scores that are not means over examples, such as F1 or a correlation.
 
     Attributes:
         score_names: names of its scores.
+        mean_names: names of the metrics of its `Loss` that evaluations have, too.
     """
 
     score_names: tuple[str, ...]
+    mean_names: tuple[str, ...] = ("loss",)
 
     @abstractmethod
     def scores(self, predictions: Predictions) -> dict[str, float]:

@@ -109,6 +109,7 @@ class Classification(PairTask):
 
     kind = "classification"
     predicts = "classification"
+    mean_names = ("loss", "accuracy")
 
     config: Config
 
@@ -185,6 +186,11 @@ class Classification(PairTask):
             "lm_loss": (of_tokens.nll, of_tokens.weight),
         }
         return Loss(loss, metrics, of_class.outputs)
+
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        if not self.config.lm_weight:
+            return means["loss"]
+        return means["class_loss"] + self.config.lm_weight * means.get("lm_loss", 0.0)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The names of label and prediction, each label's probability, and the group, if any."""

@@ -59,6 +59,7 @@ class Contrastive(SentencePairs, OverBatch):
     """
 
     kind = "classification"
+    mean_names = ("loss", "accuracy")
     config: Config
 
     def weights(self, batch: Any) -> dict[str, float]:

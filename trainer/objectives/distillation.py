@@ -30,6 +30,7 @@ from trainer.objectives import (
     Tensors,
     adapted_inside,
     classification,
+    tagging,
 )
 from trainer.objectives.rows import Float32
 from trainer.objectives.task_rows import PairConfig
@@ -121,6 +122,10 @@ class Config(ObjectiveConfig):
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside "
                 "classes. Set it to 0."
+            )
+        if isinstance(self.of, tagging.Config) and self.of.crf:
+            raise ConfigError(
+                "of.crf is true, and students are taught one tag at a time. Set it to false."
             )
         if isinstance(self.of, PairConfig) and self.of.both_orders:
             raise ConfigError(
@@ -308,6 +313,18 @@ class Distillation(Taught):
         }
         return Loss(total, loss | metrics | own_metrics, hard.outputs)
 
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        config = self.config
+        coefficients = {
+            "soft_loss": config.soft,
+            "mse": config.mse,
+            "cosine_loss": config.cosine,
+            "hidden_loss": config.hidden,
+            "attention_loss": config.attention,
+            "hard_loss": config.hard,
+        }
+        return sum(factor * means.get(name, 0.0) for name, factor in coefficients.items())
+
     def _of_layers(
         self, name: str, own: Tensors, their: Tensors, batch: Tensors
     ) -> tuple[Tensor, Tensor]:
@@ -346,7 +363,7 @@ class TaskDistillation(Distillation, Task):
 
     def __init__(self, config: Config, of: Task) -> None:
         super().__init__(config, of)
-        self.score_names = of.score_names
+        self.score_names, self.mean_names = of.score_names, of.mean_names
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return self.of.scores(predictions)

@@ -79,3 +79,6 @@ class MaskedLMWithNextSentence(mlm.MaskedLM):
             f"{self.short}_accuracy": (next_correct, pairs),
         }
         return Loss(total, metrics)
+
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        return means.get("mlm_loss", 0.0) + means.get(f"{self.short}_loss", 0.0)

@@ -142,3 +142,6 @@ class MaskedSpans(mlm.MaskedLM):
             "sbo_accuracy": (boundary.correct, boundary.weight),
         }
         return Loss(total, metrics)
+
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        return means.get("mlm_loss", 0.0) + means.get("sbo_loss", 0.0)

@@ -56,6 +56,7 @@ class MultipleChoice(PooledTask):
 
     kind = "multiple_choice"
     predicts = "multiple_choice"
+    mean_names = ("loss", "accuracy")
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)

@@ -110,3 +110,8 @@ class ReplacedTokens(mlm.MaskedLM):
             "replaced": (changed.sum(), tokens.weight),
         }
         return Loss(total, metrics)
+
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        main = means.get("rtd_loss", means.get("main_loss", 0.0))
+        generator = self.config.generator_weight * means.get("mlm_loss", 0.0)
+        return generator + self.config.discriminator_weight * main

@@ -26,6 +26,7 @@ from trainer.objectives.rows import Float32
 from trainer.objectives.task_rows import PairConfig
 
 _KINDS = ("classification", "regression", "tagging")
+_SCALE = 2.0**10  # of the gradient of the noise, most of which would be 0 in fp16
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Sift(Task):
         self.config, self.of = config, of
         self.predicts, self.denominator = of.predicts, of.denominator
         self.needs, self.columns = of.needs | {"inputs.noise"}, of.columns
-        self.score_names = of.score_names
+        self.score_names, self.mean_names = of.score_names, of.mean_names
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         return self.of.pack_spec(sequence_length)
@@ -116,6 +117,12 @@ class Sift(Task):
         }
         return Loss(total, metrics, own.outputs)
 
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        if "sift_loss" not in means:  # of an evaluation
+            return self.of.loss_of(means)
+        own = self.of.loss_of({**means, "loss": means["task_loss"]})
+        return own + self.config.weight * means["sift_loss"]
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return self.of.scores(predictions)
 
@@ -137,7 +144,8 @@ class Sift(Task):
         ones = torch.ones(logits.shape[:2], device=logits.device)
         change = self._divergence(logits, clean.logits.detach(), ones)
         # The gradient of the noise alone: gradients of weights stay as they are.
-        (slope,) = torch.autograd.grad(change, noise)
+        (slope,) = torch.autograd.grad(change * _SCALE, noise)
+        slope = slope / _SCALE
         # The step is relative to the largest element of a position, as in the released code.
         largest = slope.abs().amax(-1, keepdim=True)
         return noise.detach() + config.step * slope / (largest + 1e-6)

@@ -58,6 +58,7 @@ class Tagging(RowTask):
     predicts = "tagging"
     needs = frozenset({"tagging"})
     denominator = "tags"
+    mean_names = ("loss", "accuracy")
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)

@@ -166,7 +166,9 @@ class Strategy(ABC):
         self.world = world
         self.precision = precision
         self.replica = Replica(world.rank, world.size)
-        self.loss_scale = LossScale(accelerator.device) if precision == "fp16" else None
+        self.loss_scale: LossScale | None = None
+        if precision == "fp16":
+            self.loss_scale = LossScale(accelerator.device, self.replica.count)
         self._host_group: dist.ProcessGroup | None = None
 
     def prepare(
@@ -224,11 +226,10 @@ class Strategy(ABC):
             loss.backward()  # type: ignore[no-untyped-call]
             return
         # Collectives average over replicas. The product undoes that: each replica's loss is
-        # normalized by the whole batch already, so that replicas may have unequal parts.
-        loss = loss * self.replica.count
-        if self.loss_scale is not None:
-            loss = loss * self.loss_scale.factor
-        loss.backward()  # type: ignore[no-untyped-call]
+        # normalized by the whole batch already, so that replicas may have unequal parts. Under
+        # fp16 the loss scale undoes it after the pass, in which a product could overflow.
+        factor = self.replica.count if self.loss_scale is None else self.loss_scale.factor
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scales gradients down to a global norm of at most `max_norm`; None: leaves them.
@@ -242,7 +243,7 @@ class Strategy(ABC):
         exact_norm: Tensor = torch.linalg.vector_norm(norms)
         norm = exact_norm.float()
         if self.loss_scale is not None:
-            norm = norm / self.loss_scale.factor
+            norm = norm / self.loss_scale.of_gradients
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         # fp64 shows a changed bit of a weight in the next step.
@@ -274,6 +275,20 @@ class Strategy(ABC):
     def _reduce(self, value: Tensor, op: Reduction) -> Tensor:
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return value / self.replica.count if op == "mean" else value
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """The rows of all replicas: [B, ...] -> [replicas x B, ...]. Collective.
+
+        All replicas have the same number of rows, padding rows included.
+        """
+        # Each fills in its own rows, and the sum is complete: of [a 0] and [0 b] it is [a b].
+        table = own.new_zeros(self.replica.count, *own.shape)
+        table[self.replica.index] = own
+        return self.all_reduce(table).to(own.device).flatten(0, 1)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """This replica's part of `all_rows`."""
+        return rows.chunk(self.replica.count)[self.replica.index]
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies this replica's examples, CPU tensors, to the model's devices."""

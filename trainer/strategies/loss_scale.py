@@ -19,17 +19,23 @@ class LossScale:
     global norm is not finite. All ranks have the same norm, so they skip the same steps.
 
     Attributes:
-        factor: the loss is multiplied by it, a scalar.
+        factor: each replica's loss is multiplied by it, a scalar.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, replicas: int = 1) -> None:
+        self._replicas = replicas
         self.factor = torch.full((), _INITIAL, device=device)
         # Updates since the factor has changed.
         self._since = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), device=device)
 
+    @property
+    def of_gradients(self) -> Tensor:
+        """By how much the gradients are too large: they are averages over replicas, not sums."""
+        return self.factor / self._replicas
+
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Updates with gradients that are `factor` times too large, unless their norm overflows.
+        """Updates with gradients `of_gradients` times too large, unless their norm overflows.
 
         A skipped step leaves weights and moments as they are. It still counts as a step of the run:
         in the learning rate, in bias correction and in checkpoints.
@@ -39,11 +45,12 @@ class LossScale:
         device = optimizer.param_groups[0]["params"][0].device
         skipped = overflow.to(device)
         # torch's fused kernels divide by one and skip by the other, without a wait for the host.
-        optimizer.grad_scale = self.factor.to(device)  # type: ignore[attr-defined]
+        optimizer.grad_scale = self.of_gradients.to(device)  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
-        # The kernel does not count a skipped step.
-        if counts := [state["step"] for state in optimizer.state.values() if "step" in state]:
+        # The kernel does not count a skipped step. Frozen parameters have no gradient, and none.
+        states = [state for each, state in optimizer.state.items() if each.grad is not None]
+        if counts := [state["step"] for state in states if "step" in state]:
             torch._foreach_add_(counts, skipped)
         self._skipped += overflow
         torch._amp_update_scale_(

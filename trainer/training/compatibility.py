@@ -133,7 +133,9 @@ def check_best(experiment: Experiment, objectives: Sequence[Objective]) -> None:
     for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
         own = phase.objective.task is phase.objective
         if best is not None and isinstance(objective, Task) and own:
-            check_metric(best, ("loss", *objective.score_names))
+            check_metric(
+                best, tuple(dict.fromkeys((*objective.mean_names, *objective.score_names)))
+            )
 
 
 def check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:

@@ -200,7 +200,7 @@ class Trainer:
                 self.recorder.log(self.state.step, shares)
             logged = self._due(self.config.log_every) or self.state.step == phase.end
             if logged:
-                self._log_training()
+                self._log_training(phase)
                 end_section("logging")
             if self._due(self.config.evaluate_every):
                 self._evaluate_and_log(phase)
@@ -210,7 +210,7 @@ class Trainer:
                     self._probe_and_log(name, probe)
                     end_section("evaluation")
             if self.best.out_of_patience and not logged:
-                self._log_training()
+                self._log_training(phase)
             # Every rank calls `decide` after every step, so all of them stop after the same one.
             stopping = (
                 self._stop.decide(self.state.step, self.checkpoints.durable)
@@ -465,10 +465,12 @@ class Trainer:
         at_end = self.state.step == self.config.steps
         return every is not None and (self.state.step % every == 0 or at_end)
 
-    def _log_training(self) -> None:
+    def _log_training(self, phase: Phase) -> None:
         """Writes a row: means since the last row, and the state after it. Waits for the device."""
         with self.strategy.accelerator.graph("metrics"):
             means = self.recorder.means()
+        if means:  # none if nothing was predicted
+            means["loss"] = self.objectives[phase.index].loss_of(means)
         grad_norm = float(self._grad_norm)
         self._require_finite(means, grad_norm)
         row = {f"train/{name}": value for name, value in means.items()}

@@ -117,6 +117,8 @@ def score(
     loader.close()
     with strategy.accelerator.graph(f"metrics of {work}"):
         means = meter.compute(strategy.all_reduce)
+    if means:  # none if nothing was predicted
+        means["loss"] = objective.loss_of(means)
     if isinstance(objective, Task):
         predictions = gatherer.predictions(
             strategy.rows_on_host, strategy.all_reduce, *loader.task_rows()
@@ -243,13 +245,7 @@ def _over_batch(
     for host_batch in micro_batches:
         with strategy.autocast():
             found.append(objective.summary(model, on_device(strategy, host_batch)).float())
-    own, replica = torch.cat(found), strategy.replica
-    # All replicas have the same number of rows, padding rows included. Each fills in its own, and
-    # the sum is complete: of [a 0] and [0 b] it is [a b].
-    table = own.new_zeros(replica.count, *own.shape)
-    table[replica.index] = own
-    table = strategy.all_reduce(table).to(own.device)
-    rows = objective.over_batch(table.flatten(0, 1)).chunk(replica.count)[replica.index]
+    rows = strategy.own_rows(objective.over_batch(strategy.all_rows(torch.cat(found))))
     parts = torch.split(rows, [len(part) for part in found])
     return [{"over_batch": part} for part in parts]
 

@@ -213,6 +213,7 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
         ({"of": "mlm", "temperature": 0}, "temperature is 0"),
         ({"of": "classification", "positions": "all"}, "positions is all, which is for mlm"),
         ({"of": {"kind": "classification", "lm_weight": 0.5}}, r"of.lm_weight is 0.5"),
+        ({"of": {"kind": "tagging", "crf": True}}, r"of.crf is true"),
     ],
 )
 def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:

@@ -102,6 +102,7 @@ def test_the_loss_is_that_of_the_paper(kind: str) -> None:
     assert means["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert means["sift_loss"] == pytest.approx(change.item(), rel=1e-4)
     assert means["task_loss"] == pytest.approx(plain.item(), rel=1e-5)
+    assert objective.loss_of(means) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_embeddings_are_normalized_before_the_noise() -> None:
@@ -133,6 +134,8 @@ def test_evaluations_have_the_task_s_loss_alone() -> None:
         own = objective.of.loss(model, batch, totals)
     assert torch.equal(loss.total, own.total)
     assert loss.metrics.keys() == own.metrics.keys()
+    means = {name: float(total / count) for name, (total, count) in loss.metrics.items()}
+    assert objective.loss_of(means) == means["loss"]
 
 
 def test_noise_is_normal_and_a_function_of_its_key() -> None:

@@ -12,6 +12,7 @@ from trainer.examples import Vocabulary
 from trainer.models import Outputs, scores_of
 from trainer.models.inputs import Inputs
 from trainer.models.token_scores import score_logits
+from trainer.monitoring.meter import Meter
 from trainer.objectives import (
     causal_lm,
     classification,
@@ -59,14 +60,15 @@ class FixedLogits(nn.Module):
         }
         self.returns_scores = returns_scores
         self.targets: set[str] = set()
+        self.rows = slice(None)  # of a batch, of which the next pass has a part
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         self.targets |= set(inputs.targets)
-        found = {name: self.logits[name] * 1 for name in outputs - {"sampled"}}
+        found = {name: self.logits[name][self.rows] * 1 for name in outputs - {"sampled"}}
         if "copied" in outputs:
             found["original"] = torch.cat([found["original"]] * 2, 1)[:, :S]
         if "sampled" in outputs:
-            found["sampled"] = torch.ones(B, P, dtype=torch.int64)
+            found["sampled"] = torch.ones(B, P, dtype=torch.int64)[self.rows]
         if self.returns_scores:
             for name, target in inputs.targets.items():
                 score = score_logits(found.pop(name), target)
@@ -96,14 +98,44 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_scores_and_logits_give_the_same_loss(name: str) -> None:
-    config, wanted = CASES[name]
+def batch_for(name: str) -> dict[str, Tensor]:
     columns = batch()
     if name == "classification":
         columns |= {"labels": torch.tensor([0, 2]), "weights": torch.ones(B)}
+        columns["lm_weights"][0, 2:] = 0
     if name == "causal_lm":
         columns |= {"labels": columns["tokens"][:, 1:], "weights": torch.ones(B, S - 1)}
+    if name == "distillation":
+        columns["token_weights"] = torch.ones(B, S)
+    return columns
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_of_two_batches_is_the_loss_of_both_together(name: str) -> None:
+    """Rows have different numbers of predictions, so a mean of both losses would be another."""
+    objective, model = CASES[name][0].build(VOCABULARY), FixedLogits(False)
+    teacher = FixedLogits(False)
+    if name == "distillation":
+        objective.attach(teacher)
+
+    def means(parts: list[slice]) -> dict[str, float]:
+        meter = Meter()
+        for rows in parts:
+            model.rows = teacher.rows = rows
+            columns = {key: column[rows] for key, column in batch_for(name).items()}
+            totals = {key: torch.tensor(x) for key, x in objective.weights(columns).items()}
+            meter.add(objective.loss(model, columns, totals).metrics)
+        return meter.compute(lambda tensor: tensor)
+
+    together, apart = means([slice(0, 2)]), means([slice(0, 1), slice(1, 2)])
+    assert objective.loss_of(together) == pytest.approx(together["loss"], rel=1e-6)
+    assert objective.loss_of(apart) == pytest.approx(together["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_and_logits_give_the_same_loss(name: str) -> None:
+    config, wanted = CASES[name]
+    columns = batch_for(name)
     found = []
     for returns_scores in (False, True):
         objective, model = config.build(VOCABULARY), FixedLogits(returns_scores)

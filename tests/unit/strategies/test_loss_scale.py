@@ -107,3 +107,22 @@ def test_a_scale_below_one_is_the_end() -> None:
         run.step(0, float("nan"))
     with pytest.raises(SamestepError, match=r"loss scale has come down to 0\.5.*bf16"):
         run.scale.metrics()
+
+
+def test_a_parameter_without_gradient_counts_no_skipped_step() -> None:
+    run = Run(adamw.Config())
+    run.step(0)
+    frozen = run.parameters[2]
+    for poison in (None, float("inf")):
+        for parameter in run.parameters[:2]:
+            parameter.grad = torch.ones_like(parameter) * run.scale.factor
+        frozen.grad = None
+        norm = torch.tensor(poison or 1.0)
+        run.scale.step(run.optimizer, norm)
+    assert int(run.optimizer.state[run.parameters[0]]["step"]) == 3
+    assert int(run.optimizer.state[frozen]["step"]) == 1
+
+
+def test_gradients_are_averages_over_replicas() -> None:
+    scale = LossScale(torch.device("cpu"), replicas=4)
+    assert float(scale.of_gradients) == float(scale.factor) / 4

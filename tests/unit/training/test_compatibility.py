@@ -14,6 +14,7 @@ from trainer.models import bart, bert, gpt2, roberta, t5
 from trainer.objectives import (
     causal_lm,
     classification,
+    contrastive,
     denoising,
     distillation,
     mlm,
@@ -24,7 +25,8 @@ from trainer.objectives import (
     tagging,
 )
 from trainer.optim import adamw
-from trainer.training.compatibility import check_needs
+from trainer.training.best import Config as Best
+from trainer.training.compatibility import check_best, check_needs
 from trainer.training.experiment import Experiment
 from trainer.training.settings import Config as TrainingConfig
 
@@ -175,3 +177,17 @@ OF_WEIGHTS = (
 def test_incompatible_parts(model: Any, objective: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(model, objective)
+
+
+@pytest.mark.parametrize("objective", [tagging.Config(metrics=()), contrastive.Config()])
+def test_evaluations_of_these_tasks_have_an_accuracy(objective: Any) -> None:
+    def check(metric: str) -> None:
+        data = DataConfig("rows", sequence_length=8)
+        training = TrainingConfig(steps=1, global_batch_size=1, evaluate_every=1, best=Best(metric))
+        model = bert.Config(**TAGS)
+        experiment = Experiment("run", model, objective, data, training, adamw.Config())
+        check_best(experiment, [objective.build(VOCABULARY)])
+
+    check("accuracy")
+    with pytest.raises(ConfigError, match="evaluations give loss, accuracy; name"):
+        check("f1")

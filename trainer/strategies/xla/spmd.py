@@ -236,6 +236,13 @@ class XlaSpmd(Strategy):
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return value / self.replica.count if op == "mean" else value
 
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Returns its argument: a tensor on devices has the rows of all machines already."""
+        return own
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        return rows
+
     def keep_rows(self, output: Tensor) -> Tensor:
         return self._split_examples(output)
 
