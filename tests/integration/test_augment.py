@@ -62,7 +62,8 @@ def test_words_are_the_most_likely_ones(finished_run: Path) -> None:
     from trainer.inference.fill import _predict, encode_masked
 
     tokens, masked = encode_masked(tokenizer, "the class [MASK] it")
-    likely = _predict(model, tokens, masked)[0].topk(200).indices.tolist()
+    size = tokenizer.vocabulary.size
+    likely = _predict(model, tokens, masked, size)[0].topk(200).indices.tolist()
     continuing = set(tokenizer.vocabulary.continuing or ()) | set(tokenizer.vocabulary.special)
     words = [tokenizer.decode([token]) for token in likely if token not in continuing]
     words = [word for word in words if word.isalpha() and word != "of"]

@@ -42,6 +42,7 @@ def expected(run: Path, word: str) -> float:
     weights = load_weights(str(run))
     tokenizer, model = weights.load_tokenizer(), weights.model()
     vocabulary = tokenizer.vocabulary
+    size = vocabulary.size
     before, after = TEXT.split("[MASK]")
     left, own, right = (ids.tolist() for ids in tokenizer.encode_batch([before, word, after]))
     kind = weights.config.model_type
@@ -50,7 +51,7 @@ def expected(run: Path, word: str) -> float:
         tokens = torch.tensor([[vocabulary.cls, *left, *middle, *right, vocabulary.sep]])
         (logits,) = outputs(model, "tokens", tokens=tokens, positions=torch.arange(len(tokens[0])))
         begin = 1 + len(left)
-        found = logits[0].double().log_softmax(-1)[begin : begin + len(own)]
+        found = logits[0, :, :size].double().log_softmax(-1)[begin : begin + len(own)]
         return float(found[torch.arange(len(own)), own].sum().detach())
     end = [vocabulary.sep] if kind == "bilm" else []
     tokens = torch.tensor([[vocabulary.cls, *left, *own, *right, *end]])
@@ -58,7 +59,7 @@ def expected(run: Path, word: str) -> float:
     for name in ("next_tokens", "previous_tokens")[: 2 if kind == "bilm" else 1]:
         (logits,) = outputs(model, name, tokens=tokens)
         labels = tokens[0, 1:] if name == "next_tokens" else tokens[0, :-1]
-        found = logits[0].double().log_softmax(-1)[: len(labels)]
+        found = logits[0, :, :size].double().log_softmax(-1)[: len(labels)]
         total += float(found[torch.arange(len(labels)), labels].sum().detach())
     return total
 

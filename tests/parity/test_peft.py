@@ -16,11 +16,22 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.outputs import predict
+from tests.outputs import fill, predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.config import kind_name
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import bart, bert, gpt2, openai_gpt, roberta, t5
+from trainer.models import (
+    albert,
+    bart,
+    bert,
+    distilbert,
+    electra,
+    gpt2,
+    modernbert,
+    openai_gpt,
+    roberta,
+    t5,
+)
 from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.peft.huggingface import export_adapter
 from trainer.training.weights import load_weights
@@ -36,6 +47,11 @@ CONFIGS: dict[str, Any] = {
     "bert-question_answering": bert.Config(**SHAPE, **PLACES, head="question_answering"),
     "bert-choice": bert.Config(**SHAPE, **PLACES, head="multiple_choice"),
     "roberta": roberta.Config(**SHAPE, **PLACES, **CLASSES),
+    # Token embeddings that are narrower than the layers.
+    "albert": albert.Config(**SHAPE, **PLACES, **CLASSES, embedding_width=16),
+    "electra": electra.Config(**SHAPE, **PLACES, **CLASSES, embedding_width=16),
+    "distilbert": distilbert.Config(**SHAPE, **PLACES, **CLASSES),
+    "modernbert": modernbert.Config(**SHAPE, **PLACES, **CLASSES),
     "gpt2": gpt2.Config(**SHAPE, **PLACES),
     "gpt2-classes": gpt2.Config(**SHAPE, **PLACES, **CLASSES),
     "openai-gpt": openai_gpt.Config(**SHAPE, **PLACES),
@@ -180,7 +196,7 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
 
     plain = replace(config, peft=None)
     merged = plain.build().eval()
-    merged.load_state_dict(config.peft.merge(model, tensors))
+    fill(merged, config.peft.merge(model, tensors))
     torch.testing.assert_close(
         real_cells(config, predict(merged, **ours)), expected, rtol=1e-5, atol=1e-5
     )
@@ -190,7 +206,7 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     back = load_weights(tmp_path / "adapter")
     assert back.config.head == config.head
     again = back.config.build().eval()
-    again.load_state_dict(dict(back.tensors))
+    fill(again, dict(back.tensors))
     torch.testing.assert_close(
         real_cells(config, predict(again, **ours)), expected, rtol=1e-5, atol=1e-5
     )
@@ -239,6 +255,9 @@ NOT_IN_PEFT = {
     "prefix": {
         "bert-words",
         "bert-choice",
+        "albert",
+        "distilbert",
+        "modernbert",
         "openai-gpt",
         "openai-gpt-classes",
         "t5",
@@ -297,7 +316,7 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     # The library stores what a network has computed.
     assert back.config.peft == type(added)(3)
     again = back.config.build().eval()
-    again.load_state_dict(dict(back.tensors))
+    fill(again, dict(back.tensors))
     torch.testing.assert_close(predict(again, **ours), predict(model, **ours), rtol=1e-5, atol=1e-5)
 
 

@@ -24,7 +24,7 @@ from data_pipeline.sources.unlabeled import Unlabeled
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, combine, name_key, uniform
-from trainer.inference.fill import encode_masked, load_masked_lm
+from trainer.inference.fill import join_by_masks, load_masked_lm
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
 from trainer.models.inputs import Inputs
@@ -192,8 +192,9 @@ class Augmenter:
         sequences, places, of_words = [], [], []
         for number, text in enumerate(texts):
             for match in _WORD.finditer(text):
-                masked = f"{text[: match.start()]}[MASK]{text[match.end() :]}"
-                tokens, (at,) = encode_masked(self._tokenizer, masked)
+                # The text itself may contain "[MASK]", so it is not searched for the mask.
+                parts = (text[: match.start()], text[match.end() :])
+                tokens, (at,) = join_by_masks(self._tokenizer, parts)
                 tokens, place = self._window(tokens, at)
                 sequences.append(tokens)
                 places.append(place)

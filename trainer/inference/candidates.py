@@ -222,7 +222,9 @@ class CandidateScorer:
             inputs = replace(inputs, predicted=predicted)
         outputs = self._model(inputs, self._outputs)
         # Sorted: next tokens come before previous ones, as `_whole` lists them.
-        logits = [outputs[name].float() for name in sorted(self._outputs)]
+        # The model's table may have more rows than the tokenizer has tokens.
+        size = self._tokenizer.vocabulary.size
+        logits = [outputs[name][..., :size].float() for name in sorted(self._outputs)]
         totals = [part.logsumexp(-1) for part in logits]
         found = []
         for row, each in enumerate(sequences):

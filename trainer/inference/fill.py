@@ -76,7 +76,7 @@ def fill_masks(model: Model, tokenizer: Tokenizer, text: str, top: int) -> list[
             f"{model.max_sequence_length}; shorten it"
         )
     found = []
-    for distribution in _predict(model, tokens, masked):
+    for distribution in _predict(model, tokens, masked, size):
         likely = distribution.topk(top)
         candidates = []
         for probability, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
@@ -121,8 +121,8 @@ def check_masked_lm(weights: Weights, checkpoint: str) -> None:
 
 
 @torch.no_grad()
-def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
-    """Probabilities [masks, V] at the masked positions."""
+def _predict(model: Model, tokens: list[int], masked: list[int], size: int) -> Tensor:
+    """Probabilities [masks, size] of the vocabulary's tokens at the masked positions."""
     # One sequence without padding, so its segment is 1 everywhere.
     device = model.token_embeddings.device
     batch = torch.tensor([tokens], device=device)
@@ -133,7 +133,8 @@ def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
         predicted=torch.tensor([masked], device=device),
     )
     logits: Tensor = model(inputs, frozenset({"tokens"}))["tokens"]
-    return logits[0].float().softmax(-1).cpu()
+    # The model's table may have more rows than the tokenizer has tokens.
+    return logits[0, :, :size].float().softmax(-1).cpu()
 
 
 def masked_lm_tokens(vocabulary: Vocabulary) -> tuple[int, int, int]:
@@ -150,12 +151,18 @@ def masked_lm_tokens(vocabulary: Vocabulary) -> tuple[int, int, int]:
 
 def encode_masked(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     """Tokens of a text between [CLS] and [SEP], and the positions of its masks."""
-    cls, mask, sep = masked_lm_tokens(tokenizer.vocabulary)
-    # Both spellings are read. The mask includes the space before it, as in RoBERTa's vocabulary.
+    # Both spellings are read.
     parts = text.replace("<mask>", "[MASK]").split("[MASK]")
     if len(parts) < 2:
         raise ConfigError(f"{text!r} has no mask; write [MASK] where a word is missing")
-    parts[:-1] = [part.rstrip() for part in parts[:-1]]
+    return join_by_masks(tokenizer, parts)
+
+
+def join_by_masks(tokenizer: Tokenizer, parts: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Like `encode_masked`, for the parts of a text before, between and after its masks."""
+    cls, mask, sep = masked_lm_tokens(tokenizer.vocabulary)
+    # The mask includes the space before it, as in RoBERTa's vocabulary.
+    parts = [*(part.rstrip() for part in parts[:-1]), parts[-1]]
     tokens, masked = [cls], []
     # A mask goes between two parts, so before every part but the first.
     for number, ids in enumerate(tokenizer.encode_batch(parts)):

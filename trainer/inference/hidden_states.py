@@ -231,6 +231,8 @@ class TextEncoder:
     def attention(self, texts: Sequence[Tokens], layers: Sequence[int]) -> Tensor:
         """Computes the attention of a batch: fp32 [B, layers, H, S, S], 0 for padding.
 
+        With a prompt or prefix, rows sum to less than 1: the rest is attention to it.
+
         Args:
             texts: from `prepare`.
             layers: numbered from 1.
@@ -246,7 +248,10 @@ class TextEncoder:
             )
         real, found = self._run(texts, frozenset(names))
         pairs = real[:, None, :, None] & real[:, None, None, :]
-        return torch.stack([found[name].softmax(-1) * pairs for name in names], 1)
+        # The text is the last S queries and keys; a prompt adds both before it, a prefix keys.
+        length = real.shape[1]
+        shares = [found[name].softmax(-1)[..., -length:, -length:] for name in names]
+        return torch.stack([each * pairs for each in shares], 1)
 
     def _run(self, texts: Sequence[Tokens], outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Which positions are not padding, bool [B, S], and the outputs of the model."""

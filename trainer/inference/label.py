@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,12 @@ from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint import integrity
 from trainer.config import decode
 from trainer.errors import ConfigError, DataError
-from trainer.examples import TaskRow
+from trainer.examples import TaskRow, Vocabulary
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable
+from trainer.models import Outputs
 from trainer.objectives import classification, regression
-from trainer.objectives.task_rows import means_of_rows
+from trainer.objectives.task_rows import Pooled, means_of_rows
 from trainer.progress import Progress
 from trainer.publish.model_card import manifests_of
 from trainer.storage import json_lines, shown
@@ -210,7 +211,7 @@ class Labeler:
             # Rows are cut where the last step of training cut them.
             phases = decode(Experiment, meta["config"]).resolved_phases()
             length = phase_of(phases, meta["step"] - 1).sequence_length
-        self._objective = _objective(weights).build(self.tokenizer.vocabulary)
+        self._objective = _objective(weights, model.offers, self.tokenizer.vocabulary)
         self.spec = self._objective.pack_spec(min(length, model.max_sequence_length))
 
     @property
@@ -260,8 +261,18 @@ class Labeler:
         return positions
 
 
-def _objective(weights: Weights) -> Any:
+def _objective(weights: Weights, offers: Outputs, vocabulary: Vocabulary) -> Any:
     """The objective of the model's fine-tuning, adapted to rows without labels."""
+    config = _objective_config(weights)
+    objective = config.build(vocabulary)
+    offered = [each for each in get_args(Pooled) if f"{each}_position" in offers]
+    if objective.pooled in offered:
+        return objective
+    # A checkpoint of Hugging Face names no position, and a decoder's tokenizer may have [CLS].
+    return replace(config, reads=offered[0]).build(vocabulary)
+
+
+def _objective_config(weights: Weights) -> Any:
     settings = {name: value for name, value in weights.objective.items() if name != "kind"}
     if len(weights.config.labels) == 1:
         return decode(regression.Config, settings, "objective")

@@ -52,7 +52,8 @@ Outputs: TypeAlias = frozenset[str]
     hidden             [B, S, D], the head's input; [B, T, D] for an encoder-decoder
     compared.N         like layer.N, projected to the teacher's width if the model does that
     attention.N        [B, H, S, S], attention scores of layer N, from 1, before the softmax; minus
-                       infinity where attention is not allowed
+                       infinity where attention is not allowed. The n keys of a prefix come first,
+                       [B, H, S, n + S], as do a prompt's positions, [B, H, n + S, n + S]
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;
                        0 is the embeddings; the last layer's include the final norm
     scores.NAME        float32 [5], in place of the logits NAME: see `TokenScore.unpack`
@@ -247,26 +248,32 @@ class Model(nn.Module, ABC):
         """Number of layers between each parameter and the heads, its own layer included.
 
         In a model of 12 layers: 0 for the head and the final norm, 1 for the last layer, 12 for the
-        first, 13 for the embeddings.
+        first, 13 for the embeddings. A layer that is used several times counts at its last use.
         """
-        found = {
-            name: (self.layer_of(name), self.role(name)) for name, _ in self.named_parameters()
-        }
-        # In an encoder-decoder each stack counts its own layers from the top.
-        above = {name: place.depth - place.number for name, (place, _) in found.items() if place}
-        below = max(above.values(), default=0) + 1
+        names = [name for name, _ in self.named_parameters()]
+        above = self._above()
+        depths = [place.depth for name in above if (place := self.layer_of(name))]
+        below = max(depths, default=0) + 1
         return {
-            name: above.get(name, below if role.part == "embedding" else 0)
-            for name, (_, role) in found.items()
+            name: above.get(name, below if self.role(name).part == "embedding" else 0)
+            for name in names
         }
 
     def last_layers(self, count: int) -> frozenset[str]:
         """The parameters of the last `count` layers of each stack."""
-        places = {name: self.layer_of(name) for name, _ in self.named_parameters()}
-        # Layer 11 of 12 is the last: depth - number is 1.
-        return frozenset(
-            name for name, place in places.items() if place and place.depth - place.number <= count
-        )
+        return frozenset(name for name, above in self._above().items() if above <= count)
+
+    def _above(self) -> dict[str, int]:
+        """`layers_above` of the layers' parameters. Each stack counts its own from the top."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        found: dict[str, int] = {}
+        # A shared layer has a name for each use: with ALBERT's, layers.0 to layers.11 are one.
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            if (place := self.layer_of(name)) is not None:
+                # Layer 11 of 12 is the last: depth - number is 1.
+                own, above = names[parameter], place.depth - place.number
+                found[own] = min(above, found.get(own, above))
+        return found
 
     def start_from(self, stored: Stored) -> Start:
         """Chooses the stored tensor for each parameter: by default the one of the same name."""
@@ -282,12 +289,15 @@ class ModelConfig(ABC):
     Attributes:
         model_type: the family's name in Hugging Face's `config.json`.
         position_offset: unused rows at the start of the position table (RoBERTa).
+        prefix_in_peft: whether Hugging Face's `peft` can insert a prefix: transformers' models of
+            this family take one as a key-value cache.
         vocab_size: rows of the token table.
         width: D, of the hidden states.
     """
 
     model_type: ClassVar[str] = ""
     position_offset: ClassVar[int] = 0
+    prefix_in_peft: ClassVar[bool] = False
 
     vocab_size: int
     width: int

@@ -27,6 +27,7 @@ class Config(bert.Config):
     """
 
     model_type: ClassVar[str] = "albert"
+    prefix_in_peft: ClassVar[bool] = False
     architecture: ClassVar[str] = "AlbertForMaskedLM"
     causal_architecture: ClassVar[str] = ""
     special_ids: ClassVar[Mapping[str, int]] = {

@@ -39,14 +39,19 @@ def causal_mask(tokens: Tensor) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
 
 
-def near_mask(tokens: Tensor, window: int) -> Tensor:
-    """Allows attention to at most `window` positions away: [B, S] -> bool [S, S].
+def near_mask(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Allows attention to at most `window` positions away: bool [T, S].
 
     Distances count all positions between two, also across packed sequences. With a window of 1 and
-    3 positions, the mask is 110, 111, 011.
+    3 positions, the mask is 110, 111, 011. With a cache, the queries are the last T positions: the
+    mask of the third alone is 011.
+
+    Args:
+        query: [B, H, T, K].
+        key: [B, H, S, K].
     """
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    return (place[:, None] - place).abs() <= window
+    place = torch.arange(key.shape[2], device=key.device)
+    return (place[-query.shape[2] :, None] - place).abs() <= window
 
 
 def take(x: Tensor, positions: Tensor | None) -> Tensor:
@@ -227,7 +232,9 @@ class SelfAttention(Attention):
         """Attention with a mask for each score, or none; arguments as for `attend`, `forward`."""
         if context.cache is not None:
             key, value = context.cache.append(key, value)
-        mask = self._limit(context.mask if bias is None else bias, hidden, context)
+        mask = context.mask if bias is None else bias
+        if self.window is not None:
+            mask = self._limit(mask, near_mask(query, key, self.window), hidden, context)
         if self.prefix is not None:
             # The prefix comes before the first key and is visible to all positions. `is_causal`
             # aligns the first query with the first key, so it cannot express that.
@@ -250,11 +257,8 @@ class SelfAttention(Attention):
         """Adds positions to queries and keys, [B, H, S, K] each; by default they have none."""
         return query, key
 
-    def _limit(self, mask: Tensor | None, hidden: Tensor, context: Context) -> Tensor | None:
-        """Forbids attention beyond the window."""
-        if self.window is None:
-            return mask
-        near = near_mask(hidden, self.window)
+    def _limit(self, mask: Tensor | None, near: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """Forbids attention outside of `near`, bool [T, S]."""
         if mask is None:
             return (near & causal_mask(hidden) if context.causal else near)[None, None]
         if mask.ndim == 2:  # segments, for a kernel that has no windows

@@ -115,6 +115,7 @@ class Config(Family):
 
     model_type: ClassVar[str] = "bert"
     prefix: ClassVar[str] = ""  # of names in checkpoints, if it is not the model type
+    prefix_in_peft: ClassVar[bool] = True
     architecture: ClassVar[str] = "BertForMaskedLM"
     causal_architecture: ClassVar[str] = "BertLMHeadModel"
     special_ids: ClassVar[Mapping[str, int]] = {"pad_token_id": 0}

@@ -21,6 +21,7 @@ class Config(bert.Config):
     """
 
     model_type: ClassVar[str] = "distilbert"
+    prefix_in_peft: ClassVar[bool] = False
     architecture: ClassVar[str] = "DistilBertForMaskedLM"
     causal_architecture: ClassVar[str] = ""
     head_names: ClassVar[Mapping[str, str]] = {

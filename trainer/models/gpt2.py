@@ -58,6 +58,7 @@ class Config(Family):
     """
 
     model_type: ClassVar[str] = "gpt2"
+    prefix_in_peft: ClassVar[bool] = True
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     table_names: ClassVar[Mapping[str, str]] = {
         "embeddings.tokens.weight": "transformer.wte.weight",

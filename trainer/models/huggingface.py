@@ -76,13 +76,30 @@ def read_task(
         heads: for each head, its architecture in transformers and one of its tensors.
 
     Raises:
-        ConfigError: the labels are not numbered from 0.
+        ConfigError: the labels are not numbered from 0, or a text may have several.
     """
     named = config.get("architectures") or ()
     head = next((head for head, (architecture, _) in heads.items() if architecture in named), None)
     if head is None or (tensors and heads[head][1] not in tensors):
         return "language_model", ()
-    return head, read_labels(config) if head in FEWEST_LABELS else ()
+    labels = read_labels(config) if head in FEWEST_LABELS else ()
+    if head == "classification":
+        _check_problem(config.get("problem_type"), labels)
+    return head, labels
+
+
+def _check_problem(kind: str | None, labels: tuple[str, ...]) -> None:
+    """Rejects a classifier whose outputs are not one number, or the logits of one softmax."""
+    problem = {
+        "multi_label_classification": "several labels for a text",
+        "regression": f"{len(labels)} numbers for a text",
+    }
+    if kind == "multi_label_classification" or (kind == "regression" and len(labels) > 1):
+        raise ConfigError(
+            f"config.json has problem_type {kind!r}, which is {problem[kind]}, but a "
+            "classification head predicts one class or one number. Import another checkpoint, or "
+            "remove problem_type to fine-tune these weights on another task."
+        )
 
 
 def read_labels(config: ConfigJson) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class Config(bert.Config):
     """
 
     model_type: ClassVar[str] = "modernbert"
+    prefix_in_peft: ClassVar[bool] = False
     architecture: ClassVar[str] = "ModernBertForMaskedLM"
     causal_architecture: ClassVar[str] = ""
     head_names: ClassVar[Mapping[str, str]] = {
@@ -279,9 +280,9 @@ class Config(bert.Config):
             "embeddings.tokens": "model.embeddings.tok_embeddings",
             "embeddings.norm": "model.embeddings.norm",
             "final_norm": "model.final_norm",
-            "head.dense": "head.dense",
-            "head.norm": "head.norm",
         }
+        if self.head != "embedding":
+            modules |= {"head.dense": "head.dense", "head.norm": "head.norm"}
         for layer in range(self.layers):
             own = {
                 "attention_norm": "attn_norm",
@@ -300,13 +301,13 @@ class Config(bert.Config):
         table: dict[str, tuple[str, ...]] = {
             f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in modules.items()
         }
-        if self.head != "language_model":
+        if self.head == "language_model":
+            table["head.bias"] = ("decoder.bias",)
+            if not self.tied:
+                table["head.decoder.weight"] = ("decoder.weight",)
+        elif self.head in self.task_names:
             for kind in ("weight", "bias"):
                 table[f"head.classifier.{kind}"] = (f"classifier.{kind}",)
-            return table
-        table["head.bias"] = ("decoder.bias",)
-        if not self.tied:
-            table["head.decoder.weight"] = ("decoder.weight",)
         return table
 
     @classmethod

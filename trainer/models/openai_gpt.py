@@ -21,6 +21,7 @@ class Config(gpt2.Config):
     """
 
     model_type: ClassVar[str] = "openai-gpt"
+    prefix_in_peft: ClassVar[bool] = False
     architecture: ClassVar[str] = "OpenAIGPTLMHeadModel"
     table_names: ClassVar[Mapping[str, str]] = {
         "embeddings.tokens.weight": "transformer.tokens_embed.weight",

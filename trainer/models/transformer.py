@@ -326,9 +326,17 @@ class Transformer(TransformerModel):
         given = Inputs(inputs.tokens, inputs.segments, positions, prefix=inputs.prefix)
         hidden, matrix, segments, prefix = self._embed(given)
         assert segments is not None
+        positions = self.positions(given)
+        if self.prompt is not None:
+            # Padding moves before the prompt, so that nothing separates the prompt from its text:
+            # segments 1 1 | 0 0 1 1 1 become 0 0 1 1 1 1 1.
+            order = (segments > 0).int().argsort(dim=1, stable=True)
+            hidden = take(hidden, order)
+            segments, positions = segments.gather(1, order), positions.gather(1, order)
+            prefix = None if prefix is None else prefix.gather(1, order)
         cache = Cache(len(self.layers), capacity + self.inserted, segments > 0)
         mask, bias = self._mask(segments, segments, prefix, self.config.causal)
-        return self._decode(hidden, matrix, mask, bias, cache), cache
+        return self._decode(hidden, matrix, positions, mask, bias, cache), cache
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -336,16 +344,25 @@ class Transformer(TransformerModel):
         mask, bias = cache.mask(), None
         if self.relative_bias is not None:
             bias = self.relative_bias(1, cache.length + 1, mask, before=cache.length)
-        positions = cache.positions()[:, None] + self.config.virtual_tokens - self.inserted
-        hidden, matrix = self.embeddings(tokens[:, None], positions)
-        return self._decode(hidden, matrix, mask, bias, cache)
+        positions = cache.positions()[:, None]
+        # The table has places for a prefix, too.
+        shifted = positions + self.config.virtual_tokens - self.inserted
+        hidden, matrix = self.embeddings(tokens[:, None], shifted)
+        return self._decode(hidden, matrix, positions, mask, bias, cache)
 
     def _decode(
-        self, hidden: Tensor, matrix: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache
+        self,
+        hidden: Tensor,
+        matrix: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        cache: Cache,
     ) -> Tensor:
         # Prompts are padded at the left, so every row ends at the same index.
         last = torch.full((len(hidden), 1), hidden.shape[1] - 1, device=hidden.device)
-        context = Context(mask=mask, causal=self.config.causal)
+        columns = {"positions": positions} if self.config.reads_positions else {}
+        context = Context(mask=mask, causal=self.config.causal, columns=columns)
         hidden = self.layers.run(hidden, None, bias, context, last, cache)
         logits: Tensor = self.head(self._finish(hidden), matrix)[:, 0]
         return logits

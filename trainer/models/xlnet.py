@@ -241,7 +241,7 @@ class Config(bert.Config):
             }
         if self.head == "language_model":
             return {**table, "mask_embedding": (_MASK,), "head.bias": ("lm_loss.bias",)}
-        for ours, theirs in self.task_names[self.head].items():
+        for ours, theirs in self.task_names.get(self.head, {}).items():
             table |= {f"head.{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
         return table
 

@@ -2,8 +2,9 @@
 
 The cost of a pair with count x is f(x) (w v + b + c - log x)^2 / 2, with the vector w and the bias
 b of its first word, v and c of its second one, and f(x) = min(1, (x / x_max)^0.75). AdaGrad divides
-each element's gradient by the root of the sum of its earlier squares, which begins at 1. As in
-Stanford's program, the result is the sum of a word's two vectors.
+the rate times the gradient by the root of the sum of the earlier squares of this product, which
+begins at 1. That the squares include the rate is as in Stanford's program (glove.c of
+https://github.com/stanfordnlp/GloVe), and so is the result, the sum of a word's two vectors.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ def _difference(own: Tensor, other: Tensor, batch: Batch, x_max: float) -> tuple
 def step(vectors: dict[str, Tensor], batch: Batch, rate: float, x_max: float) -> float:
     """Takes a step of AdaGrad, in place; returns the sum of the pairs' costs before it.
 
-    A word that is in several pairs of the batch gets the sum of their updates, and the squares of
-    their gradients are added one by one: as if they came one after the other, computed with the
-    same vectors.
+    A word that is in several pairs of the batch gets the sum of their updates, and their squares
+    are added one by one: as if they came one after the other, computed with the same vectors.
 
     Args:
         vectors: fp32 "words" and "contexts", each [V, D + 1], of which the last column is the bias;
@@ -90,18 +90,19 @@ def step(vectors: dict[str, Tensor], batch: Batch, rate: float, x_max: float) ->
     """
     own, other = vectors["words"][batch.i], vectors["contexts"][batch.j]
     difference, weight = _difference(own, other, batch, x_max)
-    slope = (weight * difference)[:, None]
+    # The rate comes first, as in glove.c (`fdiff *= eta`), so the squares contain its square.
+    slope = rate * (weight * difference)[:, None]
     ones = torch.ones(len(slope), 1)
     # The derivative by the bias is the slope itself.
-    gradients = {
+    changes = {
         "words": (batch.i, slope * torch.cat([other[:, :-1], ones], 1)),
         "contexts": (batch.j, slope * torch.cat([own[:, :-1], ones], 1)),
     }
-    for name, (rows, gradient) in gradients.items():
+    for name, (rows, change) in changes.items():
         squares = vectors[f"{name}.squares"]
         # Stanford's program also divides by the sum before the new square is added.
-        vectors[name].index_add_(0, rows, gradient / squares[rows].sqrt(), alpha=-rate)
-        squares.index_add_(0, rows, gradient**2)
+        vectors[name].index_add_(0, rows, change / squares[rows].sqrt(), alpha=-1)
+        squares.index_add_(0, rows, change**2)
     return float((weight * difference**2).sum()) / 2
 
 

@@ -15,12 +15,27 @@ from trainer.generation import Config, Generator
 from trainer.generation.ensemble import Ensemble
 from trainer.generation.sampling import sample
 from trainer.hashing import mix, uniform
-from trainer.models import bart, bert, bilm, gpt2, t5
+from trainer.models import bart, bert, bilm, gpt2, modernbert, t5
+from trainer.models.peft import prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
 GPT2 = gpt2.Config(**SHAPE, max_positions=24)
 BERT = bert.Config(**SHAPE, max_positions=24, causal=True)
+# Local layers see 2 positions on each side.
+MODERNBERT = modernbert.Config(
+    **SHAPE, max_positions=24, causal=True, local_window=4, global_every=2
+)
+PROMPTED = {
+    f"{name}, {kind}": dataclasses.replace(config, peft=peft)
+    for name, config in {
+        "t5 language_model": dataclasses.replace(T5, architecture="language_model"),
+        "t5 prefix_lm": dataclasses.replace(T5, architecture="prefix_lm"),
+        "gpt2": GPT2,
+        "modernbert": MODERNBERT,
+    }.items()
+    for kind, peft in {"prompt": prompt.Config(3), "prefix": prefix.Config(3)}.items()
+}
 VOCABULARY = Vocabulary(size=30, pad=0, cls=None, sep=None, mask=None, special=(0, 1), eos=1)
 SOURCES = [[5, 9, 2, 7], [3], [8, 8, 4, 6, 2, 9, 10], [11, 4]]
 
@@ -70,7 +85,7 @@ def test_draws_follow_the_distribution(settings: dict[str, Any], chosen: int):
     )
 
 
-@pytest.mark.parametrize("config", [T5, GPT2], ids=["t5", "gpt2"])
+@pytest.mark.parametrize("config", [T5, GPT2, MODERNBERT], ids=["t5", "gpt2", "modernbert"])
 def test_a_text_does_not_depend_on_its_batch(config: Any):
     """Nor does a sampled one, as long as its number and the seed are the same."""
     model = make(config)
@@ -89,6 +104,16 @@ def test_a_text_does_not_depend_on_its_batch(config: Any):
     assert drawn[0] != drawn[1]
     same = Generator(model, VOCABULARY, Config(12, sample=True))([SOURCES[0]] * 4)
     assert len(set(map(tuple, same))) > 1
+
+
+@pytest.mark.parametrize("config", PROMPTED.values(), ids=PROMPTED)
+def test_padding_comes_before_a_prompt(config: Any) -> None:
+    """So a text does not depend on the lengths of the others in its batch."""
+    model = make(config)
+    for beams in (1, 3):
+        together = Generator(model, VOCABULARY, Config(8, beams=beams))(SOURCES)
+        alone = Generator(model, VOCABULARY, Config(8, beams=beams, batch_size=1))(SOURCES)
+        assert together == alone
 
 
 @pytest.mark.parametrize("config", [T5, GPT2], ids=["t5", "gpt2"])
@@ -136,11 +161,20 @@ def test_members_of_an_ensemble_are_of_one_kind() -> None:
     "config",
     [
         BERT,
+        MODERNBERT,
+        *PROMPTED.values(),
         dataclasses.replace(T5, architecture="language_model"),
         dataclasses.replace(T5, architecture="prefix_lm"),
         dataclasses.replace(T5, architecture="shared_encoder_decoder"),
     ],
-    ids=["causal_bert", "t5_language_model", "t5_prefix_lm", "t5_shared"],
+    ids=[
+        "causal_bert",
+        "causal_modernbert",
+        *PROMPTED,
+        "t5_language_model",
+        "t5_prefix_lm",
+        "t5_shared",
+    ],
 )
 def test_greedy_tokens_are_those_of_whole_forward_passes(config: Any):
     """Computed anew for each token, without a cache or padding."""
@@ -148,7 +182,7 @@ def test_greedy_tokens_are_those_of_whole_forward_passes(config: Any):
     for source, text in zip(SOURCES, Generator(model, VOCABULARY, Config(8))(SOURCES), strict=True):
         expected: list[int] = []
         while len(expected) < 8 and expected[-1:] != [1]:
-            if config is not BERT and config.encoder_decoder:
+            if config.encoder_decoder:
                 targets = torch.tensor([[0, *expected]])
                 logits = predict(model, tokens=torch.tensor([source]), target_tokens=targets)
             else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.outputs import predict
-from trainer.models import Model, bart, gpt2, openai_gpt, t5
+from trainer.models import Model, bart, gpt2, modernbert, openai_gpt, t5
 from trainer.models.inputs import Inputs
 
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
@@ -20,6 +20,7 @@ DECODERS = [
     openai_gpt.Config(**SHAPE, max_positions=24),
     dataclasses.replace(T5, architecture="language_model"),
     dataclasses.replace(T5, architecture="prefix_lm"),
+    modernbert.Config(**SHAPE, max_positions=24, causal=True, local_window=4, global_every=2),
 ]
 
 
@@ -37,7 +38,9 @@ def tokens(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "config", DECODERS, ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm"]
+    "config",
+    DECODERS,
+    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert"],
 )
 def test_decoders(build: Callable[..., Model], config: Any):
     """Prompts of 5, 3 and 1 tokens, padded at the left, and 10 tokens after them."""

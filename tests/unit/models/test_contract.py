@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.outputs import outputs, predict
-from trainer.models import Model, Start, Stored, bart, bert, gpt2, openai_gpt, roberta, t5
+from trainer.models import Model, Start, Stored, albert, bart, bert, gpt2, openai_gpt, roberta, t5
 from trainer.models.config import TransformerConfig
 from trainer.models.inputs import Inputs
 from trainer.models.peft import adapters, lora, prefix, prompt
@@ -229,6 +229,22 @@ def test_the_last_layers_are_those_of_each_stack() -> None:
         "head.pool",
     }
     assert {name[:8] for name in meta(BERT).last_layers(1)} == {"layers.2"}
+
+
+@pytest.mark.parametrize(("groups", "above"), [(1, {0: 1}), (3, {0: 5, 2: 3, 4: 1})])
+def test_a_shared_layer_counts_at_its_last_use(groups: int, above: dict[int, int]) -> None:
+    """ALBERT of 6 layers: all are one, or a a b b c c."""
+    shape = {**SHAPE, "layers": 6, "embedding_width": 8}
+    model = meta(albert.Config(**shape, groups=groups, **CLASSES))
+    found = model.layers_above()
+    assert found.keys() == dict(model.named_parameters()).keys()
+    places = {name: model.layer_of(name) for name in found}
+    assert {place.number: found[name] for name, place in places.items() if place} == above
+    assert {found[name] for name in found if name.startswith("embeddings.")} == {7}
+    assert {found[name] for name in found if name.startswith("head.")} == {0}
+    last = max(above)
+    chosen = {name for name in model.last_layers(1) if not name.startswith("head.pooler.")}
+    assert chosen == {name for name in found if name.startswith(f"layers.{last}.")}
 
 
 def stored(config: TransformerConfig) -> Stored:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.inference.fill import fill
-from trainer.models import bert, roberta
+from trainer.models import bart, bert, gpt2, roberta, t5
 from trainer.models.heads import TokenHead
 from trainer.models.transformer import Transformer
 from trainer.training.initial_weights import stored_values
@@ -34,6 +35,24 @@ HEADS = {
     "question_answering": {"head": "question_answering"},
 }
 FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
+
+
+@pytest.mark.parametrize("schema", [bert.Config, gpt2.Config, bart.Config, t5.Config])
+def test_classifiers_of_another_kind_are_not_imported(schema: Any) -> None:
+    """Several labels for a text, or several numbers, would all become one softmax."""
+    tree = schema(head="classification", labels=CLASSES).to_huggingface()
+    assert schema.from_huggingface(tree).labels == CLASSES
+    single = {**tree, "problem_type": "single_label_classification"}
+    assert schema.from_huggingface(single).labels == CLASSES
+    for kind, meaning in (
+        ("multi_label_classification", "several labels for a text"),
+        ("regression", "3 numbers for a text"),
+    ):
+        with pytest.raises(ConfigError, match=f"problem_type '{kind}', which is {meaning}"):
+            schema.from_huggingface({**tree, "problem_type": kind})
+    one = schema(head="classification", labels=("similarity",)).to_huggingface()
+    assert one["problem_type"] == "regression"
+    assert schema.from_huggingface(one).labels == ("similarity",)
 
 
 @pytest.mark.parametrize(

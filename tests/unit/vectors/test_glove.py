@@ -66,7 +66,10 @@ def test_gradients_with_squares_of_one(counts: Cooccurrences) -> None:
 
 
 def test_adagrad(counts: Cooccurrences) -> None:
-    """Pair by pair as in Stanford's program, with the vectors from before the batch."""
+    """Pair by pair as in Stanford's program, with the vectors from before the batch.
+
+    In glove.c the rate is a factor of the gradient, whose square is then added to the sum.
+    """
     batch, made = batch_of(counts), vectors()
     start = {name: value.clone().requires_grad_() for name, value in made.items()}
     expected = {name: value.clone() for name, value in made.items()}
@@ -76,7 +79,7 @@ def test_adagrad(counts: Cooccurrences) -> None:
         gradients = torch.autograd.grad(pair_cost(start, i, j, x), own)
         for name, gradient in zip(("words", "contexts"), gradients, strict=True):
             expected[name] -= RATE * gradient / made[f"{name}.squares"].sqrt()
-            expected[f"{name}.squares"] += gradient**2
+            expected[f"{name}.squares"] += (RATE * gradient) ** 2
     moved = {name: value.clone() for name, value in made.items()}
     step(moved, batch, RATE, X_MAX)
     for name, value in expected.items():
@@ -93,7 +96,7 @@ def test_one_pair_at_a_time_is_the_online_algorithm(counts: Cooccurrences) -> No
         gradients = torch.autograd.grad(pair, [own["words"], own["contexts"]])
         for name, gradient in zip(("words", "contexts"), gradients, strict=True):
             made[name] -= RATE * gradient / made[f"{name}.squares"].sqrt()
-            made[f"{name}.squares"] += gradient**2
+            made[f"{name}.squares"] += (RATE * gradient) ** 2
     for name, value in made.items():
         torch.testing.assert_close(moved[name], value, rtol=1e-10, atol=1e-12)
 

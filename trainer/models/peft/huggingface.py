@@ -91,14 +91,16 @@ def export_adapter(
             f"{config.head} head. Use the checkpoint with samestep (evaluate, features, generate, "
             "init_from), or fine-tune with kind: lora."
         )
+    is_prompt = isinstance(added, prompt.Config)
     content |= {
         "num_virtual_tokens": added.length,
-        "token_dim": config.width,
+        # A prompt is as wide as the token embeddings, a prefix as the layers.
+        "token_dim": config.embedding_width if is_prompt else config.width,
         "num_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_transformer_submodules": 1,
     }
-    if isinstance(added, prompt.Config):
+    if is_prompt:
         content |= {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
         embeddings = tensors[prompt.NAME]
     else:
@@ -117,15 +119,16 @@ def can_export(config: AnyConfig) -> bool:
 
     It inserts a prompt in place of token ids: T5's heads need these, and a GPT classifier would
     then pool the last position even if it is padding. It inserts a prefix into the key-value cache,
-    which GPT-1 lacks and T5 and BART use differently. It ignores both if it has no name for the
-    task, as for multiple choice and masked language modeling.
+    which some families lack (GPT-1, DistilBERT, ALBERT, ModernBERT), and T5 and BART use
+    differently. It ignores both if it has no name for the task, as for multiple choice and masked
+    language modeling.
     """
     if isinstance(config.peft, lora.Config):
         return True
     if isinstance(config.peft, adapters.Config) or _task_type(config) is None:
         return False
     if isinstance(config.peft, prefix.Config):
-        return config.model_type not in ("t5", "bart", "openai-gpt")
+        return bool(config.prefix_in_peft)
     is_encoder = not (config.causal or config.encoder_decoder)
     return is_encoder or config.head in ("language_model", "tagging")
 

@@ -1,0 +1,41 @@
+"""Exported encoders without a head give the hidden states of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from tests.outputs import outputs, parameters
+from tests.unit.models.test_embedding_heads import ENCODERS
+from trainer.checkpoint.huggingface import save_folder
+from trainer.config import Kinds, decode
+from trainer.models.config import ModelConfig
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@torch.no_grad()
+def test_transformers_loads_an_encoder_that_embeds(kind: str, tmp_path: Path) -> None:
+    tree = {"kind": kind, "vocab_size": 40, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32}
+    tree |= {"max_positions": 32, "head": "embedding", **ENCODERS[kind]}
+    config = decode(Annotated[ModelConfig, Kinds("trainer.models")], tree, "model")
+    model, generator = config.build().eval(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    save_folder(tmp_path, config.to_huggingface(), config.export_tensors(parameters(model)))
+    theirs, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert all("pooler" in name for name in report["missing_keys"])
+    assert not report["unexpected_keys"]
+    tokens = torch.arange(5, 25).view(2, 10)
+    segments = torch.ones_like(tokens)
+    columns = {
+        "tokens": tokens,
+        "segments": segments,
+        "positions": torch.arange(10).expand(2, -1),
+    }
+    (found,) = outputs(model, "embedding", **columns)
+    expected = theirs.eval()(input_ids=tokens, attention_mask=segments).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
