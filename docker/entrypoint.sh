@@ -9,7 +9,8 @@ set -euo pipefail
 if [[ $# -eq 0 ]]; then
   set -- samestep --help
 # `type -P` looks for files only: `export` and `jobs` are commands of samestep, and of every shell.
-elif [[ $1 == -* ]] || ! type -P -- "$1" >/dev/null; then
+# `diff` and `watch` are programs, too: call those by their paths, as /usr/bin/diff.
+elif [[ $1 == -* || $1 == diff || $1 == watch ]] || ! type -P -- "$1" >/dev/null; then
   set -- samestep "$@"
 fi
 

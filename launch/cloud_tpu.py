@@ -30,7 +30,7 @@ from launch.job import (
     State,
     Submission,
 )
-from launch.settings import check_options, check_patterns
+from launch.settings import check_options, check_patterns, check_sigterm
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu import types as tpu_types
@@ -207,6 +207,7 @@ class Config(Cluster):
                 "another kind of cluster (slurm, kubernetes, local) or `samestep data build`, then "
                 "`samestep data push` it to a bucket in the region of the zone."
             )
+        check_sigterm(job, "Cloud TPU")
         tree = job.tree
         output = str(tree["output"])
         # Launches with the same output and checkpoints continue the same run.

@@ -6,14 +6,17 @@ invalid.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 from trainer.config import Tree
 
 _COMPONENTS = ("model", "objective", "optimizer", "strategy", "accelerator", "source")
-# Settings of sources that name files. Those of Hugging Face's datasets name repositories.
+# Settings of sources that name files.
 _FILES = ("paths", "heldout", "source_paths", "target_paths")
+# Strategies whose setting `config` names a file.
+_WITH_FILE = ("accelerate", "deepspeed")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -25,7 +28,7 @@ def kind_of(tree: Tree, section: str) -> str | None:
 
 
 def inputs(tree: Tree) -> dict[str, str]:
-    """Paths and URLs that a run or build reads, by setting."""
+    """Paths and URLs that a run or build reads, by setting; ~ is this user's home folder."""
     data, source, tokenizer = (_mapping(tree, key) for key in ("data", "source", "tokenizer"))
     found: dict[str, object] = {
         "init_from": tree.get("init_from"),
@@ -33,6 +36,11 @@ def inputs(tree: Tree) -> dict[str, str]:
         "tokenizer.path": tokenizer.get("path"),
         "data.path": data.get("path"),
     }
+    if kind_of(tree, "strategy") in _WITH_FILE:
+        found["strategy.config"] = _mapping(tree, "strategy").get("config")
+    for name, probe in _mapping(tree, "probes").items():
+        if isinstance(probe, dict):
+            found[f"probes.{name}.path"] = probe.get("path")
     for prefix, phase in _with_phases(tree):
         found[f"{prefix}objective.teacher"] = _mapping(phase, "objective").get("teacher")
     for index, part in enumerate(_items(data.get("sources"))):
@@ -41,7 +49,15 @@ def inputs(tree: Tree) -> dict[str, str]:
     for setting in _FILES:
         for index, path in enumerate(_items(source.get(setting))):
             found[f"source.{setting}.{index}"] = path
-    return {setting: path for setting, path in found.items() if isinstance(path, str)}
+    # A dataset of Hugging Face is a repository, OWNER/NAME, unless it is written as a folder.
+    for prefix, dataset in (("source", source), ("source.dataset", _mapping(source, "dataset"))):
+        if str(dataset.get("path")).startswith(("/", ".", "~")):
+            found[f"{prefix}.path"] = dataset["path"]
+    return {
+        setting: os.path.expanduser(path)
+        for setting, path in found.items()
+        if isinstance(path, str)
+    }
 
 
 def is_local(path: str) -> bool:

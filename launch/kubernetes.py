@@ -15,7 +15,7 @@ from launch.job import CONFIG, JobSpec, Place, Record, State, Submission
 from launch.k8s import folders, kubectl, manifest, patch
 from launch.k8s.manifest import ACTION_LABEL, GROUP, JOB_LABEL, Object, fill
 from launch.k8s.parts import KEY, MOUNT, NAME, QUANTITY, VALUE, Tpu, Volume, amount
-from launch.settings import NodeCluster, check_least, check_patterns
+from launch.settings import NodeCluster, check_least, check_patterns, check_sigterm
 from trainer.errors import ConfigError, LaunchError
 
 MANIFEST = "manifest.yaml"
@@ -207,13 +207,11 @@ class Config(NodeCluster):
 
     def render(self, job: JobSpec) -> Submission:
         """One manifest: the configuration, the job, and a service where pods need names."""
-        if job.action == "train" and job.stop_signals and "SIGTERM" not in job.stop_signals:
-            raise ConfigError(
-                "Kubernetes ends pods by SIGTERM, which training.preemption.signals lacks. Add it."
-            )
+        check_sigterm(job, "Kubernetes")
         name = manifest.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
-        objects = [fill(manifest.CONFIG_MAP, name=name, labels=labels, config=job.config)]
+        place = {"name": name, "namespace": self.namespace}
+        objects = [fill(manifest.CONFIG_MAP, **place, labels=labels, config=job.config)]
         build, jobset = job.action == "build", self.controller == "jobset"
         if build:
             spec = self._build(job, labels)
@@ -222,14 +220,14 @@ class Config(NodeCluster):
         else:
             spec = self._train(job, labels, f"{name}-0.{name}")
             spec["template"]["spec"]["subdomain"] = name
-            objects.append(fill(manifest.SERVICE, name=name, labels=labels))
+            objects.append(fill(manifest.SERVICE, **place, labels=labels))
         # Suspended even if Kueue is not installed: then nothing starts outside its queues.
         suspend = None if self.queue is None else True
         queue = {} if self.queue is None else {"kueue.x-k8s.io/queue-name": self.queue}
         queued = {**labels, **queue}
         if build or not jobset:
             spec = {"suspend": True, **spec} if suspend else spec
-            objects.append(fill(manifest.JOB, name=name, labels=queued, spec=spec))
+            objects.append(fill(manifest.JOB, **place, labels=queued, spec=spec))
         else:
             # All pods must run on the machines of one slice, which is one node pool. Slices with
             # one machine may share a pool.
@@ -237,7 +235,7 @@ class Config(NodeCluster):
             objects.append(
                 fill(
                     manifest.JOBSET,
-                    name=name,
+                    **place,
                     labels=queued,
                     annotations=manifest.ONE_NODE_POOL if is_slice else None,
                     suspend=suspend,

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from launch import logs
 from launch.environment import Environment
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, Cluster, JobSpec, Record, State, Submission
-from launch.settings import check_least
+from launch.settings import check_least, check_sigterm
 from trainer.errors import ConfigError, LaunchError
 
 _PROC = Path("/proc")
@@ -66,6 +66,7 @@ class Config(Cluster):
             raise ConfigError(
                 "this machine builds a dataset in one job with many processes. Remove --tasks."
             )
+        check_sigterm(job, "samestep cancel")
         arguments: list[str] = []
         if job.action == "train":
             arguments = ["--elastic", "1"]

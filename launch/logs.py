@@ -54,14 +54,19 @@ def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS
         )
 
 
-def state_of_ended(folder: Path, tasks: int = 1) -> State:
-    """The state of a job that neither waits nor runs, from the exit codes of all its tasks."""
+def exit_code(folder: Path, tasks: int = 1) -> int | None:
+    """The greatest exit code of a job's tasks; None until all of them have left one."""
     files = [folder / EXIT, *folder.glob(f"{EXIT}-*")]
     try:
         codes = [int(file.read_text()) for file in files if file.exists()]
     except (OSError, ValueError):
         codes = []
-    code = max(codes) if len(codes) == tasks else None
+    return max(codes) if len(codes) == tasks else None
+
+
+def state_of_ended(folder: Path, tasks: int = 1) -> State:
+    """The state of a job that neither waits nor runs, from the exit codes of all its tasks."""
+    code = exit_code(folder, tasks)
     if code == EXIT_DONE:
         return State("done", False)
     if code == EXIT_PREEMPTED:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from launch.job import Cluster
+from launch.job import Cluster, JobSpec
 from trainer.errors import ConfigError
 
 _TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
@@ -52,6 +52,23 @@ def check_options(options: Iterable[str], client: str) -> None:
             raise ConfigError(
                 f"options: {option!r} is not an option of {client}. Write each one as --name=value."
             )
+
+
+def check_sigterm(job: JobSpec, system: str) -> None:
+    """Rejects a run that would save no checkpoint on SIGTERM, though it saves on other signals.
+
+    Args:
+        system: what ends runs by SIGTERM.
+
+    Raises:
+        ConfigError: the signals of a run lack it.
+    """
+    signals = job.stop_signals
+    if job.action == "train" and signals and "SIGTERM" not in signals:
+        raise ConfigError(
+            f"training.preemption.signals is [{', '.join(signals)}], and {system} ends runs by "
+            "SIGTERM. Add SIGTERM."
+        )
 
 
 def chips_of(topology: str) -> int:

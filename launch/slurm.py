@@ -108,7 +108,7 @@ class Config(NodeCluster):
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    time: str | None = None
+    time: str | int | None = None
     exclusive: bool = False
     requeue: bool = True
     segments: int = 1
@@ -132,6 +132,12 @@ class Config(NodeCluster):
                 )
         self.check_node_settings()
         check_least(self, segments=1)
+        if len(self._dependencies) > 1 and any("?" in each for each in self._dependencies):
+            raise ConfigError(
+                f"options: --dependency={self._dependencies[0]} means any of several jobs, and "
+                f"segments {self.segments} makes each job wait for the one before, too. Separate "
+                "the jobs by commas, or set segments=1."
+            )
         _ = self.minutes  # raises if `time` is invalid
 
     @property
@@ -139,12 +145,24 @@ class Config(NodeCluster):
         """The limit of one job."""
         if self.time is None:
             return None
-        match = _TIME.fullmatch(self.time)
+        # Without quotes, YAML reads 24:00:00 as the number 86400.
+        match = _TIME.fullmatch(str(self.time))
         days, hours, minutes = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
         total = 60 * (24 * days + hours) + minutes
         if not total:
-            raise ConfigError(f"time must be written as 2d, 12h, 90m or 1d6h30m, not {self.time}")
+            raise ConfigError(
+                f"time is {self.time}. Write it as 2d, 12h, 90m or 1d6h30m, not as 24:00:00 or a "
+                "number."
+            )
         return total
+
+    @property
+    def _dependencies(self) -> list[str]:
+        """What a job waits for; sbatch obeys only the last --dependency, so they are joined."""
+        named = [each for each in self.options if each.startswith("--dependency=")]
+        # Jobs of one user and name run one after the other.
+        segments = ["singleton"] * (self.segments > 1)
+        return [each.removeprefix("--dependency=") for each in named] + segments
 
     @property
     def waits_for_jobs(self) -> bool:
@@ -186,12 +204,13 @@ class Config(NodeCluster):
         build = job.action == "build"
         options = ["--open-mode=append"]
         if self.segments > 1:
-            # Jobs of one user and name run one after the other, so no other jobs may have the name.
+            # A segment waits for all jobs of its name, so no other jobs may have the name.
             digest = hashlib.sha256(str(job.folder).encode()).hexdigest()[:6]
             options.insert(0, f"--job-name={job.name}-{digest}")
-            options.append("--dependency=singleton")
         else:
             options.insert(0, f"--job-name={job.name}")
+        if self._dependencies:
+            options.append(f"--dependency={shlex.quote(','.join(self._dependencies))}")
         least, most = self.node_range
         # A build is an array of independent one-node jobs, a run is one job of several nodes.
         if build:
@@ -219,7 +238,8 @@ class Config(NodeCluster):
         options.append("--requeue" if build or self._requeues else "--no-requeue")
         for option in self.options:
             name, equals, value = option.partition("=")
-            options.append(f"{name}{equals}{shlex.quote(value) if value else ''}")
+            if name != "--dependency":
+                options.append(f"{name}{equals}{shlex.quote(value) if value else ''}")
         return options
 
     def _memory(self, build: bool) -> str | int | None:
@@ -346,8 +366,15 @@ class Config(NodeCluster):
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
         """From Slurm's queue for jobs that wait or run, else from the exit code that they left."""
-        queue = _queue()
-        return {record.id: _state(record, queue) for record in records}
+        jobs = list(records)
+        try:
+            queue = _queue()
+        except LaunchError:
+            # The exit codes of jobs that have certainly ended need no answer.
+            if not all(map(_has_ended, jobs)):
+                raise
+            queue = {}
+        return {record.id: _state(record, queue) for record in jobs}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """All nodes and segments write into one log; the tasks of an array have one each."""
@@ -421,6 +448,16 @@ def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     running = [task for task in found if task[0] == "RUNNING"]
     _, nodes, restarts, reason = (running or found)[0]
     return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)
+
+
+def _has_ended(record: Record) -> bool:
+    """Whether the exit codes alone say that a job has ended."""
+    code = logs.exit_code(record.folder, int(record.about["tasks"]))
+    if code is None:
+        return False
+    # A run that was stopped or killed (128 + signal) goes on in its next segment.
+    goes_on = code in (EXIT_UNAVAILABLE, EXIT_PREEMPTED) or code >= 128
+    return len(_segments(record)) == 1 or not goes_on
 
 
 def _job_id(printed: str) -> str:

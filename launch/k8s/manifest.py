@@ -27,7 +27,7 @@ _PLAIN = re.compile(r"[A-Za-z/]{2}.*")
 CONFIG_MAP = f"""
 apiVersion: v1
 kind: ConfigMap
-metadata: {{name: $name, labels: $labels}}
+metadata: {{name: $name, namespace: $namespace, labels: $labels}}
 immutable: true
 data: {{{CONFIG}: $config}}
 """
@@ -35,7 +35,7 @@ data: {{{CONFIG}: $config}}
 SERVICE = f"""
 apiVersion: v1
 kind: Service
-metadata: {{name: $name, labels: $labels}}
+metadata: {{name: $name, namespace: $namespace, labels: $labels}}
 spec:
   clusterIP: "None"
   publishNotReadyAddresses: true
@@ -44,13 +44,13 @@ spec:
 JOB = """
 apiVersion: batch/v1
 kind: Job
-metadata: {name: $name, labels: $labels}
+metadata: {name: $name, namespace: $namespace, labels: $labels}
 spec: $spec
 """
 JOBSET = f"""
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
-metadata: {{name: $name, labels: $labels, annotations: $annotations}}
+metadata: {{name: $name, namespace: $namespace, labels: $labels, annotations: $annotations}}
 spec:
   suspend: $suspend
   network:

@@ -83,8 +83,8 @@ def _patched(document: Object, patches: Mapping[str, Object]) -> Object:
         changed = dict(merge(changed, patches[kind]))
     if _identity(changed) != _identity(document):
         raise ConfigError(
-            f"patch changes a {kind}'s kind, name or samestep.dev label, or the container "
-            f"{CONTAINER}, by which samestep finds the job. Leave them out of the patch."
+            f"patch changes a {kind}'s kind, name, namespace or samestep.dev label, or the "
+            f"container {CONTAINER}, by which samestep finds the job. Leave them out of the patch."
         )
     return changed
 
@@ -144,7 +144,7 @@ def _identity(document: Object) -> list[object]:
     """What `samestep jobs`, `logs` and `cancel` find an object and its pods by."""
     found: list[object] = [document.get("kind"), document.get("apiVersion")]
     metadata = document.get("metadata") or {}
-    found.append(metadata.get("name"))
+    found += [metadata.get("name"), metadata.get("namespace")]
     labels = [metadata.get("labels")]
     spec = document.get("spec") or {}
     jobs = [group.get("template") for group in spec.get("replicatedJobs") or ()] or [document]

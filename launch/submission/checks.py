@@ -150,7 +150,15 @@ def _other_jobs(launch: Launch) -> str:
     for record in records.newest_first():
         if record.output != output_of(launch):
             continue
-        state = records.cluster_of(record).states([record]).get(record.id)
+        cluster = records.cluster_of(record)
+        try:
+            state = cluster.states([record]).get(record.id)
+        except LaunchError as error:
+            raise LaunchError(
+                f"whether job {record.id} still works on {launch.output} cannot be asked from here "
+                f"({error}). Launch where its cluster answers, or, if it has ended, remove "
+                f"{record.folder}."
+            ) from error
         if state is not None and state.active:
             raise LaunchError(
                 f"job {record.id} ({state.word}) works on {launch.output} already. "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trainer.config.tree import Tree, merge, parse_override, read_tree
+from trainer.config.tree import Tree, merge_overrides, read_tree
 
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "model.head": {"span": "question_answering"},
@@ -34,10 +34,7 @@ _NEWER: Mapping[str, Mapping[str, int]] = {"training": {"dropout_version": 1}}
 
 def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
     """Reads a run's config.yaml with current names, then merges a user's overrides unchanged."""
-    tree = current(read_tree(path))
-    for override in overrides:
-        tree = merge(tree, parse_override(override))
-    return tree
+    return merge_overrides(current(read_tree(path)), overrides)
 
 
 def current(stored: Tree) -> Tree:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -214,7 +215,59 @@ def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
     Args:
         path: a file, or the name of a recipe.
     """
-    tree = _read_file(recipes.locate(path), path, ())
-    for override in overrides:
-        tree = merge(tree, parse_override(override))
+    return merge_overrides(_read_file(recipes.locate(path), path, ()), overrides)
+
+
+def merge_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
+    """Merges overrides into a tree, in order.
+
+    Raises:
+        ConfigError: a later kind drops a key that an earlier override has set.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    for changes in parsed:
+        tree = merge(tree, changes)
+    for earlier, later in combinations(parsed, 2):
+        for path in _paths(earlier):
+            kind = _kind_above(later, path)
+            if kind is not None and not _has(tree, path):
+                dropped = ".".join(map(str, path))
+                key = kind.partition("=")[0]
+                raise ConfigError(
+                    f"{kind} comes after {dropped} and drops it, as a section of another kind "
+                    f"begins anew. Put {key} before {dropped}."
+                )
     return tree
+
+
+def _paths(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys that lead to each value of a tree."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _paths(value, (*above, key))
+        else:
+            yield (*above, key)
+
+
+def _kind_above(changes: Tree, path: tuple[str, ...]) -> str | None:
+    """The kind that changes choose for a section on a path, as strategy.kind=fsdp; None if none."""
+    node: object = changes
+    for depth, key in enumerate(path[:-1], start=1):
+        node = node.get(key) if isinstance(node, dict) else None
+        section = ".".join(map(str, path[:depth]))
+        if isinstance(node, str):
+            return f"{section}={node}"
+        if isinstance(node, dict) and "kind" in node:
+            return f"{section}.kind={node['kind']}"
+    return None
+
+
+def _has(tree: Tree, path: tuple[str, ...]) -> bool:
+    node: object = tree
+    for key in path:
+        if isinstance(node, list):
+            node = {str(number): item for number, item in enumerate(node)}
+        if not isinstance(node, dict) or key not in node:
+            return False
+        node = node[key]
+    return True

@@ -88,7 +88,7 @@ def read_probes(path: str | Path) -> list[Cloze]:
     """
     found = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise DataError(
             f"cannot read the probes in {path}: {error}. Name a file of JSON Lines in UTF-8."

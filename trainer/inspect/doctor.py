@@ -179,7 +179,7 @@ def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
         fix = "wandb login, or set WANDB_API_KEY" if mode == "offline" and not has_key else ""
         yield Finding("W&B", "ok", f"{mode}; {key}", fix)
         return
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = wandb.server()
     try:
         urllib.request.urlopen(host, timeout=_NETWORK_SECONDS).close()
     except urllib.error.HTTPError:

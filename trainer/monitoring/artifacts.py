@@ -69,7 +69,8 @@ class CheckpointArtifacts:
                 logger.warning("W&B: cannot log checkpoint %s as an artifact: %s", place, error)
 
     def _log(self, place: str) -> None:
-        step = int(re.findall(r"\d+", place)[-1])
+        # A folder may have the number of a lease, too: step-00001000-lease-2.
+        step = int(re.findall(r"step-(\d+)", place)[-1])
         name = f"checkpoint-{self._run.id}"
         artifact = self._wandb.Artifact(name, type="model", metadata={"step": step})
         if "://" in place:

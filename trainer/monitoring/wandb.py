@@ -5,6 +5,11 @@ that file (its process was killed with steps in its buffers) or more (the run we
 checkpoint). Online, steps that the server has are not sent again, since repeated steps give the
 same values; missing ones are sent from the file. Offline, a restart writes the whole history to a
 new folder and removes the older ones, because `wandb sync` does not join the folders of one run.
+
+A step may have several rows in that file: of training, of the held-out data, of probes. W&B cannot
+add to a step that it has, so a step is sent as a whole, once a row of the next step has come or the
+run has ended. A run that fails sends nothing of its last step: it may have failed between two rows,
+and a restart sends all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import logging
 import netrc
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +27,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 from typing import Any, Literal
 from urllib.parse import urlparse
 
@@ -40,6 +47,7 @@ ALERT_SECONDS = 3.0
 """How long an alert may delay a run. Its end must take less than the 5 s that the agent grants."""
 
 _FILE = "wandb_run.json"
+_FORMER_SERVER = "api.wandb.ai"  # where logins before wandb 0.31 were; their keys are still valid
 # W&B sends one request after the other, and the interpreter waits for it at exit, so a request that
 # is not answered must not take minutes.
 _REQUEST_SECONDS = 15.0
@@ -127,14 +135,14 @@ class WandbTracker(Tracker):
         self._alerts = config.alerts
         self._artifacts: CheckpointArtifacts | None = None
         self._last_held = -1  # the last step that W&B had before this start
-        mode = resolve_mode(config.mode)
-        if mode == "disabled":
-            return
+        # The rows of the newest step, merged; sent when the step is complete.
+        self._step = -1
+        self._row: dict[str, float] = {}
         try:
-            wandb = import_module("wandb")
-        except ImportError as error:
-            raise MissingExtra("wandb", "wandb", "tracking.wandb") from error
-        try:
+            mode = resolve_mode(config.mode)
+            if mode == "disabled":
+                return
+            wandb = _package()
             run_id = _run_id(folder)
             replaced = list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
             self._run = wandb.init(
@@ -171,6 +179,8 @@ class WandbTracker(Tracker):
             logger.info("W&B          %s run %s; %s", mode, run_id, where)
             if config.log_checkpoints:
                 self._artifacts = CheckpointArtifacts(wandb, self._run, checkpoints)
+        except MissingExtra:
+            raise
         except Exception as error:
             self._give_up(error)
 
@@ -179,18 +189,29 @@ class WandbTracker(Tracker):
         step: int,
         metrics: Mapping[str, float],
     ) -> None:
-        """Sends metrics, unless W&B had this step before the restart."""
+        """Adds metrics to a step, unless W&B had it before the restart; sends the step before."""
         if self._run is None or step <= self._last_held:
             return
-        try:
-            self._run.log(dict(metrics), step=step)
-        except Exception as error:
-            self._give_up(error)
+        if step != self._step:
+            self._send_step()
+            # The time of the step, rather than the time at which it is sent.
+            self._step, self._row = step, {"_timestamp": time.time()}
+        self._row |= metrics
         if self._artifacts is not None:
             self._artifacts.look()
 
+    def _send_step(self) -> None:
+        """Sends the newest step; the caller knows that all its rows have come."""
+        row, self._row = self._row, {}
+        if self._run is None or not row:
+            return
+        try:
+            self._run.log(row, step=self._step, commit=True)
+        except Exception as error:
+            self._give_up(error)
+
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Sends an alert. An ERROR also flushes the metrics and marks the W&B run as failed.
+        """Sends an alert. An ERROR also flushes all complete steps and marks the run as failed.
 
         It is sent from a thread, because the training thread, or W&B itself, may hang.
         """
@@ -213,7 +234,8 @@ class WandbTracker(Tracker):
                 run.finish(exit_code=1)
 
     def close(self) -> None:
-        """Waits for uploads, a minute at most."""
+        """Sends the last step, and waits for uploads, a minute at most."""
+        self._send_step()
         if self._run is not None:
             try:
                 if self._artifacts is not None:
@@ -246,12 +268,36 @@ def has_key() -> bool:
     """Whether there is an API key where W&B looks for one."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    # A server of one's own has its own entry in netrc.
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    address = server()
+    # A server of one's own has its own entry, with its port.
+    machines = [urlparse(address).netloc]
+    if address == _package().Settings().base_url:
+        machines.append(_FORMER_SERVER)
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        logins = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
+    return any(logins.authenticators(machine) for machine in machines)
+
+
+def server() -> str:
+    """The address of the W&B server: WANDB_BASE_URL, or what `wandb login --host` has stored.
+
+    Raises:
+        MissingExtra: the package wandb is not installed.
+        ValueError: a setting of W&B is invalid.
+    """
+    if address := os.environ.get("WANDB_BASE_URL"):
+        return str(_package().Settings(base_url=address).base_url)
+    # Unlike `wandb.setup()`, this starts no process of W&B.
+    return str(_package().sdk.wandb_setup.singleton().settings.base_url)
+
+
+def _package() -> ModuleType:
+    try:
+        return import_module("wandb")
+    except ImportError as error:
+        raise MissingExtra("wandb", "wandb", "tracking.wandb") from error
 
 
 def _run_id(folder: Path) -> str:

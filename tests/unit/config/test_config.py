@@ -113,6 +113,28 @@ def test_section_of_another_kind_replaces_the_base_section(tmp_path: Path) -> No
     assert load(Root, short, ["optimizer.lr=0.5"]).optimizer == load(Root, path).optimizer
 
 
+def test_a_later_kind_does_not_silently_drop_an_earlier_override(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer: {kind: other, lr: 2}\nphases: [{steps: 1}]\n")
+    wrong = {
+        ("optimizer.lr=1", "optimizer.kind=adamw"): "Put optimizer.kind before optimizer.lr",
+        ("optimizer.lr=1", "optimizer=adamw"): "optimizer=adamw comes after optimizer.lr and drops",
+        ("optimizer={kind: adamw, lr: 1}", "optimizer.kind=other"): "drops it",
+        ("phases.0.optimizer={kind: other, lr: 1}", "phases.0.optimizer=adamw"): "phases.0.optim",
+    }
+    for overrides, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            read_tree(path, overrides)
+    adamw = {"kind": "adamw", "lr": 1}
+    for overrides, optimizer in {
+        ("optimizer.kind=adamw", "optimizer.lr=1"): adamw,
+        ("optimizer.lr=3", "optimizer.kind=adamw", "optimizer.lr=1"): adamw,
+        ("optimizer.lr=1", "optimizer.kind=other"): {"kind": "other", "lr": 1},
+        ("optimizer=lamb", "optimizer=adamw"): {"kind": "adamw"},
+        ("optimizer.lr=1", "optimizer=null"): None,
+    }.items():
+        assert read_tree(path, overrides)["optimizer"] == optimizer
+
+
 def test_round_trip_through_yaml(tmp_path: Path) -> None:
     path = write(
         tmp_path, "a.yaml", "steps: 7\nkind: cosine\noptimizer: {kind: adamw, betas: [0.5, 0.75]}\n"

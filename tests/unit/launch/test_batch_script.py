@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,25 @@ def test_one_job_for_one_output(project: Path) -> None:
         with pytest.raises(LaunchError, match=r"job 4711 .running. works on"):
             checks.require(submit.prepare("local.yaml", "run.yaml", [f"output={output}"]))
     checks.require(submit.prepare("local.yaml", "run.yaml", ["output=runs/b"]))
+
+
+def test_a_job_whose_cluster_cannot_be_asked(project: Path) -> None:
+    """Its exit code says whether it has ended; without one, nobody knows."""
+    record = submitted("output=runs/a")
+    (project / "local.yaml").write_text("kind: local\ncode: installed\n")
+    (project / "bin" / "squeue").write_text("#!/bin/sh\necho 'squeue: error: no' >&2; exit 1\n")
+    launch = submit.prepare("local.yaml", "run.yaml", ["output=runs/a"])
+    unknown = r"job 4711 still works on runs/a cannot be asked.*squeue: no.*remove /.*/001"
+    with pytest.raises(LaunchError, match=unknown):
+        checks.require(launch)
+    (record.folder / job.EXIT).write_text("75\n")
+    checks.require(launch)
+    # The next segment continues a run that was stopped, and nothing is left for it otherwise.
+    segmented = replace(record, about={**record.about, "segments": "4711 4712"})
+    with pytest.raises(LaunchError, match="squeue: no"):
+        Config().states([segmented])
+    (record.folder / job.EXIT).write_text("0\n")
+    assert Config().states([segmented])["4711"].word == "done"
 
 
 def test_code_that_would_hide_this_program(project: Path) -> None:

@@ -291,6 +291,7 @@ def test_tpus_of_kubernetes_need_their_accelerator(project: Path) -> None:
 def test_sections_of_any_type_are_read() -> None:
     for odd in (None, 3, "x", [], [3], {"kind": 3}, {"path": 3, "sources": 3}):
         sections = ("data", "checkpoint", "objective", "phases", "source", "tokenizer", "strategy")
+        sections += ("probes",)
         tree = dict.fromkeys(sections, odd)
         assert set(experiment.inputs(tree)) <= {"init_from"}
         assert experiment.own_modules(tree) == {}
@@ -311,6 +312,24 @@ def test_held_out_files_and_the_teacher_of_a_phase_are_read() -> None:
     distilled = {"kind": "distillation", "teacher": "runs/x"}
     tree = {"objective": "mlm", "phases": [{"objective": "mlm"}, {"objective": distilled}]}
     assert experiment.inputs(tree) == {"phases.1.objective.teacher": "runs/x"}
+
+
+def test_data_of_probes_files_of_strategies_and_folders_of_the_hub_are_read() -> None:
+    tree = {
+        "probes": {"rte": {"path": "datasets/rte"}, "odd": 3},
+        "strategy": {"kind": "accelerate", "config": "accelerate.yaml"},
+    }
+    assert experiment.inputs(tree) == {
+        "strategy.config": "accelerate.yaml",
+        "probes.rte.path": "datasets/rte",
+    }
+    assert experiment.inputs({"strategy": {"kind": "own.strategy", "config": "fast"}}) == {}
+    for path in ("/corpora/x", "./x", "../x", "~/x"):
+        found = {"source.path": os.path.expanduser(path)}
+        assert experiment.inputs({"source": {"kind": "huggingface", "path": path}}) == found
+        rows = {"kind": "classification", "dataset": {"path": path}}
+        assert list(experiment.inputs({"source": rows})) == ["source.dataset.path"]
+    assert experiment.inputs({"source": {"kind": "huggingface", "path": "owner/name"}}) == {}
 
 
 def test_every_kind_says_its_size() -> None:

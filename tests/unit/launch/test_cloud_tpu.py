@@ -159,6 +159,11 @@ def test_settings_survive_yaml() -> None:
     assert decode(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
 
 
+def test_a_run_that_ignores_sigterm_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cloud TPU ends runs by SIGTERM. Add SIGTERM"):
+        CLUSTER.render(replace(job(tmp_path), stop_signals=("SIGUSR1",)))
+
+
 def test_datasets_are_built_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="samestep data push"):
         CLUSTER.render(replace(job(tmp_path), action="build"))

@@ -161,6 +161,8 @@ def test_all_objects_are_found_by_one_label():
     for config, job in MANIFESTS.values():
         *_, last = found = documents(config, job)
         names = {document["metadata"]["name"] for document in found}
+        # Other commands that read the manifest, as kubectl diff, look where it will be created.
+        assert {each["metadata"]["namespace"] for each in found} == {config.namespace}
         labels = {
             each["metadata"]["labels"][manifest.JOB_LABEL]
             for each in (*found, job_of(config, job), pod_of(config, job))
@@ -528,7 +530,7 @@ def test_what_would_be_lost_with_the_pod_is_refused(config: Config, job: JobSpec
 
 
 def test_a_run_that_ignores_sigterm_is_refused():
-    with pytest.raises(ConfigError, match=r"training\.preemption\.signals lacks"):
+    with pytest.raises(ConfigError, match=r"Kubernetes ends runs by SIGTERM. Add SIGTERM"):
         GPU.render(replace(TRAIN, stop_signals=("SIGUSR1",)))
     GPU.render(replace(TRAIN, stop_signals=()))  # has no checkpoint on purpose
 

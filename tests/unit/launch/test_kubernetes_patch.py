@@ -184,6 +184,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
     "patch",
     [
         {"JobSet": {"metadata": {"name": "mine"}}},
+        {"JobSet": {"metadata": {"namespace": "other"}}},
         {"JobSet": {"metadata": {"labels": None}}},
         {"ConfigMap": {"kind": "Secret"}},
         {"Pod": {"metadata": {"labels": {"samestep.dev/job": "other"}}}},

@@ -19,7 +19,7 @@ from launch.environment import Environment
 from launch.job import JobSpec, Record
 from launch.local import Config
 from tests.waiting import until
-from trainer.errors import LaunchError
+from trainer.errors import ConfigError, LaunchError
 
 Start: TypeAlias = Callable[..., Record]
 
@@ -68,6 +68,15 @@ def members(session: str) -> list[Path]:
 
 
 wait_for = partial(until, seconds=20)
+
+
+def test_a_run_that_ignores_sigterm_is_refused(tmp_path: Path) -> None:
+    job = JobSpec("run", "train", "", tmp_path, tmp_path, stop_signals=("SIGUSR1",))
+    message = r"training.preemption.signals is \[SIGUSR1\].*cancel ends runs by SIGTERM. Add"
+    with pytest.raises(ConfigError, match=message):
+        Config().render(job)
+    Config().render(replace(job, stop_signals=()))  # has no checkpoint on purpose
+    Config().render(replace(job, action="build"))
 
 
 def test_no_ps_is_needed(start: Start) -> None:

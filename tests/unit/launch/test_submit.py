@@ -177,9 +177,24 @@ def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
 def test_without_requeuing(project: Path) -> None:
     assert "--no-requeue" in options("cluster.requeue=false")
     assert "scontrol requeue" not in script("cluster.requeue=false")
-    name = options("cluster.segments=3")[0]
+    name, *segmented = options("cluster.segments=3")
     assert name.startswith("--job-name=run-")
+    assert "--dependency=singleton" in segmented
     assert options("cluster.segments=3", "output=elsewhere/run")[0] != name
+
+
+def test_segments_wait_for_each_other_and_for_other_jobs(project: Path) -> None:
+    """sbatch obeys only the last --dependency."""
+
+    def dependencies(*overrides: str) -> list[str]:
+        return [each for each in options(*overrides) if each.startswith("--dependency")]
+
+    other = "cluster.options=[--dependency=afterok:5]"
+    assert dependencies("cluster.segments=3", other) == ["--dependency=afterok:5,singleton"]
+    assert dependencies(other) == ["--dependency=afterok:5"]
+    either = "cluster.options=['--dependency=afterok:5?afterok:6']"
+    assert dependencies(either) == ["--dependency='afterok:5?afterok:6'"]
+    assert dependencies() == []
 
 
 def test_containers(project: Path) -> None:
@@ -314,7 +329,12 @@ def test_environments() -> None:
         (["cluster.nodes=0"], "nodes must be a number"),
         (
             ["cluster.time='24:00:00'"],
-            "time must be written as 2d, 12h, 90m or 1d6h30m, not 24:00:00",
+            "time is 24:00:00. Write it as 2d, 12h, 90m or 1d6h30m, not as 24:00:00",
+        ),
+        # Without quotes, YAML reads it as a number.
+        (
+            ["cluster.time=24:00:00"],
+            "time is 86400. Write it as 2d, 12h, 90m or 1d6h30m, not as 24:00:00",
         ),
         (
             ["cluster.partition='a b'"],
@@ -323,6 +343,10 @@ def test_environments() -> None:
         (['cluster.options=["--x=1\\n#SBATCH --uid=0"]'], "is not an option of sbatch"),
         (["cluster.options=[reservation]"], "Write each one as --name=value"),
         (["cluster.segments=0"], "segments must be at least 1"),
+        (
+            ["cluster.segments=2", "cluster.options=['--dependency=afterok:5?afterok:6']"],
+            "--dependency=afterok:5?afterok:6 means any of several jobs, and segments 2",
+        ),
         (["cluster.gpus_per_node=-1"], "gpus_per_node must be at least 0"),
         (["cluster.environment={conda: a, venv: b}"], "conda a and venv b are two environments"),
         (["cluster.environment.variables.WANDB_API_KEY=abc"], "looks like a secret"),

@@ -44,6 +44,7 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("WANDB__DISABLE_STATS", "true")
     monkeypatch.setenv("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
 
@@ -62,7 +63,7 @@ for step in range(first, last + 1):
         tracker.log(step, {"train/loss": 1 / step})
         if step % 5 == 0:
             tracker.log(step, {"heldout/loss": 2 / step})
-print("logged", flush=True)
+print("logged", trackers[1]._run.starting_step, flush=True)
 if end == "wait":
     time.sleep(100)
 for tracker in trackers:
@@ -72,9 +73,12 @@ for tracker in trackers:
 
 def run_steps(
     folder: Path, mode: str, first: int, last: int, kill_when: Callable[[], object] | None = None
-) -> None:
+) -> int:
     """Trains from step `first` to `last` in a process, and kills it when all is logged and
     `kill_when` holds.
+
+    Returns:
+        The step that W&B expected first; 0 unless it has resumed the run.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [str(folder), mode, str(first), str(last), "wait" if kill_when else "close"]
@@ -83,11 +87,13 @@ def run_steps(
     )
     assert child.stdout is not None
     with child.stdout:
-        assert child.stdout.readline() == b"logged\n"
+        logged, starting_step = child.stdout.readline().split()
+        assert logged == b"logged"
     if kill_when:
         wait_for(kill_when)
         child.kill()  # W&B's own process ends with its parent, and what it has not written is lost
     assert child.wait(60) == (-signal.SIGKILL if kill_when else 0)
+    return int(starting_step)
 
 
 def check_history(rows: list[dict[str, Any]], folder: Path, last: int) -> None:
@@ -152,7 +158,7 @@ class FakeServer(QuietServer):
                 "historyTail": json.dumps([last]),
                 "eventsTail": "[]",
                 "summaryMetrics": last,
-                "wandbConfig": "{}",
+                "wandbConfig": json.dumps({"t": 1}),  # empty for a run that was never started
             }
             return {
                 "model": {**project, "bucket": {**run, **counts, **tails}} if self.lines else None
@@ -209,7 +215,7 @@ def test_online_no_step_is_doubled_or_missing_after_kills_and_resumes(
     tmp_path: Path, server: FakeServer
 ):
     run_steps(tmp_path, "online", 1, 10, kill_when=lambda: len(server.lines) > 7)
-    run_steps(tmp_path, "online", 7, 14)  # the server is ahead of the checkpoint
+    assert run_steps(tmp_path, "online", 7, 14) > 7  # it resumes, ahead of the checkpoint
     check_history(server.rows, tmp_path, 14)
 
 
@@ -220,11 +226,19 @@ class FakeRun:
 
     def __init__(self, starting_step: int) -> None:
         self.starting_step = starting_step
+        self.rows: dict[int, dict[str, float]] = {}
         self.steps: list[int] = []
         self.summary: dict[str, Any] = {}
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int, commit: bool) -> None:
         self.steps.append(step)
+        self.rows[step] = metrics
+
+    def alert(self, **_: Any) -> None:
+        """Sends nothing."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Ends the run."""
 
 
 @pytest.mark.parametrize(
@@ -254,6 +268,7 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
     )
     for step in range(checkpoint + 1, 13):
         tracker.log(step, {"train/loss": 1 / step})
+    tracker.close()
     assert run.steps == sent
     wanted = {
         "mode": "online",
@@ -265,6 +280,41 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
     }
     assert requested.items() >= wanted.items()
     assert requested["config"] == {"seed": 1}
+
+
+def test_a_failure_between_the_rows_of_a_step_loses_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """W&B cannot add to a step that it has, so it gets all rows of a step together."""
+    metrics, sent = tmp_path / "metrics.jsonl", {}
+
+    def start(first: int) -> list[Any]:
+        run = FakeRun(max(sent, default=-1) + 1)
+        run.rows = sent
+        monkeypatch.setattr(wandb, "init", lambda **_: run)
+        jsonl = JsonlTracker(metrics, resume_step=first - 1)
+        return [jsonl, tracking.Config(mode="online").build(tmp_path, {}, list, {})]
+
+    def log(trackers: list[Any], step: int, name: str) -> None:
+        for tracker in trackers:
+            tracker.log(step, {name: 1 / step})
+
+    trackers = start(1)
+    for step in range(1, 6):
+        log(trackers, step, "train/loss")
+    trackers[1].alert("ERROR", "The run has failed", "out of memory in the evaluation")
+    assert sorted(sent) == [1, 2, 3, 4]
+    trackers[0].close()
+    began = time.time()
+    trackers = start(4)
+    for step in range(4, 6):
+        log(trackers, step, "train/loss")
+    log(trackers, 5, "heldout/loss")
+    for tracker in trackers:
+        tracker.close()
+    assert sorted(sent) == [1, 2, 3, 4, 5]
+    assert sent[5].pop("_timestamp") >= began
+    assert sent[5] == {"train/loss": 0.2, "heldout/loss": 0.2}
 
 
 def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
@@ -302,9 +352,10 @@ from trainer.monitoring import wandb as tracking
 folder, mode, last_step = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 tracker = tracking.Config(mode=mode).build(folder, {"seed": 1}, list, {"restarts": 3})
 tracker.log(1, {"train/loss": 1.0})
+tracker.log(2, {"train/loss": 1.0})
 tracker.alert("WARN", "A step was skipped", "https://me:pass@host/data.tar?X-Amz-Signature=abc is odd")
 tracker.alert("ERROR", "The run has failed", "why")
-tracker.log(2, {"train/loss": 1.0})
+tracker.log(3, {"train/loss": 1.0})
 exec(last_step)
 """  # noqa: E501
 ALERTS = [
@@ -355,8 +406,7 @@ def test_an_alert_holds_up_nobody_for_long(
     """Though W&B hangs; and one that fails stops nothing."""
     monkeypatch.setattr(tracking, "ALERT_SECONDS", 0.1)
     release, run = threading.Event(), FakeRun(0)
-    monkeypatch.setattr(run, "alert", lambda **_: None, raising=False)
-    monkeypatch.setattr(run, hangs, lambda **_: release.wait(60), raising=False)
+    monkeypatch.setattr(run, hangs, lambda **_: release.wait(60))
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     tracker, began = tracking.Config(mode="online").build(tmp_path, {}, list, {}), time.monotonic()
     tracker.alert("ERROR", "The run hangs", "in forward")
@@ -364,11 +414,12 @@ def test_an_alert_holds_up_nobody_for_long(
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "wandb-alert")
     release.set()
 
-    run = FakeRun(0)  # which cannot alert
+    run = FakeRun(0)
+    monkeypatch.setattr(run, "alert", lambda **_: 1 / 0)
     tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
     tracker.alert("WARN", "A step was skipped", "")
     tracker.log(1, {})
-    assert "'FakeRun' object has no attribute 'alert'" in caplog.text
+    assert "division by zero" in caplog.text
 
 
 def test_alerts_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -377,6 +428,7 @@ def test_alerts_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tracker = tracking.Config(mode="online", alerts=False).build(tmp_path, {}, list, {})
     tracker.alert("ERROR", "The run has failed", "")
     tracker.log(1, {})
+    tracker.close()
     assert run.steps == [1]
 
 
@@ -410,7 +462,8 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(
     config = tracking.Config(mode="offline", log_checkpoints=True)
     tracker = config.build(tmp_path, {}, lambda: committed, {})
     for step in (1, 2, 3):
-        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        lease = "-lease-7" if step == 2 else ""  # its plain name was taken
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}{lease}"
         folder.mkdir(parents=True)
         (folder / "rank-00000.safetensors").write_bytes(bytes([step]) * 1000)
         (folder / "meta.json").write_text("{}")
@@ -475,6 +528,7 @@ def test_disabled_needs_no_package_and_writes_nothing(
 
 
 def test_auto_is_online_only_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb.teardown()  # settings of W&B are read once in a process
     assert tracking.resolve_mode("auto") == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 123\n")
     assert tracking.resolve_mode("auto") == "online"
@@ -485,6 +539,38 @@ def test_auto_is_online_only_where_a_key_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert tracking.resolve_mode("auto") == "disabled"
     assert tracking.resolve_mode("offline") == "offline"
+
+
+@pytest.mark.parametrize("chosen", ["by default", "by variable", "by login"])
+def test_a_key_that_wandb_login_has_stored_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+):
+    own = "http://wandb.example.org:8080"
+    if chosen == "by variable":
+        monkeypatch.setenv("WANDB_BASE_URL", own)
+    if chosen == "by login":  # wandb login --host
+        (tmp_path / "config").mkdir()
+        (tmp_path / "config" / "settings").write_text(f"[default]\nbase_url = {own}\n")
+    wandb.teardown()  # settings of W&B are read once in a process
+    try:
+        default = wandb.Settings().base_url
+        assert tracking.server() == (default if chosen == "by default" else own)
+        wbauth = pytest.importorskip("wandb.sdk.lib.wbauth")
+        wbauth.write_netrc_auth(host="https://elsewhere.example.org", api_key="0" * 40)
+        assert tracking.resolve_mode("auto") == "offline"
+        wbauth.write_netrc_auth(host=tracking.server(), api_key="0" * 40)
+        assert tracking.resolve_mode("auto") == "online"
+    finally:
+        wandb.teardown()
+
+
+def test_an_invalid_setting_of_wandb_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("WANDB_BASE_URL", "wandb")
+    tracker = tracking.Config(mode="auto").build(tmp_path, {}, list, {})
+    tracker.log(1, {"train/loss": 1.0})
+    assert "Training continues" in caplog.text
 
 
 def test_an_unknown_mode_is_refused():

@@ -279,6 +279,8 @@ def programs(tmp_path: Path) -> dict[str, str]:
             "[samestep][export][runs/a][b c][*][]",
         ),  # `export` is a shell's, too
         (["jobs"], "[samestep][jobs]"),
+        (["diff", "runs/a", "runs/b"], "[samestep][diff][runs/a][runs/b]"),
+        (["watch", "runs/a"], "[samestep][watch][runs/a]"),
         (["-x", "--"], "[samestep][-x][--]"),
         ([""], "[samestep][]"),
         (["bash", "-c", "printf %s $((6*7))"], "42"),

@@ -19,7 +19,7 @@ from data_pipeline.sources import SourceConfig
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, renamed, to_tree
-from trainer.config.tree import merge, parse_override
+from trainer.config.tree import merge, merge_overrides, parse_override
 from trainer.errors import ConfigError
 from trainer.hashing import json_hash
 from trainer.models import ModelConfig
@@ -185,11 +185,9 @@ def _overridden(overrides: Sequence[str]) -> Tree:
     """Merges the overrides.
 
     Raises:
-        ConfigError: one of them is a setting that the suite chooses for each run.
+        ConfigError: one of them is a setting that the suite chooses for each run, or drops another.
     """
-    changes: Tree = {}
-    for override in overrides:
-        changes = merge(changes, parse_override(override))
+    changes = merge_overrides({}, overrides)
     for name in ("output", "init_from", "seed"):
         if name in changes:
             raise ConfigError(f"{name} is chosen by the suite for each run; leave {name}=... out")
