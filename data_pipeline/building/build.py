@@ -391,8 +391,7 @@ class _Build:
             ]
         except (OSError, ValueError, EOFError):
             return None
-        found = np.concatenate(texts)
-        return len(found) - len(np.unique(found))
+        return duplicates.count_repeated(texts)
 
     def _tidy(self, built: Manifest) -> None:
         """Removes the outcomes, and shards and temporary files left by stopped builds."""

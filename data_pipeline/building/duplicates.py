@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +52,17 @@ class Duplicates:
 
     records: list[frozenset[int]]
     pairs: npt.NDArray[np.int64]
+
+
+def count_repeated(hashes: Sequence[npt.NDArray[np.uint64]]) -> int:
+    """Number of documents that repeat an earlier one, from the hashes of each unit: uint64 [N].
+
+    It takes another 9 bytes a document; `np.unique` takes 66, and far longer.
+    """
+    # Sorted, [7, 3, 7, 7] is [3, 7, 7, 7], and two entries equal the one before.
+    found = np.concatenate(hashes)
+    found.sort()
+    return int(np.count_nonzero(found[1:] == found[:-1]))
 
 
 def find(

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 PARTIAL_MANIFEST = "manifest.partial.json"
 
 _TRANSFERS = 8  # at a time
+_SMALL_FILES = (
+    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
+    "rejected.jsonl",
+)
 
 
 def push(folder: Path, url: str, force: bool = False) -> None:
@@ -47,13 +51,15 @@ def push(folder: Path, url: str, force: bool = False) -> None:
         )
     url = url.rstrip("/")
     manifest = Dataset.open(folder).manifest
-    _make_way(url, manifest, force)
+    _make_way(folder, url, manifest, force)
     storage.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
-    tokenizer = [f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)]
     counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
-    for name in (*tokenizer, *counts, "rejected.jsonl"):
+    for name in (*_SMALL_FILES, *counts):
         if (folder / name).exists():
             storage.upload(folder / name, f"{url}/{name}")
+        else:
+            # Of a former dataset: its tokenizer.json would be used instead of our spiece.model.
+            storage.remove(f"{url}/{name}")
     sent = 0
     total = sum(shard.bytes for shard in manifest.shards)
     with Meter("pushing") as meter, ThreadPoolExecutor(_TRANSFERS) as threads:
@@ -70,8 +76,11 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     )
 
 
-def _make_way(url: str, manifest: Manifest, force: bool) -> None:
-    """Removes another dataset from the address, if `force`.
+def _make_way(folder: Path, url: str, manifest: Manifest, force: bool) -> None:
+    """Removes the shards and counts of another dataset from the address, if `force`.
+
+    At every moment a manifest there names the owner of the files, so a push that is stopped in here
+    can be repeated.
 
     Raises:
         DataError: the address holds something else.
@@ -81,7 +90,9 @@ def _make_way(url: str, manifest: Manifest, force: bool) -> None:
         with suppress(ObjectNotFoundError):
             found.append(Manifest.parse(storage.read(f"{url}/{name}"), f"{url}/{name}"))
     if not found and storage.names(url):
-        raise DataError(f"{url} is neither empty nor a dataset. Push to another address.")
+        raise DataError(
+            f"{url} is neither empty nor a dataset. Empty it, or push to another address."
+        )
     others = [other for other in found if other.digest != manifest.digest]
     if not others:
         return
@@ -89,12 +100,14 @@ def _make_way(url: str, manifest: Manifest, force: bool) -> None:
         raise DataError(
             f"{url} holds another dataset. Push to another address, or replace it with --force."
         )
-    # The manifests last: without them, the shards of an interrupted removal would be nobody's.
     shards = {f"{url}/{shard.name}" for other in others for shard in other.shards}
+    cached = storage.names(f"{url}/.cache")
+    counts = {f"{url}/.cache/{name}" for name in cached if name.endswith(".counts")}
     with ThreadPoolExecutor(_TRANSFERS) as threads:
-        list(threads.map(storage.remove, shards))
+        list(threads.map(storage.remove, shards | counts))
+    # The new owner's manifest before the old one's goes.
+    storage.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
     storage.remove(f"{url}/{MANIFEST}")
-    storage.remove(f"{url}/{PARTIAL_MANIFEST}")
 
 
 def _send(folder: Path, url: str, shard: ShardInfo) -> bool:

@@ -50,7 +50,8 @@ class Forecast:
     @property
     def real_share(self) -> float:
         """Fraction of positions with a token of a document, not padding or a special token."""
-        return self.tokens / (self.examples * self.sequence_length)
+        # Shards of one document have no sentence pairs: segments come from another one, too.
+        return self.tokens / max(1, self.examples * self.sequence_length)
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def report(inspection: Inspection, console: Console) -> None:
         )
     console.print(contents)
     rejected = sorted(manifest.documents_rejected.items())
-    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in rejected)
+    # Reasons quote values of the source, such as the label "[/neg]".
+    reasons = escape(", ".join(f"{reason}: {count:,}" for reason, count in rejected))
     total = sum(count for _, count in rejected)
     console.print(
         f"{manifest.documents_in:,} documents read, {total:,} rejected"
@@ -201,7 +203,7 @@ def report(inspection: Inspection, console: Console) -> None:
     headers = ("length", "packing", "examples", "real tokens", "documents an example")
     packing = _table("Packing forecast", *headers)
     for f in inspection.forecasts:
-        share, mixture = f"{f.real_share:.1%}", f"{f.chunks / f.examples:.2f}"
+        share, mixture = f"{f.real_share:.1%}", f"{f.chunks / max(1, f.examples):.2f}"
         packing.add_row(str(f.sequence_length), f.policy, f"{f.examples:,}", share, mixture)
     console.print(packing)
 

@@ -313,14 +313,14 @@ class MixedOrder(Lanes):
         lane = self.lanes_of(size, index, count)
         number = self.turn(lane, start) * self.lanes + lane
         part = np.searchsorted(self._first, number, side="right") - 1
-        windows = [
-            order.ahead(lane, self._taken(np.full_like(lane, source), number))
-            for source, order in enumerate(self._orders)
-            if order is not None and self._share[part, source].any()
-        ]
-        return np.concatenate(
-            [shards for window in zip(*windows, strict=True) for shards in window]
-        )
+        current, following = list[Int64](), list[Int64]()
+        for source, order in enumerate(self._orders):
+            if order is None or not self._share[part, source].any():
+                continue
+            window, next_window = order.ahead(lane, self._taken(np.full_like(lane, source), number))
+            current.append(window + self._first_shard[source])
+            following.append(next_window + self._first_shard[source])
+        return np.concatenate([*current, *following])
 
     def _walk(self, number: Int64) -> tuple[Int64, Int64, Int64, Int64]:
         """The part, the lane, and the period and place in the table of global examples."""

@@ -43,7 +43,8 @@ class CorruptShards:
         named = ((str(digest), str(name), int(first)) for digest, name, first in found)
         # Sorted, so the result does not depend on which replica found a shard first.
         self.found = tuple(sorted(named, key=lambda shard: (shard[2], *shard)))
-        first_of = {(digest, name): first for digest, name, first in self.found}
+        # The earliest entry of a shard counts, so it is stored last.
+        first_of = {(digest, name): first for digest, name, first in reversed(self.found)}
         self._first = np.array(
             [first_of.get(shard, _NEVER) for shard in shards] if first_of else (), dtype=np.int64
         )

@@ -136,6 +136,16 @@ class Dataset:
         Raises:
             DataError: the folder has another one.
         """
+        try:
+            return self._load_tokenizer()
+        except DataError:
+            if self.remote is None:
+                raise
+        # The mirror may have been made while another dataset's files were at the address.
+        self.remote.repair_tokenizer(self.path, self._has_tokenizer)
+        return self._load_tokenizer()
+
+    def _load_tokenizer(self) -> Tokenizer:
         tokenizer = Tokenizer.load(self.path / "tokenizer")
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise DataError(
@@ -144,6 +154,13 @@ class Dataset:
                 "tokenizer, or build the dataset again."
             )
         return tokenizer
+
+    def _has_tokenizer(self) -> bool:
+        try:
+            self._load_tokenizer()
+        except DataError:
+            return False
+        return True
 
     def shards(self, split: str) -> tuple[ShardInfo, ...]:
         """The shards of a split.

@@ -249,6 +249,20 @@ class StreamingLoader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
+        try:
+            self._make_ready()
+        except BaseException:
+            # The failed block is no longer ahead: plan again from the step that is due.
+            self._go_to(self._position)
+            raise
+        if not self._ready:
+            raise StopIteration
+        self._last_start = self._position
+        self._position = self._excluded.after(self._position, self._batch_size)
+        return self._ready.popleft()
+
+    def _make_ready(self) -> None:
+        """Makes the next step ready, if there is one, the same on all replicas."""
         shard = self._fill()
         # If one replica finds a shard corrupt, all skip it from this step on. `_largest` tells them
         # which; -1 means none. Another shard may turn up corrupt then, so ask again.
@@ -256,11 +270,6 @@ class StreamingLoader:
             self._corrupt = self._corrupt.add(shard, self._position)
             self._go_to(self._position)
             shard = self._fill()
-        if not self._ready:
-            raise StopIteration
-        self._last_start = self._position
-        self._position = self._excluded.after(self._position, self._batch_size)
-        return self._ready.popleft()
 
     def _fill(self) -> int:
         """Makes the next step ready, if there is one; returns a corrupt shard to skip first, or -1.

@@ -8,7 +8,7 @@ requests, without the shards.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,24 @@ class RemoteDataset:
         with self._claimed(folder / "tokenizer"):
             fetch_tokenizer(self.url, folder)
         return folder
+
+    def repair_tokenizer(self, folder: Path, is_intact: Callable[[], bool]) -> None:
+        """Downloads a mirrored tokenizer again, unless another process has just done so.
+
+        Args:
+            folder: the mirror.
+            is_intact: whether its tokenizer is the dataset's.
+
+        Raises:
+            DataError: it cannot be read or written.
+        """
+        with self._claimed(folder / "tokenizer"):
+            if is_intact():
+                return
+            with self.cache.failure_explained():
+                for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL):
+                    (folder / "tokenizer" / name).unlink(missing_ok=True)
+            fetch_tokenizer(self.url, folder)
 
     @contextmanager
     def small_file(self, folder: Path, name: str) -> Iterator[Path]:

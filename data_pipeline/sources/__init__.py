@@ -202,20 +202,24 @@ class TaskSource(Source):
         row = self.decode_row(record.content())
         for index, text in enumerate(row.texts):
             _checked(text, self.text_name(index))
+        _check_unicode(row.group, " in the row's group or id")
         return row
 
 
 def _checked(text: str, name: str) -> str:
     if not text or text.isspace():
         raise BadRecord(f"empty {name}")
+    _check_unicode(text, "" if name == "document" else f" in {name}")
+    return text
+
+
+def _check_unicode(text: str, where: str) -> None:
     try:
         # Tokenizers and hashes need UTF-8, which has no half of a surrogate pair. JSON can spell
         # one, as "\ud83d".
         text.encode()
     except UnicodeEncodeError:
-        where = "" if name == "document" else f" in {name}"
         raise BadRecord(f"invalid Unicode{where}") from None
-    return text
 
 
 def decode_utf8(data: bytes) -> str:

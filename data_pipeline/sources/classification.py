@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +17,7 @@ from data_pipeline.sources.columns import (
     index_of,
     items,
     label_text,
+    number,
     row_of,
 )
 from data_pipeline.sources.table import encoded
@@ -137,10 +139,11 @@ class Classification(TextsSource):
             raise BadRecord(f"{name} has {len(values)} probabilities for {len(self.labels)} labels")
         numbers: list[float] = []
         for value in values:
-            # `not value >= 0` rejects NaN, too.
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            probability = math.nan if isinstance(value, (bool, str)) else number(value)
+            # `not ... >= 0` rejects NaN, too, which also stands for an integer beyond all floats.
+            if not probability >= 0:
                 raise BadRecord(f"{name} {brief(values)} holds what is no probability")
-            numbers.append(float(value))
+            numbers.append(probability)
         # Not renormalized: a sum far from 1 means that the numbers are something else.
         if not abs(sum(numbers) - 1) <= _SLACK:
             raise BadRecord(f"probabilities of {name} sum to {sum(numbers):.6g} and not to 1")

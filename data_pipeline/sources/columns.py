@@ -155,6 +155,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _short(text: str) -> str:
+    # Names of JSON may hold half of a surrogate pair, which no message can be encoded with.
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= _SHORT else text[: _SHORT - 3] + "..."
 
 

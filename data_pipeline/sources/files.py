@@ -8,7 +8,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeAlias, cast
+from typing import BinaryIO, TypeAlias
 
 import zstandard
 
@@ -41,23 +41,40 @@ def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ..
     """
     if not patterns:
         raise ConfigError(f"{name} is empty. Name at least one file or pattern.")
-    # A set, because patterns may overlap, and sorted, because the order of a folder is arbitrary
-    # and the order of documents is part of a dataset.
-    found: set[str] = set()
-    for pattern in patterns:
-        if storage.is_url(pattern):
-            matches, hint = storage.glob(pattern), ""
-        else:
-            # `**` matches folders, too.
-            paths = glob.glob(os.path.expanduser(pattern), recursive=True)
-            matches = list(filter(os.path.isfile, paths))
-            hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
-        if not matches:
-            raise ConfigError(
-                f"{name}: no file matches {storage.shown(pattern)!r}. Correct the pattern{hint}."
-            )
-        found.update(matches)
-    return tuple(sorted(found))
+    paths = {path for pattern in patterns for path in matches(pattern, name)}
+    # Patterns overlap, and "a.txt", "./a.txt" and a link to it are one file. The first name in
+    # sorted order stands for it.
+    first_names: dict[str, str] = {}
+    for path in sorted(paths):
+        first_names.setdefault(identity(path), path)
+    return tuple(first_names.values())
+
+
+def matches(pattern: str, name: str = "source.paths") -> list[str]:
+    """Returns the files or URLs that match one pattern, sorted; a file may have several names.
+
+    Raises:
+        ConfigError: it matches no file.
+        StorageError: a store cannot be listed.
+    """
+    if storage.is_url(pattern):
+        found, hint = storage.glob(pattern), ""
+    else:
+        # `**` matches folders, too.
+        paths = glob.glob(os.path.expanduser(pattern), recursive=True)
+        found = list(filter(os.path.isfile, paths))
+        hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
+    if not found:
+        raise ConfigError(
+            f"{name}: no file matches {storage.shown(pattern)!r}. Correct the pattern{hint}."
+        )
+    # The order of a folder is arbitrary, and the order of documents is part of a dataset.
+    return sorted(set(found))
+
+
+def identity(path: str) -> str:
+    """The same for all names of a local file: relative, absolute or through a link."""
+    return path if storage.is_url(path) else os.path.realpath(path)
 
 
 def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
@@ -118,32 +135,37 @@ def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
     decompression bomb raises BadRecord.
     """
     if name.endswith(".gz"):
-        return io.BufferedReader(
-            _Bounded(cast(BinaryIO, gzip.GzipFile(fileobj=disk)), disk), _BUFFER
-        )
+        # `read` and `readinto` would lose what they have got when they reach the damage of a file.
+        return io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=disk).read1, disk), _BUFFER)
     if name.endswith(".zst"):
-        return io.BufferedReader(_Bounded(cast(BinaryIO, _ZstdFile(disk)), disk), _BUFFER)
+        return io.BufferedReader(_Bounded(_ZstdReader(disk).read1, disk), _BUFFER)
     return disk
 
 
 class _Bounded(io.RawIOBase):
-    """The decompressed bytes of a file, up to the size that is plausible for text."""
+    """The decompressed bytes of a file, up to the size that is plausible for text.
 
-    def __init__(self, content: BinaryIO, disk: BinaryIO) -> None:
-        self._content, self._disk, self._bytes = content, disk, 0
+    Args:
+        read1: returns the next bytes, at most as many as asked for; none at the end.
+        disk: the compressed file.
+    """
+
+    def __init__(self, read1: Callable[[int], bytes], disk: BinaryIO) -> None:
+        self._read1, self._disk, self._bytes = read1, disk, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count: int = self._content.readinto(buffer)  # type: ignore[attr-defined]
-        self._bytes += count
+        content = self._read1(len(buffer))
+        self._bytes += len(content)
         if self._bytes > _FREE_BYTES + _MOST_EXPANSION * self._disk.tell():
             raise BadRecord("decompression bomb")
-        return count
+        buffer[: len(content)] = content
+        return len(content)
 
 
-class _ZstdFile(io.RawIOBase):
+class _ZstdReader:
     """The decompressed bytes of a Zstandard file of one or more frames.
 
     zstandard's own `stream_reader` mistakes the end of a truncated file for the end of the data.
@@ -154,17 +176,15 @@ class _ZstdFile(io.RawIOBase):
         self._frame: zstandard.ZstdDecompressionObj | None = None
         self._input = self._output = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def read1(self, size: int) -> bytes:
+        """Returns the next bytes, at most `size`; none at the end."""
         while not self._output:
             self._input = self._input or self._disk.read(_ZSTD_INPUT)
             if not self._input:
                 # A frame that is still open at the end of the file was cut off.
                 if self._frame is not None:
                     raise EOFError
-                return 0
+                return b""
             if self._frame is None:
                 decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
                 self._frame = decompressor.decompressobj()
@@ -173,6 +193,5 @@ class _ZstdFile(io.RawIOBase):
             self._input = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None
-        count = min(len(buffer), len(self._output))
-        buffer[:count], self._output = self._output[:count], self._output[count:]
-        return count
+        content, self._output = self._output[:size], self._output[size:]
+        return content

@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from typing import BinaryIO, ClassVar
 
 from data_pipeline.sources import PairSource, Record, decode_utf8
-from data_pipeline.sources.files import find, read_records
+from data_pipeline.sources.files import matches, read_records
 from trainer.errors import ConfigError, DataError
 from trainer.storage import shown
 
@@ -49,8 +49,9 @@ class Config:
         """Finds the files."""
         # Patterns are expanded one by one: sorted together, a pattern's files could mix with
         # another's, and no longer be in the order of their partners.
-        sources = [file for path in self.source_paths for file in find((path,))]
-        targets = [file for path in self.target_paths for file in find((path,))]
+        # Links stay: one file may be the partner of several.
+        sources = [file for path in self.source_paths for file in matches(path)]
+        targets = [file for path in self.target_paths for file in matches(path)]
         if len(sources) != len(targets) or not sources:
             raise ConfigError(
                 f"source_paths are {len(sources)} files and target_paths {len(targets)}. Name one "

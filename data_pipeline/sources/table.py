@@ -30,10 +30,10 @@ from data_pipeline.sources import (
     require,
 )
 from data_pipeline.sources.columns import no_column, repeated
-from data_pipeline.sources.files import Split, find, read_records
+from data_pipeline.sources.files import Split, find, identity, read_records
 from data_pipeline.sources.jsonl import lines, load_json
 from trainer.errors import ConfigError
-from trainer.storage import is_url, shown
+from trainer.storage import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -157,8 +157,8 @@ class TableConfig:
             return {"files": titles, "first_heldout": first_heldout, "header": (), "parts": parts}
         train = find(self.paths) if self.paths else ()
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
-        # A row in both splits would be trained on and then scored.
-        if both := {*map(_identity, train)} & {*map(_identity, heldout)}:
+        # A row in both splits would be trained on and then scored. A link may bring it there.
+        if both := {*map(identity, train)} & {*map(identity, heldout)}:
             raise ConfigError(
                 f"{shown(min(both))} is both in paths and in heldout. Make the pattern of one "
                 "narrower."
@@ -193,11 +193,6 @@ def suffix(file: str) -> str:
     for compression in (".gz", ".zst"):
         name = name.removesuffix(compression)
     return os.path.splitext(name)[1].lower()
-
-
-def _identity(file: str) -> str:
-    """The same for all paths to a file, so that a link cannot bring held-out rows into training."""
-    return file if is_url(file) else os.path.realpath(file)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from data_pipeline.sources import BadRecord, Record, decode_utf8, jsonl
 from data_pipeline.sources.files import find, read_records
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that WebDataset keeps for itself."""
+_READ_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class WebDataset(jsonl.JsonLines):
         try:
             # Not the library's own loop: it reads whole a sparse member, of which some bytes may
             # declare terabytes of zeros.
-            with tarfile.open(fileobj=file, mode="r|*") as tar:
+            with tarfile.open(fileobj=file, mode="r|*", tarinfo=_Member) as tar:
                 for member in tar:
+                    tar.members = []  # type: ignore[attr-defined] # or it would remember all
                     suffix = tariterators.base_plus_ext(member.name)[1]
                     # Members of other suffixes are not even read.
                     if suffix != self.member or not member.isreg() or _META.match(member.name):
@@ -67,6 +69,39 @@ class WebDataset(jsonl.JsonLines):
                     assert stream is not None, "it is a regular file"
                     number += 1
                     yield number, stream.read()
-                    tar.members = []  # type: ignore[attr-defined] # or it would remember all
+                _check_end(tar)
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark
+
+
+class _Member(tarfile.TarInfo):
+    """A member with an intact header; `tarfile` alone takes a damaged one for the end mark."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # the end mark
+            raise
+        except tarfile.InvalidHeaderError:  # type: ignore[attr-defined]
+            raise BadRecord("corrupt file") from None
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Checks that a tar ends with two blocks of zeros, of which one has been read.
+
+    Raises:
+        ReadError: the second one is cut off.
+        BadRecord: data follow, so the zeros may have been the header of a member.
+    """
+    rest = tar.fileobj
+    assert rest is not None, "it is open"
+    block = rest.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("unexpected end of data")
+    while block:
+        if block.strip(b"\0"):
+            raise BadRecord("corrupt file")
+        block = rest.read(_READ_BYTES)

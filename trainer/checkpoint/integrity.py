@@ -43,13 +43,16 @@ def step_folder(root: Location, step: int) -> Location:
     return root / name
 
 
-def committed_steps(root: Location) -> list[int]:
+def committed_steps(root: Location, known: dict[str, bytes] | None = None) -> list[int]:
     """Returns the committed steps that count, oldest first; they may have been damaged since.
 
     Steps of trainings from which the run did not continue do not count, see
     `trainer.checkpoint.history`.
+
+    Args:
+        known: as for `listed`.
     """
-    return sorted({each.step for each in listed(root) if each.committed and each.counts})
+    return sorted({each.step for each in listed(root, known) if each.committed and each.counts})
 
 
 def uncommitted_folders(root: Location) -> list[Location]:
@@ -92,15 +95,23 @@ class Saved:
     counts: bool
 
 
-def listed(root: Location) -> list[Saved]:
-    """Returns all folders of steps, sorted by step, then by lease."""
+def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]:
+    """Returns all folders of steps, sorted by step, then by lease.
+
+    Args:
+        known: the content of `COMMITTED` by folder, which is not read again; new ones are added.
+            The caller takes out folders that it removes.
+    """
     names = files.names(root)
+    known = {} if known is None else known
     folders = history.folders(names)
     stretches = history.line(root, names)
 
     def look(folder: history.Folder) -> Saved:
         place = root / folder.name
-        committed = files.read_if_there(place / _COMMITTED)
+        committed = known.get(folder.name)
+        if committed is None and (committed := files.read_if_there(place / _COMMITTED)) is not None:
+            known[folder.name] = committed
         lease = _lease_of(committed or b"")
         counts = history.counts(stretches, folder.step, lease)
         return Saved(folder.step, lease, place, committed is not None, counts)

@@ -28,25 +28,28 @@ class Removal:
 
     def __init__(self, root: Location, lease: Lease | None) -> None:
         self._root, self._lease = root, lease
+        # There may be hundreds of checkpoints, and training waits for the look before a save. What
+        # is committed stays so until it is removed, so each `COMMITTED` is read once.
+        self._known: dict[str, bytes] = {}
 
     def before_save(self, step: int) -> None:
         """Removes interrupted saves, and steps that the run has not continued from, or repeats."""
         if self._lease is not None:
             for leftover in self._lease.abandoned():
                 files.remove_folder(leftover, first=history.NUMBER)
-        saved = integrity.listed(self._root)
+        saved = integrity.listed(self._root, self._known)
         for each in saved:
             if not each.committed and self._may_remove(each.place):
                 logger.info("removing %s: saving it was interrupted", each.place)
-                integrity.remove_step(each.place)
+                self._remove(each.place)
             elif each.committed and not each.counts and self._may_remove(each.place):
                 logger.warning("removing %s: the run resumed from an earlier step", each.place)
-                integrity.remove_step(each.place)
+                self._remove(each.place)
         self._remove_later(saved, step - 1)
 
     def after(self, step: int) -> None:
         """Removes later steps."""
-        self._remove_later(integrity.listed(self._root), step)
+        self._remove_later(integrity.listed(self._root, self._known), step)
 
     def _remove_later(self, saved: Sequence[integrity.Saved], step: int) -> None:
         # The newest first: if this is interrupted, the rest is still the start of the history.
@@ -54,7 +57,7 @@ class Removal:
             is_later = each.committed and each.counts and each.step > step
             if is_later and self._may_remove(each.place):
                 logger.warning("removing step %d: the run resumed from an earlier step", each.step)
-                integrity.remove_step(each.place)
+                self._remove(each.place)
 
     def outdated(self, last: int, every: int | None, kept: int | None) -> None:
         """Removes what retention does not keep. A failure is only a warning: the save succeeded.
@@ -64,11 +67,11 @@ class Removal:
             kept: a step that stays, the best one.
         """
         try:
-            check = integrity.check_sizes
-            for step in retention.outdated_steps(self._root, last, every, check, kept):
+            check, known = integrity.check_sizes, self._known
+            for step in retention.outdated_steps(self._root, last, every, check, kept, known):
                 folder = integrity.step_folder(self._root, step)
                 if self._may_remove(folder):
-                    integrity.remove_step(folder)
+                    self._remove(folder)
         except CheckpointError as error:
             logger.warning("an old checkpoint could not be removed: %s", error)
 
@@ -76,11 +79,15 @@ class Removal:
         """Removes the files of a save that has failed; what is left, the next save removes."""
         try:
             if self._lease is None:
-                integrity.remove_step(folder)
+                self._remove(folder)
             else:  # another rank may still write there
                 integrity.clear_step(folder)
         except CheckpointError as error:
             logger.debug("%s was not removed: %s", folder, error)
+
+    def _remove(self, folder: Location) -> None:
+        self._known.pop(folder.name, None)
+        integrity.remove_step(folder)
 
     def _may_remove(self, folder: Location) -> bool:
         return self._lease is None or self._lease.may_remove(folder)

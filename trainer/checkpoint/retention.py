@@ -12,6 +12,7 @@ def outdated_steps(
     keep_every: int | None,
     check: integrity.Check,
     best: int | None = None,
+    known: dict[str, bytes] | None = None,
 ) -> list[int]:
     """Returns the committed steps to remove.
 
@@ -24,11 +25,12 @@ def outdated_steps(
         keep_every: steps that this divides are kept as well.
         check: called for the newest steps only, until enough of them are valid.
         best: this step is kept as well.
+        known: as for `integrity.listed`.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    older, valid = integrity.committed_steps(root), 0
+    older, valid = integrity.committed_steps(root, known), 0
     while older and valid < keep_last:
         folder = integrity.step_folder(root, older.pop())
         # `older` loses its newest step each time, so what remains is older than all that stay.

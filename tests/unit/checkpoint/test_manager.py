@@ -130,6 +130,41 @@ def test_retention_looks_at_the_newest_only(
     assert looked_at == ["step-00000008", "step-00000007"]
 
 
+def test_a_save_does_not_look_into_all_checkpoints_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_into, read_if_there = [], files.read_if_there
+
+    def noted(path: Path) -> bytes | None:
+        if path.name == "COMMITTED":
+            looked_into.append(int(path.parent.name[-8:]))
+        return read_if_there(path)
+
+    checkpointer = save(tmp_path, *range(1, 8), keep_every=1)
+    monkeypatch.setattr(files, "read_if_there", noted)
+    checkpointer.save(8, tensors(8), {})
+    checkpointer.wait()
+    assert looked_into == [8, 8, 7], "8 is new, and the files of the newest two are compared"
+
+
+def test_a_step_that_was_removed_is_a_new_one_when_it_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = save(tmp_path, 1, 2, 3, keep_last=3)
+    checkpointer.restore(tensors(), 2)
+    checkpointer.discard_after(2)
+    with monkeypatch.context() as patch:  # a save of step 3 that leaves an uncommitted folder
+        patch.setattr(integrity, "remove_step", lambda _: None)
+        patch.setattr(integrity, "commit", lambda *_: 1 / 0)
+        checkpointer.save(3, tensors(3), {})
+        checkpointer.settle()
+    assert (tmp_path / "step-00000003").exists()
+    checkpointer.save(4, tensors(4), {})
+    checkpointer.wait()
+    assert not (tmp_path / "step-00000003").exists(), "an interrupted save"
+    assert checkpointer.steps() == [1, 2, 4]
+
+
 def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding the newest checkpoint, then opening it, reads it through once.
 

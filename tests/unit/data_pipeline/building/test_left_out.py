@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_duplicates_are_counted(corpus, texts, tmp_path, caplog):
     assert built.duplicates == len(REPEATED)
     assert "4 documents have the text of another one; dedup=exact leaves these out" in caplog.text
     assert lines_of(tmp_path / "out") == set(range(1, DOCUMENTS + 1))
+
+
+def test_counting_duplicates_takes_little_memory():
+    count = 200_000
+    hashes = np.random.default_rng(0).integers(0, count, (4, count // 4), dtype=np.uint64)
+    tracemalloc.start()
+    repeated = duplicates.count_repeated(list(hashes))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert repeated == count - len(set(hashes.ravel().tolist()))
+    assert peak < 10 * count
 
 
 @pytest.mark.parametrize("kind", [exact.Config(), minhash.Config(threshold=0.9)])

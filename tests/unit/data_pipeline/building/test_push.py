@@ -4,6 +4,7 @@ nothing unasked.
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.inspection.report import inspect
 from data_pipeline.reading.dataset import Dataset
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer import storage
 from trainer.errors import ConfigError, DataError
 
@@ -115,6 +117,87 @@ def test_what_is_at_the_address_is_not_overwritten_unasked(
     assert sent(caplog, dataset, s3_folder, force=True) == "3 shards sent, 0 were there"
     assert verify(s3_folder) == []
     assert len([name for name in storage.names(s3_folder) if name.endswith(".tar")]) == 3
+
+
+def without_a_shard(dataset: Path) -> Path:
+    """Another dataset with the same names of files, and a tokenizer of other ones."""
+    other = Path(shutil.copytree(dataset, dataset.with_name("other")))
+    manifest = Manifest.load(other)
+    train = manifest.splits["train"][1:]
+    replace(manifest, splits={**manifest.splits, "train": train}).save(other)
+    (other / "tokenizer" / "tokenizer.json").rename(other / "tokenizer" / "spiece.model")
+    return other
+
+
+def test_a_forced_push_leaves_nothing_of_the_former_dataset(dataset: Path, s3_folder: str) -> None:
+    (dataset / ".cache").mkdir()
+    (dataset / ".cache" / "old.counts").write_bytes(b"counts")
+    other = without_a_shard(dataset)
+    (other / ".cache" / "old.counts").rename(other / ".cache" / "new.counts")
+    (dataset / "rejected.jsonl").write_text("{}\n")
+    push(dataset, s3_folder)
+    push(other, s3_folder, force=True)
+    assert storage.names(f"{s3_folder}/.cache") == ["new.counts"]
+    assert storage.names(f"{s3_folder}/tokenizer") == sorted(
+        path.name for path in (other / "tokenizer").iterdir()
+    )
+    assert not storage.exists(f"{s3_folder}/rejected.jsonl")
+
+
+def test_a_push_removes_the_tokenizer_that_a_former_dataset_has_left(
+    dataset: Path, s3_folder: str
+) -> None:
+    other = without_a_shard(dataset)
+    push(other, s3_folder)
+    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
+    push(other, s3_folder)
+    assert "tokenizer.json" not in storage.names(f"{s3_folder}/tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("action", "name"),
+    [
+        ("remove", "train-000001.tar"),
+        ("upload", PARTIAL_MANIFEST),
+        ("remove", MANIFEST),
+        ("upload", "tokenizer/spiece.model"),
+    ],
+)
+def test_a_forced_push_that_was_stopped_goes_on(
+    dataset: Path, s3_folder: str, monkeypatch: pytest.MonkeyPatch, action: str, name: str
+) -> None:
+    other = without_a_shard(dataset)
+    push(dataset, s3_folder)
+    do = getattr(storage, action)
+
+    def stop(*arguments: Any) -> Any:
+        if arguments[-1] == f"{s3_folder}/{name}":
+            raise DataError("stopped here")
+        return do(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, action, stop)
+        with pytest.raises(DataError, match="stopped here"):
+            push(other, s3_folder, force=True)
+    push(other, s3_folder, force=True)
+    shards = [shard.name for shard in Manifest.load(other).shards]
+    assert storage.names(s3_folder) == sorted([MANIFEST, "tokenizer", *shards])
+
+
+def test_a_copy_of_another_tokenizer_in_the_cache_is_replaced(
+    dataset: Path, s3_folder: str
+) -> None:
+    push(dataset, s3_folder)
+    fingerprint = Manifest.load(dataset).tokenizer_fingerprint
+    mirror = Dataset.open(s3_folder).path / "tokenizer"
+    TokenizerConfig("x", "wordpiece", 300).train(["other words"]).save(mirror)
+    assert Dataset.open(s3_folder).tokenizer.fingerprint == fingerprint
+    (mirror / "tokenizer.json").write_text("{}")
+    assert Dataset.open(s3_folder).tokenizer.fingerprint == fingerprint
+    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
+    (mirror / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot read the tokenizer"):
+        assert Dataset.open(s3_folder).tokenizer
 
 
 @pytest.mark.parametrize("url", ["folder", "https://example.org/dataset"])

@@ -18,7 +18,7 @@ from rich.console import Console
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
 from data_pipeline.building.verify import verify
-from data_pipeline.inspection.report import inspect
+from data_pipeline.inspection.report import inspect, report
 from data_pipeline.inspection.show import show
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config as DataConfig
@@ -86,6 +86,18 @@ def plain(config) -> Path:
 def files_of(folder: Path) -> dict[str, str]:
     files = [path for path in folder.rglob("*.*") if path.is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_shards_of_one_document_have_no_sentence_pairs(config, tmp_path) -> None:
+    folder = tmp_path / "built"
+    build(dataclasses.replace(config, output=str(folder), shard_bytes=1, limit="1kB"))
+    console = Console(file=io.StringIO(), width=120)
+    inspection = inspect(Dataset.open(folder))
+    report(inspection, console)
+    (pairs, _) = (each for each in inspection.forecasts if each.policy == "pairs")
+    assert (pairs.examples, pairs.real_share) == (0, 0)
+    assert isinstance(console.file, io.StringIO)
+    assert "0.0%" in console.file.getvalue()
 
 
 def test_shards_say_where_the_sentences_of_every_document_begin(built) -> None:

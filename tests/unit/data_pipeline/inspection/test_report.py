@@ -1,6 +1,7 @@
 """`samestep data inspect` and `samestep data show` print datasets and batches."""
 
 import argparse
+import dataclasses
 import io
 from pathlib import Path
 
@@ -107,6 +108,16 @@ def test_tables_name_what_was_rejected(text_dataset) -> None:
     output = console.file.getvalue()
     assert "123 documents read, 3 rejected (broken JSON: 3)" in output
     assert "best_fit" in output
+
+
+def test_reasons_with_brackets_are_printed_as_they_are(text_dataset) -> None:
+    manifest = Manifest.load(text_dataset)
+    reasons = {"label '[/neg]' is not one of: [red], pos": 1}
+    dataclasses.replace(manifest, documents_rejected=reasons).save(text_dataset)
+    console = Console(file=io.StringIO(), width=120)
+    report(inspect(Dataset.open(text_dataset)), console)
+    assert isinstance(console.file, io.StringIO)
+    assert f"1 rejected ({next(iter(reasons))}: 1)" in console.file.getvalue()
 
 
 def test_the_plot_is_an_image(write_dataset, tmp_path, monkeypatch) -> None:

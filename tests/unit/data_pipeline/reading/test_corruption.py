@@ -18,6 +18,7 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config
+from data_pipeline.reading.corruption import CorruptShards
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.remote import TOKENIZER_FILES
@@ -184,6 +185,12 @@ def test_a_second_shard_and_excluded_examples(sound: Path, corrupt: Path) -> Non
     assert {name for _, name, _ in state["corrupt"]} == {"train-000002.tar", "train-000004.tar"}
     assert state == take([corrupt], STEPS, exclude=((30, 50),))[1]
     assert_same(batches, take([sound], STEPS, {**state, "example": 0})[0])
+
+
+def test_a_shard_that_is_listed_twice_is_skipped_from_the_earlier_example_on() -> None:
+    skipped = CorruptShards([("digest", "a"), ("digest", "b")]).add(0, 100).add(0, 40)
+    examples = np.array([39, 40, 99, 100])
+    assert skipped.has(examples, np.zeros(4, dtype=np.int64)).tolist() == [False, True, True, True]
 
 
 def test_without_skip_it_stops_and_without_a_sound_shard_too(corrupt: Path) -> None:

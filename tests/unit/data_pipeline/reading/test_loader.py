@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,10 @@ from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.loader import StreamingLoader
+from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
+    Rows,
     assert_same,
     global_batches,
     join,
@@ -175,6 +180,33 @@ def test_can_be_set_back_while_batches_are_made_ahead(write_dataset) -> None:
         loader.load_state_dict(state)
         assert_same([valid_rows(second)], [valid_rows(next(loader))])
         assert not torch.equal(first[0]["tokens"], second[0]["tokens"])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_step_that_failed_is_made_again(
+    write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    folder = write_dataset()
+    failures = [DataError("the store does not answer"), KeyboardInterrupt()]
+    make = StreamingLoader._make
+
+    def fail_at_times(loader: StreamingLoader, starts: list[int], *rest: Any) -> Any:
+        if starts[0] > 24 * 2 and failures:
+            raise failures.pop()
+        return make(loader, starts, *rest)
+
+    expected = global_batches(folder, 8)
+    monkeypatch.setattr(StreamingLoader, "_make", fail_at_times)
+    found: list[Rows] = []
+    with make_loader(folder, threads=threads) as loader:
+        while len(found) < 8:
+            example = loader.state_dict()["example"]
+            with suppress(DataError, KeyboardInterrupt):
+                found.append(valid_rows(next(loader)))
+                example += 24
+            assert loader.state_dict()["example"] == example
+    assert not failures
+    assert_same(expected, found)
 
 
 def test_batch_size_may_change_and_no_example_is_lost(write_dataset) -> None:

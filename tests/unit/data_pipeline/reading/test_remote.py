@@ -16,7 +16,7 @@ import pytest
 from data_pipeline.building.push import push
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.order.example_order import Order, share
-from data_pipeline.order.mixture import Source
+from data_pipeline.order.mixture import MixedOrder, Schedule, Source
 from data_pipeline.reading import batches, prefetch
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache, locked
@@ -332,10 +332,23 @@ def test_what_is_expected_is_kept_longer_than_what_is_not_any_more(
     assert shards_in(tmp_path / "cache") == {names[0], names[1], names[3]}
 
 
+def order_of(lanes: int, window: int, is_mixed: bool) -> Order | MixedOrder:
+    counts = [7, 0, 30, 12, 5, 41, 3, 9, 22, 16, 1, 28]
+    if not is_mixed:
+        return Order(counts, seed=1, lanes=lanes, window=window)
+    parts = {"a": counts[:5], "b": counts[5:]}
+    schedule = Schedule.weighted([(0, {"a": 2, "b": 1})], {"a": "a", "b": "b"})
+    orders = {k: Order(each, seed=1, lanes=lanes, window=window) for k, each in parts.items()}
+    return MixedOrder(schedule, orders)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("lanes", [1, 3, 16])
 @pytest.mark.parametrize("window", [1, 4])
-def test_the_shards_ahead_are_those_that_batches_come_from(lanes: int, window: int) -> None:
-    order = Order([7, 0, 30, 12, 5, 41, 3, 9, 22, 16, 1, 28], seed=1, lanes=lanes, window=window)
+def test_the_shards_ahead_are_those_that_batches_come_from(
+    lanes: int, window: int, is_mixed: bool
+) -> None:
+    order = order_of(lanes, window, is_mixed)
     for start in range(0, 3 * order.examples, 5 * lanes):
         for index in range(2):
             ahead = order.shards_ahead(start, 2 * lanes, index, 2)

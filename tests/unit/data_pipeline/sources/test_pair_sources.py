@@ -88,6 +88,17 @@ def test_parallel_files_go_together_line_by_line(tmp_path):
     ]
 
 
+def test_a_link_to_a_file_of_targets_is_the_partner_of_another_file(tmp_path):
+    write_parallel(tmp_path, "one", "eins", "a")
+    config = write_parallel(tmp_path, "a unit", "eins", "b")
+    (tmp_path / "b.de").unlink()
+    (tmp_path / "b.de").symlink_to("a.de")
+    assert [texts for _, _, texts in parsed(config.build())] == [
+        ("one", "eins"),
+        ("a unit", "eins"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("sources", "targets", "words"),
     [

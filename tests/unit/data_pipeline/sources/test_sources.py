@@ -1,10 +1,13 @@
 import dataclasses
 import gzip
+import io
 import json
 import random
 import string
 import sysconfig
+import tarfile
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
@@ -132,6 +135,17 @@ def test_a_corrupt_file_loses_what_is_behind_the_damage(tmp_path, suffix):
     assert parsed(jsonl.Config((str(path),)).build()) == [(path.name, 1, "! corrupt file")]
 
 
+def test_all_lines_before_the_end_of_a_cut_gzip_file_are_read(tmp_path):
+    whole = gzip.compress(b"".join(lines_of(500)))
+    path = tmp_path / "a.jsonl.gz"
+    for cut in (len(whole) // 3, len(whole) // 2, len(whole) - 8, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        readable = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(whole[:cut]).count(b"\n")
+        *read, last = jsonl.Config((str(path),)).build().records()
+        assert len(read) == readable > 100
+        assert (last.line, last.problem) == (readable + 1, "truncated file")
+
+
 def test_concatenated_compressed_files_are_read_to_the_end(tmp_path):
     lines = lines_of(2)
     (tmp_path / "a.gz").write_bytes(gzip.compress(lines[0]) + gzip.compress(lines[1]))
@@ -156,6 +170,18 @@ def test_patterns_that_overlap_read_each_file_once(tmp_path):
         (f"{tmp_path}/**/*.txt", f"{tmp_path}/b.txt", str(tmp_path / "deep" / "*"))
     ).build()
     assert source.files == (f"{tmp_path}/b.txt", f"{tmp_path}/deep/a.txt")
+
+
+def test_a_file_of_several_names_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "b.txt", b"b")
+    (tmp_path / "link.txt").symlink_to("b.txt")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    spellings = ("./b.txt", str(tmp_path / "b.txt"), "folder/b.txt", "link.txt")
+    assert text.Config(("b.txt", *spellings)).build().files == ("./b.txt",)
+    assert text.Config(("link.txt", "b.txt")).build().files == ("b.txt",)
+    write(tmp_path / "copy.txt", b"b")
+    assert text.Config(("*.txt",)).build().files == ("b.txt", "copy.txt")
 
 
 def test_a_file_that_vanishes_is_an_error_of_the_data(tmp_path):
@@ -264,6 +290,47 @@ def test_a_truncated_webdataset_is_noticed(tmp_path):
     assert 0 < len(documents) < 8
     assert {text for _, _, text in documents} == {"word " * 300}
     assert last == ("a.tar", len(documents) + 1, "! truncated file")
+
+
+def plain_tar(count: int) -> tuple[bytes, list[int]]:
+    """A tar of small members, and where the header of each begins."""
+    content = io.BytesIO()
+    headers = []
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for number in range(count):
+            headers.append(content.tell())
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = 600
+            tar.addfile(member, io.BytesIO(b"word " * 120))
+    return content.getvalue(), headers
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_webdataset_that_is_cut_anywhere_is_noticed(tmp_path, suffix):
+    whole, headers = plain_tar(3)
+    mark = headers[-1] + 3 * tarfile.BLOCKSIZE  # a header and two blocks of data are before it
+    end = mark + 2 * tarfile.BLOCKSIZE
+    cuts = {*range(0, end, tarfile.BLOCKSIZE), *(begin + 100 for begin in headers), end - 1}
+    source = webdataset.Config((str(write(tmp_path / f"a.tar{suffix}", whole)),)).build()
+    assert [record.problem for record in source.records()] == [None] * 3
+    for cut in sorted(cuts):
+        write(tmp_path / f"a.tar{suffix}", whole[:cut])
+        *documents, last = source.records()
+        assert last.problem == "truncated file", cut
+        assert {len(record.data) for record in documents} <= {600}
+    write(tmp_path / f"a.tar{suffix}", whole[:end])
+    assert [record.problem for record in source.records()] == [None] * 3
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 4, bytes(512), bytes(1024), bytes(1536)])
+def test_a_damaged_header_in_a_webdataset_is_noticed(tmp_path, damage):
+    whole, headers = plain_tar(4)
+    damaged = bytearray(whole)
+    damaged[headers[2] : headers[2] + len(damage)] = damage
+    path = write(tmp_path / "a.tar", bytes(damaged))
+    *documents, last = webdataset.Config((str(path),)).build().records()
+    assert len(documents) == 2
+    assert (last.line, last.problem) == (3, "corrupt file")
 
 
 def test_a_sparse_member_is_not_expanded(tmp_path):

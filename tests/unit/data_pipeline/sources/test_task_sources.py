@@ -344,6 +344,8 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
         ([1.0], "label has 1 probabilities for 2 labels"),
         ([-0.5, 1.5], "label [-0.5, 1.5] holds what is no probability"),
         ([float("nan"), 1], "label [nan, 1] holds what is no probability"),
+        (["1", 0], "label ['1', 0] holds what is no probability"),
+        ([10**400, 0], f"label [1{'0' * 95}... holds what is no probability"),
     ],
 )
 def test_a_class_is_a_name_or_an_index_or_a_distribution(file, label, expected):
@@ -376,6 +378,19 @@ def test_labels_are_names_or_indices_of_names_and_ignored_ones_are_no_rows(tmp_p
         ).build()
     )
     assert [(row.label, row.group) for _, row in named[:-1]] == [(0.0, "0"), (1.0, "1"), (2.0, "2")]
+
+
+def test_names_of_groups_and_columns_that_no_text_can_hold_are_bad_records(file, tmp_path):
+    """Half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    row = {"text": "x", "label": 1, "q": "\ud83d", "question": "x", "context": "x", "answers": []}
+    labeled = classification.Config((file,), labels=LABELS, group="q").build()
+    assert row_or_reason(labeled, row) == "invalid Unicode in the row's group or id"
+    asked = question_answering.Config((file,), id="q").build()
+    assert row_or_reason(asked, row) == "invalid Unicode in the row's group or id"
+    path = write(tmp_path / "a.jsonl", json.dumps({"\ud83d": 1}))
+    items = classification.Config((path,), labels=LABELS, each="of").build()
+    (record,) = items.records()
+    assert record.problem == "no column 'of'; there are: ?"
 
 
 @pytest.mark.parametrize(
