@@ -111,7 +111,7 @@ def test_skipped_alike_and_resumed_elsewhere(
     np.testing.assert_allclose(losses(resumed), losses(rows)[8:], rtol=1e-3)
 
 
-def test_gradients_overflow_in_the_same_steps_at_any_world_size(
+def test_the_loss_scale_at_which_gradients_overflow_does_not_grow_with_replicas(
     experiment_file: str, tmp_path: Path
 ) -> None:
     found = {}

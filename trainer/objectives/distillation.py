@@ -322,6 +322,7 @@ class Distillation(Taught):
             "hidden_loss": config.hidden,
             "attention_loss": config.attention,
             "hard_loss": config.hard,
+            "z_loss": config.hard,  # which the loss of `of` includes, but not its metric
         }
         return sum(factor * means.get(name, 0.0) for name, factor in coefficients.items())
 

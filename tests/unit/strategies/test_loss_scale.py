@@ -121,8 +121,3 @@ def test_a_parameter_without_gradient_counts_no_skipped_step() -> None:
         run.scale.step(run.optimizer, norm)
     assert int(run.optimizer.state[run.parameters[0]]["step"]) == 3
     assert int(run.optimizer.state[frozen]["step"]) == 1
-
-
-def test_gradients_are_averages_over_replicas() -> None:
-    scale = LossScale(torch.device("cpu"), replicas=4)
-    assert float(scale.of_gradients) == float(scale.factor) / 4
