@@ -38,7 +38,7 @@ class JobSpec:
             this one.
         code: whether `folder` holds a snapshot of the code, which precedes the installed package.
         tasks: number of jobs in the array that builds a dataset.
-        stop_signals: signals on which a run saves a checkpoint and exits with code 75.
+        stop_signals: signals on which a run saves a checkpoint and exits.
         stop_seconds: time that the run gets to do so.
     """
 
@@ -49,8 +49,14 @@ class JobSpec:
     directory: Path
     code: bool = False
     tasks: int = 1
-    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
     stop_seconds: float = 120.0
+
+    @property
+    def restart_signals(self) -> tuple[str, ...]:
+        """The stop signals after which a run is to be started again, with exit code 75."""
+        # Ctrl-C is a user's, who wants no restart.
+        return tuple(name for name in self.stop_signals if name != "SIGINT")
 
     @property
     def tree(self) -> Tree:

@@ -132,12 +132,7 @@ class Config(NodeCluster):
                 )
         self.check_node_settings()
         check_least(self, segments=1)
-        if len(self._dependencies) > 1 and any("?" in each for each in self._dependencies):
-            raise ConfigError(
-                f"options: --dependency={self._dependencies[0]} means any of several jobs, and "
-                f"segments {self.segments} makes each job wait for the one before, too. Separate "
-                "the jobs by commas, or set segments=1."
-            )
+        self._check_dependencies()
         _ = self.minutes  # raises if `time` is invalid
 
     @property
@@ -157,12 +152,32 @@ class Config(NodeCluster):
         return total
 
     @property
+    def _named_dependencies(self) -> list[str]:
+        name = "--dependency="
+        return [each.removeprefix(name) for each in self.options if each.startswith(name)]
+
+    @property
     def _dependencies(self) -> list[str]:
         """What a job waits for; sbatch obeys only the last --dependency, so they are joined."""
-        named = [each for each in self.options if each.startswith("--dependency=")]
         # Jobs of one user and name run one after the other.
-        segments = ["singleton"] * (self.segments > 1)
-        return [each.removeprefix("--dependency=") for each in named] + segments
+        return self._named_dependencies + ["singleton"] * (self.segments > 1)
+
+    def _check_dependencies(self) -> None:
+        """Rejects a dependency on any of several jobs, joined by `?`, beside another one."""
+        either = next((each for each in self._named_dependencies if "?" in each), None)
+        if either is None:
+            return
+        problem = f"options: --dependency={either} means any of several jobs, and"
+        if len(self._named_dependencies) > 1:
+            raise ConfigError(
+                f"{problem} the job waits for another --dependency, too. Separate the jobs by "
+                "commas, or keep one --dependency."
+            )
+        if self.segments > 1:
+            raise ConfigError(
+                f"{problem} segments {self.segments} makes each job wait for the one before, too. "
+                "Separate the jobs by commas, or set segments=1."
+            )
 
     @property
     def waits_for_jobs(self) -> bool:
@@ -251,9 +266,9 @@ class Config(NodeCluster):
 
     def _signal_option(self, job: JobSpec) -> list[str]:
         """Has Slurm signal a run before the job's limit, in time for a checkpoint."""
-        if not job.stop_signals:
+        if not job.restart_signals:
             return []
-        name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
+        name = "SIGUSR1" if "SIGUSR1" in job.restart_signals else job.restart_signals[0]
         # With stop_seconds = 300, Slurm is asked for the signal 360 s before the limit, and the run
         # has 300 s for its checkpoint even if the signal comes a minute late.
         lead = round(job.stop_seconds) + _SIGNAL_MARGIN
@@ -302,7 +317,7 @@ class Config(NodeCluster):
         # Exit codes of a run that was stopped. 128 + signal: its checkpoint took too long, or it
         # was killed, for example as memory ran out.
         known = signal.Signals.__members__
-        names = {*job.stop_signals, "SIGKILL"}
+        names = {*job.restart_signals, "SIGKILL"}
         numbers = sorted({known[name].value if name in known else 0 for name in names})
         codes = [EXIT_UNAVAILABLE, EXIT_PREEMPTED, *(128 + number for number in numbers)]
         stopped = "|".join(map(str, codes))
@@ -455,9 +470,13 @@ def _has_ended(record: Record) -> bool:
     code = logs.exit_code(record.folder, int(record.about["tasks"]))
     if code is None:
         return False
-    # A run that was stopped or killed (128 + signal) goes on in its next segment.
+    # A run that was stopped or killed (128 + signal) goes on in its next segment, or in the same
+    # job if Slurm requeues it, as after a node's failure.
     goes_on = code in (EXIT_UNAVAILABLE, EXIT_PREEMPTED) or code >= 128
-    return len(_segments(record)) == 1 or not goes_on
+    if not goes_on or (record.folder / CANCEL).exists():
+        return True
+    script = (record.folder / SCRIPT).read_text(encoding="utf-8")
+    return len(_segments(record)) == 1 and "\n#SBATCH --requeue\n" not in script
 
 
 def _job_id(printed: str) -> str:

@@ -406,6 +406,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         next((argument for argument in arguments if not argument.startswith("-")), None)
     )
     args, rest = parser.parse_known_args(arguments)
+    args.typed = arguments
     for flag in ("--traceback", "--verbose"):
         if flag in rest:
             rest.remove(flag)

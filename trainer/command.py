@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -58,3 +59,19 @@ def add_processes(parser: argparse.ArgumentParser, without_gpus: str = "one") ->
         help=f"processes on this machine (default: one per GPU; {without_gpus} without GPUs); "
         "ignored under torchrun",
     )
+
+
+def in_typed_order(args: argparse.Namespace, overrides: Iterable[str]) -> list[str]:
+    """Sorts overrides as on the command line, where options that take lists may separate them.
+
+    Args:
+        args: `typed` has the command line.
+    """
+    left = Counter(overrides)
+    ordered = []
+    for argument in args.typed:
+        if left[argument]:
+            left[argument] -= 1
+            ordered.append(argument)
+    # What is left was the value of an option, as in --throughput=optimizer.lr=1e-3.
+    return [*ordered, *left.elements()]

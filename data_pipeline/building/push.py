@@ -51,8 +51,11 @@ def push(folder: Path, url: str, force: bool = False) -> None:
         )
     url = url.rstrip("/")
     manifest = Dataset.open(folder).manifest
-    _make_way(folder, url, manifest, force)
+    replaced = _make_way(url, manifest, force)
+    # The new owner's manifest before the old one's goes.
     storage.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
+    if replaced:
+        storage.remove(f"{url}/{MANIFEST}")
     counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
     for name in (*_SMALL_FILES, *counts):
         if (folder / name).exists():
@@ -76,11 +79,14 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     )
 
 
-def _make_way(folder: Path, url: str, manifest: Manifest, force: bool) -> None:
+def _make_way(url: str, manifest: Manifest, force: bool) -> bool:
     """Removes the shards and counts of another dataset from the address, if `force`.
 
-    At every moment a manifest there names the owner of the files, so a push that is stopped in here
-    can be repeated.
+    Its manifest stays, for the caller to replace: at every moment one there names the owner of the
+    files, so a push that is stopped can be repeated.
+
+    Returns:
+        Whether there was another dataset.
 
     Raises:
         DataError: the address holds something else.
@@ -95,7 +101,7 @@ def _make_way(folder: Path, url: str, manifest: Manifest, force: bool) -> None:
         )
     others = [other for other in found if other.digest != manifest.digest]
     if not others:
-        return
+        return False
     if not force:
         raise DataError(
             f"{url} holds another dataset. Push to another address, or replace it with --force."
@@ -105,9 +111,7 @@ def _make_way(folder: Path, url: str, manifest: Manifest, force: bool) -> None:
     counts = {f"{url}/.cache/{name}" for name in cached if name.endswith(".counts")}
     with ThreadPoolExecutor(_TRANSFERS) as threads:
         list(threads.map(storage.remove, shards | counts))
-    # The new owner's manifest before the old one's goes.
-    storage.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
-    storage.remove(f"{url}/{MANIFEST}")
+    return True
 
 
 def _send(folder: Path, url: str, shard: ShardInfo) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from data_pipeline.building.config import Config
 from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, decode, read_tree
-from trainer.config.tree import merge, parse_override
+from trainer.config.tree import merge_overrides
 from trainer.errors import ConfigError
 
 OF_RUNS = (
@@ -58,7 +58,8 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
     A task file names no tokenizer, since any model can use it, and no output.
 
     Raises:
-        ConfigError: a setting is unknown or wrong, or a task gets no tokenizer or no output.
+        ConfigError: a setting is unknown or wrong, an override drops another, or a task gets no
+            tokenizer or no output.
     """
     tree = read_tree(path)
     is_task = "objective" in tree
@@ -67,8 +68,7 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
         # Tasks are small: 0.005 of their rows, a dataset's default, would be too few to score.
         tree = {"heldout_fraction": TaskData.heldout_fraction, **tree}
     # Applied after the settings of runs are gone: one of these in an override is a mistake.
-    for override in overrides:
-        tree = merge(tree, parse_override(override))
+    tree = merge_overrides(tree, overrides)
     if is_task and not {"tokenizer", "output"} <= tree.keys():
         raise ConfigError(
             f"{path} is a task file, which names no tokenizer and no output. Add "

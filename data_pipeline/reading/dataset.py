@@ -138,11 +138,15 @@ class Dataset:
         """
         try:
             return self._load_tokenizer()
-        except DataError:
+        except DataError as error:
             if self.remote is None:
                 raise
-        # The mirror may have been made while another dataset's files were at the address.
-        self.remote.repair_tokenizer(self.path, self._has_tokenizer)
+            # The mirror may have been made while another dataset's files were at the address.
+            try:
+                self.remote.repair_tokenizer(self.path, self._has_tokenizer)
+            except DataError as failure:
+                logger.warning("cannot download the tokenizer of %s again: %s", self.name, failure)
+                raise error from failure
         return self._load_tokenizer()
 
     def _load_tokenizer(self) -> Tokenizer:

@@ -8,6 +8,7 @@ requests, without the shards.
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ class RemoteDataset:
         return folder
 
     def repair_tokenizer(self, folder: Path, is_intact: Callable[[], bool]) -> None:
-        """Downloads a mirrored tokenizer again, unless another process has just done so.
+        """Replaces a mirrored tokenizer by a new download, unless another process has done so.
+
+        The old one stays until the new one is complete.
 
         Args:
             folder: the mirror.
@@ -69,9 +72,19 @@ class RemoteDataset:
             if is_intact():
                 return
             with self.cache.failure_explained():
-                for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL):
-                    (folder / "tokenizer" / name).unlink(missing_ok=True)
-            fetch_tokenizer(self.url, folder)
+                # The name is fixed: what a killed process has left there is removed.
+                download = folder / "download"
+                shutil.rmtree(download, ignore_errors=True)
+                try:
+                    fetch_tokenizer(self.url, download)
+                    for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL):
+                        old, new = folder / "tokenizer" / name, download / "tokenizer" / name
+                        if new.exists():
+                            new.replace(old)
+                        else:
+                            old.unlink(missing_ok=True)
+                finally:
+                    shutil.rmtree(download, ignore_errors=True)
 
     @contextmanager
     def small_file(self, folder: Path, name: str) -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import zstandard
 from data_pipeline.sources import BadRecord, Record
 from trainer import storage
 from trainer.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 Split: TypeAlias = Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
 """Splits an open file into records, as (line, bytes)."""
@@ -43,10 +46,13 @@ def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ..
         raise ConfigError(f"{name} is empty. Name at least one file or pattern.")
     paths = {path for pattern in patterns for path in matches(pattern, name)}
     # Patterns overlap, and "a.txt", "./a.txt" and a link to it are one file. The first name in
-    # sorted order stands for it.
-    first_names: dict[str, str] = {}
+    # sorted order stands for it. A link "a.txt.gz" to the file "blob" is read differently, so it
+    # stays.
+    first_names: dict[tuple[str, str], str] = {}
     for path in sorted(paths):
-        first_names.setdefault(identity(path), path)
+        first_names.setdefault((identity(path), _compression(path)), path)
+    if dropped := len(paths) - len(first_names):
+        logger.info("%s: left out %d further names of the same files", name, dropped)
     return tuple(first_names.values())
 
 
@@ -128,16 +134,22 @@ def _weights(files: tuple[str, ...]) -> list[int]:
     return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
 
 
+def _compression(name: str) -> str:
+    """The suffix of a file's name that says how it is compressed; "" if it is plain."""
+    return next((suffix for suffix in (".gz", ".zst") if name.endswith(suffix)), "")
+
+
 def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
     """Decompresses a file by its suffix: `.gz`, `.zst`, or plain.
 
     Reading a truncated file raises EOFError where its data end, and reading one that expands like a
     decompression bomb raises BadRecord.
     """
-    if name.endswith(".gz"):
+    compression = _compression(name)
+    if compression == ".gz":
         # `read` and `readinto` would lose what they have got when they reach the damage of a file.
         return io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=disk).read1, disk), _BUFFER)
-    if name.endswith(".zst"):
+    if compression == ".zst":
         return io.BufferedReader(_Bounded(_ZstdReader(disk).read1, disk), _BUFFER)
     return disk
 

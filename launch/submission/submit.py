@@ -127,9 +127,7 @@ def _with_preemption(job: JobSpec, tree: Tree) -> JobSpec:
     preemption = training.get("preemption") if isinstance(training, dict) else None
     if isinstance(preemption, dict):
         if isinstance(names := preemption.get("signals"), list):
-            # Ctrl-C is a user's, who wants no restart.
-            stops = tuple(str(name) for name in names if name != "SIGINT")
-            job = replace(job, stop_signals=stops)
+            job = replace(job, stop_signals=tuple(map(str, names)))
         with suppress(TypeError, ValueError):
             job = replace(job, stop_seconds=float(preemption.get("deadline", job.stop_seconds)))
     return job

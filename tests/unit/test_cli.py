@@ -1,12 +1,15 @@
-"""The exit codes of a command that fails."""
+"""The `samestep` command: exit codes, the order of overrides, slow imports."""
 
+import argparse
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from trainer import cli
+from trainer.command import in_typed_order
 from trainer.errors import (
     EXIT_CRASHED,
     EXIT_FAILED,
@@ -16,6 +19,8 @@ from trainer.errors import (
     StorageError,
     UnreachableError,
 )
+from trainer.studies.finetune import runs
+from trainer.training import starting
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,46 @@ def test_workers_tell_their_agent_whether_to_start_again(
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "experiment.yaml"])
     assert left.value.code == worker
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("finetune-suite", "runs/x", "--tasks", "mrpc", "a.b=lamb", "--seeds", "1", "a.b.lr=1e-3"),
+        ("finetune-suite", "runs/x", "a.b=lamb", "--tasks", "mrpc", "a.b.lr=1e-3", "--grid"),
+        (
+            "plan",
+            "--devices",
+            "2",
+            "x.yaml",
+            "--strategy",
+            "ddp",
+            "a.b=lamb",
+            "--json",
+            "a.b.lr=1e-3",
+        ),
+        ("plan", "x.yaml", "--devices", "2", "--throughput", "a.b=lamb", "a.b.lr=1e-3"),
+    ],
+    ids=("tasks", "tasks in between", "strategy", "throughput"),
+)
+def test_overrides_keep_their_order_beside_options_that_take_lists(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def list_runs(*given: Any) -> None:
+        raise ConfigError(f"got {' '.join(given[5])}")
+
+    def load_experiment(file: str, overrides: list[str], offline: bool) -> None:
+        raise ConfigError(f"got {' '.join(overrides)}")
+
+    monkeypatch.setattr(runs, "list_runs", list_runs)
+    monkeypatch.setattr(starting, "load_experiment", load_experiment)
+    assert cli.main(list(arguments)) == EXIT_USAGE
+    assert "got a.b=lamb a.b.lr=1e-3" in capsys.readouterr().err
+
+
+def test_repeated_overrides_and_values_of_options_are_kept_in_order() -> None:
+    args = argparse.Namespace(typed=["plan", "a=1", "--throughput=b=1", "a=2", "a=1"])
+    assert in_typed_order(args, ["a=2", "b=1", "a=1", "a=1"]) == ["a=1", "a=2", "a=1", "b=1"]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from data_pipeline.reading.concat_dataset import ConcatDataset
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import BadRecord, PairSource
 from trainer.accelerators.detect import for_any_shapes
-from trainer.config import Kinds, Tree, decode
-from trainer.config.tree import merge, parse_override
+from trainer.config import Kinds, decode
+from trainer.config.tree import merge_overrides
 from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
@@ -63,9 +63,7 @@ def evaluate(
         CheckpointError: the run has no checkpoint.
         DataError: a pair cannot be read.
     """
-    tree: Tree = {}
-    for setting in settings:
-        tree = merge(tree, parse_override(setting))
+    tree = merge_overrides({}, settings)
     config: GenerationConfig = decode(GenerationConfig, tree, "--generate")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit must be at least 1, not {limit}")

@@ -170,6 +170,8 @@ class WandbTracker(Tracker):
             for row in read_rows(folder / "metrics.jsonl"):
                 row["_timestamp"] = row.pop("time")
                 self.log(row.pop("step"), row)
+            # The file ends with a checkpoint's step, which has all its rows.
+            self._send_step()
             where = self._run.url
             if mode == "offline":
                 # Only now: until the history is in the new folder, the old ones are all there is.

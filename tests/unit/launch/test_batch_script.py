@@ -223,7 +223,7 @@ def test_one_job_for_one_output(project: Path) -> None:
 
 def test_a_job_whose_cluster_cannot_be_asked(project: Path) -> None:
     """Its exit code says whether it has ended; without one, nobody knows."""
-    record = submitted("output=runs/a")
+    record = submitted("output=runs/a", "cluster.requeue=false")
     (project / "local.yaml").write_text("kind: local\ncode: installed\n")
     (project / "bin" / "squeue").write_text("#!/bin/sh\necho 'squeue: error: no' >&2; exit 1\n")
     launch = submit.prepare("local.yaml", "run.yaml", ["output=runs/a"])
@@ -232,6 +232,18 @@ def test_a_job_whose_cluster_cannot_be_asked(project: Path) -> None:
         checks.require(launch)
     (record.folder / job.EXIT).write_text("75\n")
     checks.require(launch)
+    # Slurm itself may have requeued the job, which then waits.
+    script = (record.folder / job.SCRIPT).read_text()
+    (record.folder / job.SCRIPT).write_text(script.replace("--no-requeue", "--requeue"))
+    with pytest.raises(LaunchError, match=unknown):
+        checks.require(launch)
+    (record.folder / job.CANCEL).touch()
+    checks.require(launch)
+    (record.folder / job.CANCEL).unlink()
+    (record.folder / job.EXIT).write_text("1\n")
+    checks.require(launch)
+    (record.folder / job.EXIT).write_text("75\n")
+    (record.folder / job.SCRIPT).write_text(script)
     # The next segment continues a run that was stopped, and nothing is left for it otherwise.
     segmented = replace(record, about={**record.about, "segments": "4711 4712"})
     with pytest.raises(LaunchError, match="squeue: no"):

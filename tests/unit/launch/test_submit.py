@@ -166,12 +166,21 @@ def test_scripts_are_sound(project: Path, overrides: list[str]) -> None:
 
 def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
     assert "--signal=TERM@90" in options("training.preemption={signals: [SIGTERM], deadline: 30}")
-    assert not [each for each in options("training.preemption.signals=[]") if "signal" in each]
+    for names in ("[]", "[SIGINT]"):  # Ctrl-C is a user's
+        settings = options(f"training.preemption.signals={names}")
+        assert not [each for each in settings if "signal" in each]
     (case,) = re.findall(
         r"case \$code in ([\d|]+)\)", script("training.preemption.signals=[SIGTERM]")
     )
     assert {"75", "143"} < set(case.split("|"))
     assert "138" not in case
+
+
+def test_a_run_that_saves_on_ctrl_c_alone_is_refused_where_sigterm_ends_it(project: Path) -> None:
+    (project / "local.yaml").write_text("kind: local\ncode: installed\n")
+    with pytest.raises(ConfigError, match=r"preemption.signals is \[SIGINT\], and .*Add SIGTERM"):
+        submit.prepare("local.yaml", "run.yaml", ["training.preemption.signals=[SIGINT]"])
+    submit.prepare("local.yaml", "run.yaml", ["training.preemption.signals=[]"])
 
 
 def test_without_requeuing(project: Path) -> None:
@@ -346,6 +355,11 @@ def test_environments() -> None:
         (
             ["cluster.segments=2", "cluster.options=['--dependency=afterok:5?afterok:6']"],
             "--dependency=afterok:5?afterok:6 means any of several jobs, and segments 2",
+        ),
+        (
+            ["cluster.options=['--dependency=afterok:4', '--dependency=afterok:5?afterok:6']"],
+            "--dependency=afterok:5?afterok:6 means any of several jobs, and the job waits for "
+            "another --dependency, too. Separate the jobs by commas, or keep one --dependency.",
         ),
         (["cluster.gpus_per_node=-1"], "gpus_per_node must be at least 0"),
         (["cluster.environment={conda: a, venv: b}"], "conda a and venv b are two environments"),

@@ -317,6 +317,36 @@ def test_a_failure_between_the_rows_of_a_step_loses_none_of_them(
     assert sent[5] == {"train/loss": 0.2, "heldout/loss": 0.2}
 
 
+def test_offline_the_old_history_stays_until_the_new_folder_has_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    jsonl = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        jsonl.log(step, {"train/loss": 1 / step})
+    jsonl.log(2, {"heldout/loss": 0.25})
+    jsonl.close()
+    (tmp_path / "wandb_run.json").write_text('{"id": "abc"}')
+    old = tmp_path / "wandb" / "offline-run-1-abc"
+    old.mkdir(parents=True)
+    run, sent_before = FakeRun(0), []
+    remove = tracking.shutil.rmtree
+
+    def remove_old(folder: Path, ignore_errors: bool) -> None:
+        sent_before.extend(run.steps)
+        remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(tracking.shutil, "rmtree", remove_old)
+    monkeypatch.setattr(run, "settings", wandb.Settings(), raising=False)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker = tracking.Config(mode="offline").build(tmp_path, {}, list, {})
+    assert not old.exists()
+    assert sent_before == [1, 2]
+    tracker.log(3, {"train/loss": 1 / 3})
+    tracker.close()
+    assert run.steps == [1, 2, 3]
+    assert run.rows[2].items() >= {"train/loss": 0.5, "heldout/loss": 0.25}.items()
+
+
 def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

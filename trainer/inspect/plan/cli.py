@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from trainer.command import OVERRIDES, Commands, add_command
+from trainer.command import OVERRIDES, Commands, add_command, in_typed_order
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.inspect.plan.device import ALL, H100, Device
 from trainer.inspect.plan.table import table_of
@@ -120,10 +120,11 @@ def _plan(args: argparse.Namespace) -> int:
 
     # --strategy takes all arguments that follow, so overrides may be among them.
     names = [name for name in args.strategy if "=" not in name]
-    overrides = [*args.overrides, *(name for name in args.strategy if "=" in name)]
+    swallowed = [name for name in args.strategy if "=" in name]
     if args.throughput is not None and "=" in args.throughput:
-        overrides.append(args.throughput)
+        swallowed.append(args.throughput)
         args.throughput = ALL
+    overrides = in_typed_order(args, [*args.overrides, *swallowed])
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategy {name} is unknown. Use {', '.join(STRATEGIES)}")

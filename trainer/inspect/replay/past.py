@@ -15,7 +15,7 @@ from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, decode
 from trainer.config.renamed import read_stored
-from trainer.config.tree import merge, parse_override
+from trainer.config.tree import merge_overrides
 from trainer.errors import ConfigError, DataError
 from trainer.examples import LoaderState
 from trainer.partition.digest import hexadecimal
@@ -46,6 +46,9 @@ def settings_at(folder: str, step: int, overrides: Sequence[str]) -> Tree:
     """Returns the run's settings at a step: of the first checkpoint since, or else the newest.
 
     A run that is resumed may get other settings from then on.
+
+    Raises:
+        ConfigError: it is no folder of a run, or an override drops another.
     """
     tree: Tree = {**stored_settings(folder, overrides), "output": folder}
     root = checkpoint_folder(decode(Experiment, tree))
@@ -53,9 +56,7 @@ def settings_at(folder: str, step: int, overrides: Sequence[str]) -> Tree:
     for since in integrity.committed_steps(root):
         if since >= step:
             tree = integrity.read_meta(integrity.step_folder(root, since))["config"]
-            for override in overrides:
-                tree = merge(tree, parse_override(override))
-            return {**tree, "output": folder}
+            return {**merge_overrides(tree, overrides), "output": folder}
     return tree
 
 

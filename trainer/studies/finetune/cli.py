@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.command import Commands, add_command
+from trainer.command import Commands, add_command, in_typed_order
 from trainer.errors import ConfigError, MissingExtra
 from trainer.progress import Progress
 
@@ -82,7 +82,8 @@ def _suite(args: argparse.Namespace) -> int:
         raise MissingExtra("scipy", "tasks", "samestep finetune-suite")
     execution.check_parallel(args.parallel)
     # argparse takes overrides that follow --tasks for tasks.
-    overrides = [*args.overrides, *(name for name in args.tasks if "=" in name)]
+    swallowed = [name for name in args.tasks if "=" in name]
+    overrides = in_typed_order(args, [*args.overrides, *swallowed])
     tasks = task.find_tasks([name for name in args.tasks if "=" not in name], args.recipe)
     folder = Path(args.output)
     slots = execution.slots(args.parallel, "accelerator=cpu" in overrides)

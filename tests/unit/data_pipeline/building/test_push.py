@@ -184,6 +184,41 @@ def test_a_forced_push_that_was_stopped_goes_on(
     assert storage.names(s3_folder) == sorted([MANIFEST, "tokenizer", *shards])
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_the_manifest_is_sent_once_under_each_name(
+    dataset: Path, s3_folder: str, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    if force:
+        push(without_a_shard(dataset), s3_folder)
+    upload, uploaded = storage.upload, list[str]()
+
+    def record(file: Path, url: str) -> storage.Digest:
+        uploaded.append(url.removeprefix(f"{s3_folder}/"))
+        return upload(file, url)
+
+    monkeypatch.setattr(storage, "upload", record)
+    push(dataset, s3_folder, force=force)
+    manifests = [name for name in uploaded if "manifest" in name]
+    assert manifests == [PARTIAL_MANIFEST, MANIFEST]
+
+
+def test_a_tokenizer_that_cannot_be_downloaded_again_stays(
+    dataset: Path, s3_folder: str, caplog: Any
+) -> None:
+    push(dataset, s3_folder)
+    mirror = Dataset.open(s3_folder).path
+    TokenizerConfig("x", "wordpiece", 300).train(["other words"]).save(mirror / "tokenizer")
+    before = {path: path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
+    whole = storage.read(f"{s3_folder}/tokenizer/tokenizer.json")
+    storage.remove(f"{s3_folder}/tokenizer/tokenizer.json")
+    with pytest.raises(DataError, match=r"has fingerprint .* Restore that tokenizer"):
+        assert Dataset.open(s3_folder).tokenizer
+    assert "cannot download the tokenizer of s3://" in caplog.text
+    assert {path: path.read_bytes() for path in mirror.rglob("*") if path.is_file()} == before
+    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", whole)
+    assert Dataset.open(s3_folder).tokenizer
+
+
 def test_a_copy_of_another_tokenizer_in_the_cache_is_replaced(
     dataset: Path, s3_folder: str
 ) -> None:

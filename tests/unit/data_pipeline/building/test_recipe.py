@@ -53,6 +53,11 @@ def test_every_task_is_a_recipe_of_the_rows_that_its_runs_have(name: str) -> Non
             "heldout_fracton is not a known key; did you mean 'heldout_fraction'",
         ),
         ("", [*GIVEN, "score=f1"], "score is not a known key"),
+        (
+            "",
+            [*GIVEN, "source.field=body", "source={kind: text, paths: [a.txt]}"],
+            "source.kind=text comes after source.field and drops it",
+        ),
     ],
 )
 def test_what_makes_no_dataset_is_refused(

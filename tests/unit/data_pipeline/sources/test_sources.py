@@ -2,6 +2,7 @@ import dataclasses
 import gzip
 import io
 import json
+import logging
 import random
 import string
 import sysconfig
@@ -182,6 +183,22 @@ def test_a_file_of_several_names_is_read_once(tmp_path, monkeypatch):
     assert text.Config(("link.txt", "b.txt")).build().files == ("b.txt",)
     write(tmp_path / "copy.txt", b"b")
     assert text.Config(("*.txt",)).build().files == ("b.txt", "copy.txt")
+
+
+def test_a_link_that_says_how_a_file_is_compressed_is_read(tmp_path, monkeypatch, caplog):
+    """As in the Hugging Face cache, where the names are links to blobs without a suffix."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data.gz", b"text").rename(tmp_path / "blobs" / "z")
+    for name in ("3.txt.gz", "4.txt.gz", "plain"):
+        (tmp_path / "data" / name).symlink_to("../blobs/z")
+    with caplog.at_level(logging.INFO, "data_pipeline.sources.files"):
+        found = files.find(("**",))
+    assert found == ("blobs/z", "data/3.txt.gz")
+    assert "source.paths: left out 2 further names of the same files" in caplog.text
+    paths = ("blobs/z", "data/3.txt.gz")
+    assert parsed(text.Config(paths).build())[1] == ("3.txt.gz", 1, "text")
 
 
 def test_a_file_that_vanishes_is_an_error_of_the_data(tmp_path):
