@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -222,39 +222,31 @@ def merge_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
     """Merges overrides into a tree, in order.
 
     Raises:
-        ConfigError: a later kind drops a key that an earlier override has set.
+        ConfigError: a later kind, as strategy.kind=fsdp or strategy=fsdp, drops a key that an
+            earlier override has set by itself, as strategy.replicas=2.
     """
-    parsed = [parse_override(text) for text in overrides]
-    for changes in parsed:
-        tree = merge(tree, changes)
-    for earlier, later in combinations(parsed, 2):
-        for path in _paths(earlier):
-            kind = _kind_above(later, path)
-            if kind is not None and not _has(tree, path):
-                dropped = ".".join(map(str, path))
-                key = kind.partition("=")[0]
-                raise ConfigError(
-                    f"{kind} comes after {dropped} and drops it, as a section of another kind "
-                    f"begins anew. Put {key} before {dropped}."
-                )
+    texts = list(overrides)
+    for text in texts:
+        tree = merge(tree, parse_override(text))
+    for earlier, later in combinations(texts, 2):
+        dropped, value = earlier.partition("=")[0], later.partition("=")[2]
+        path = dropped.split(".")
+        # A section that is written as a whole, strategy={kind: fsdp}, is meant to replace another.
+        kind = None if value.lstrip().startswith("{") else _kind_above(parse_override(later), path)
+        if kind is not None and not _has(tree, path):
+            raise ConfigError(
+                f"{kind} comes after {dropped} and drops it, as a section of another kind begins "
+                f"anew. Put {kind.partition('=')[0]} before {dropped}."
+            )
     return tree
 
 
-def _paths(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys that lead to each value of a tree."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _paths(value, (*above, key))
-        else:
-            yield (*above, key)
-
-
-def _kind_above(changes: Tree, path: tuple[str, ...]) -> str | None:
+def _kind_above(changes: Tree, path: Sequence[str]) -> str | None:
     """The kind that changes choose for a section on a path, as strategy.kind=fsdp; None if none."""
     node: object = changes
     for depth, key in enumerate(path[:-1], start=1):
         node = node.get(key) if isinstance(node, dict) else None
-        section = ".".join(map(str, path[:depth]))
+        section = ".".join(path[:depth])
         if isinstance(node, str):
             return f"{section}={node}"
         if isinstance(node, dict) and "kind" in node:
@@ -262,7 +254,7 @@ def _kind_above(changes: Tree, path: tuple[str, ...]) -> str | None:
     return None
 
 
-def _has(tree: Tree, path: tuple[str, ...]) -> bool:
+def _has(tree: Tree, path: Sequence[str]) -> bool:
     node: object = tree
     for key in path:
         if isinstance(node, list):
