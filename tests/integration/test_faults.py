@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conformance.worker import make_trainer
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.config import load
+from trainer.strategies.world import World
 from trainer.training import run
 from trainer.training.experiment import Experiment
 
@@ -175,3 +177,20 @@ def test_too_many(samestep: Samestep, experiment_file: str, tmp_path: Path) -> N
     result = samestep("train", experiment_file, *settings)
     assert result.code == 1
     assert "3 faults in a row, the last at step 8" in result.message
+
+
+@pytest.mark.parametrize(("batch", "kept"), [(10, 8), (20, 0)])
+def test_losses_of_another_batch_size_are_no_measure_of_a_fault(
+    experiment_file: str, tmp_path: Path, batch: int, kept: int
+) -> None:
+    settings = [f"output={tmp_path}", "training.faults={sigma: 6, window: 8}", "data.threads=0"]
+    train(experiment_file, [*settings, "checkpoint.every=8"])
+    world = World.start(60)
+    world.connect("gloo")
+    settings.append(f"training.global_batch_size={batch}")
+    trainer = make_trainer(load(Experiment, experiment_file, settings), world)
+    trainer.restore(8)
+    sound = trainer.faults.state_dict()["sound"]
+    trainer.close()
+    world.close()
+    assert [len(window) for window in sound.values()] == [kept, kept]

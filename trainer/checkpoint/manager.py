@@ -333,6 +333,8 @@ class Checkpointer:
                 if self._lease is not None:
                     self._lease.check_or_end()
                 self._removal.after(step)
+        if self._at is not None and self._at > step:
+            self._at = None  # that step will be saved again
 
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> Tree:
         """Fills tensors of any kind in place, whatever world size and strategy wrote them.

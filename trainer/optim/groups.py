@@ -60,12 +60,17 @@ def parameter_groups(
 
 
 def check_begins(optimizer: Optimizer, steps: int) -> None:
-    """Rejects layers that would still be frozen at the end of a run.
+    """Rejects layers that would still be frozen at the end of a run, or all of them at its start.
 
     Raises:
         ConfigError: names the setting.
     """
     begins = sorted({group.get("begins", 0) for group in optimizer.param_groups})
+    if begins[0] > 0:
+        raise ConfigError(
+            "optimizer.unfreeze_every trains what is above the layers first, and this model trains "
+            "nothing there. Set it to null, or train a head."
+        )
     if begins[-1] < steps or len(begins) == 1:
         return
     every = begins[1] - begins[0]

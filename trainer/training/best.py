@@ -89,7 +89,7 @@ class Best:
         Raises:
             ConfigError: the metric is not among the scores.
         """
-        if self._config is None:
+        if self._config is None or not scores:  # none if nothing was predicted
             return
         check_metric(self._config, scores)
         value = scores[self._config.metric]

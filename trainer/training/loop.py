@@ -409,7 +409,7 @@ class Trainer:
         tensors, meta = capture(self.strategy, self.optimizer, self.description, order, data)
         meta |= {"state": self.state.state_dict(), **self.best.state_dict(), **recorded}
         if self.config.faults.checks_steps:
-            meta["faults"] = self.faults.state_dict()
+            meta["faults"] = {**self.faults.state_dict(), "batch": self._batch()}
         for checkpointer in checkpointers:
             keep = self.best.step if checkpointer is durable else None
             # The next step computes gradients meanwhile, and waits before its update.
@@ -432,10 +432,17 @@ class Trainer:
         self.state.load_state_dict(meta["state"])
         if "faults" in meta:
             self.faults.load_state_dict(meta["faults"])
+            if meta["faults"].get("batch", self._batch()) != self._batch():
+                # Losses of another sequence length or batch size cannot be compared.
+                self.faults.clear_window()
         self.best.load_state_dict(meta, self.checkpoints.durable.holds)
         self.loaders.resume(self.state.step, meta.get("order", 0), meta["data"])
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
+
+    def _batch(self) -> list[int]:
+        """What the losses of a step depend on beside the model."""
+        return [self.phase.global_batch_size, self.phase.sequence_length]
 
     def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
         return state_tensors(self.strategy.parameters, self.optimizer, frozen)

@@ -126,7 +126,10 @@ def score(
         return Evaluation(means | objective.scores(predictions), predictions)
     # Perplexity is of the predicted tokens only. `loss` also holds the loss of another task (next
     # sentence prediction) or of a teacher, if there is one; the token loss has its own name then.
-    token_loss = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
+    names = [name for name in ("mlm_loss", "hard_loss", "loss") if name in means]
+    if not names:  # no position of the held-out documents was predicted
+        return Evaluation(means)
+    token_loss = means[names[0]]
     return Evaluation({**means, "perplexity": math.exp(min(token_loss, 700.0))})
 
 

@@ -147,6 +147,15 @@ def test_a_save_does_not_look_into_all_checkpoints_again(
     assert looked_into == [8, 8, 7], "8 is new, and the files of the newest two are compared"
 
 
+def test_the_last_step_is_saved_again_after_it_was_discarded(tmp_path: Path) -> None:
+    checkpointer = save(tmp_path, 1, 2)
+    checkpointer.discard_after(1)
+    assert checkpointer.steps() == [1]
+    checkpointer.save(2, tensors(2), {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 2]
+
+
 def test_a_step_that_was_removed_is_a_new_one_when_it_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

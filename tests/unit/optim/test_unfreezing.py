@@ -111,5 +111,8 @@ def test_layers_that_would_stay_frozen_are_rejected() -> None:
     with pytest.raises(ConfigError, match=rf"{message} has 20. Use a smaller number, such as 6"):
         groups.check_begins(optimizer, 20)
     groups.check_begins(build(adamw.Config(), make_parameters(), False), 1)
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["begins"]]
+    with pytest.raises(ConfigError, match="this model trains nothing there"):
+        groups.check_begins(optimizer, 31)
     with pytest.raises(ConfigError, match="unfreeze_every is 0"):
         adamw.Config(unfreeze_every=0)

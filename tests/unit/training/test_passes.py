@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.objectives import Loss
 from trainer.strategies.single import Single
-from trainer.training.passes import accumulate_gradients
+from trainer.training.passes import accumulate_gradients, score
 
 
 class Spy:
@@ -86,3 +87,24 @@ def test_where_nothing_is_predicted_the_loss_is_0(strategy: Single):
     (metrics,) = accumulate_gradients(model, Spy(weight=0.0), strategy, [batch([[1, 1], [1, 1]])])
     assert metrics["loss"][0] == 0
     assert model.weight.grad == 0
+
+
+def test_an_evaluation_may_have_nothing_to_predict(strategy: Single) -> None:
+    class Nothing(Spy):
+        def loss(self, model: Any, batch: Any, totals: Any) -> Loss:
+            zero = torch.zeros(())
+            return Loss(zero, {"loss": (zero, zero)})
+
+        def loss_of(self, means: dict[str, float]) -> float:
+            return means["loss"]
+
+    class Batches(list[Any]):
+        examples = 2
+
+        def close(self) -> None: ...
+
+    strategy.accelerator.graph = lambda _: nullcontext()
+    found = score(
+        nn.Linear(1, 1), Nothing(0.0), strategy, Batches([[batch([[1, 1], [1, 1]])]]), None
+    )
+    assert found.scores == {}
