@@ -152,32 +152,26 @@ class Config(NodeCluster):
         return total
 
     @property
-    def _named_dependencies(self) -> list[str]:
-        name = "--dependency="
-        return [each.removeprefix(name) for each in self.options if each.startswith(name)]
-
-    @property
     def _dependencies(self) -> list[str]:
         """What a job waits for; sbatch obeys only the last --dependency, so they are joined."""
+        name = "--dependency="
+        named = [each.removeprefix(name) for each in self.options if each.startswith(name)]
         # Jobs of one user and name run one after the other.
-        return self._named_dependencies + ["singleton"] * (self.segments > 1)
+        return named + ["singleton"] * (self.segments > 1)
 
     def _check_dependencies(self) -> None:
         """Rejects a dependency on any of several jobs, joined by `?`, beside another one."""
-        either = next((each for each in self._named_dependencies if "?" in each), None)
-        if either is None:
+        either = next((each for each in self._dependencies if "?" in each), None)
+        if either is None or len(self._dependencies) == 1:
             return
-        problem = f"options: --dependency={either} means any of several jobs, and"
-        if len(self._named_dependencies) > 1:
-            raise ConfigError(
-                f"{problem} the job waits for another --dependency, too. Separate the jobs by "
-                "commas, or keep one --dependency."
-            )
+        other, fix = "the job waits for another --dependency", "keep one --dependency"
         if self.segments > 1:
-            raise ConfigError(
-                f"{problem} segments {self.segments} makes each job wait for the one before, too. "
-                "Separate the jobs by commas, or set segments=1."
-            )
+            other = f"segments {self.segments} makes each job wait for the one before"
+            fix = "set segments=1, with one --dependency"
+        raise ConfigError(
+            f"options: --dependency={either} means any of several jobs, and {other}, too. Separate "
+            f"the jobs by commas, or {fix}."
+        )
 
     @property
     def waits_for_jobs(self) -> bool:

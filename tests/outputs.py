@@ -29,6 +29,15 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def random_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Values for `fill`, larger than at initialization, so that the tokens matter."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: 0.3 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Sets all parameters."""

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from data_pipeline.building import task_rows
+from tests.outputs import fill, random_parameters
 from trainer.examples import TaskRow
 from trainer.inference.label import Labeler
 
@@ -68,9 +69,8 @@ def test_rows_are_pooled_where_the_model_pools(
     kind: Any, config: Any, pooled: str, tmp_path: Path
 ) -> None:
     """The tokenizer has [CLS], as BART's has <s>."""
-    model, generator = kind(config).eval(), torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model = kind(config).eval()
+    fill(model, random_parameters(model))
     model.save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_text("\n".join((*SPECIAL, *WORDS)) + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))

@@ -103,13 +103,17 @@ class Objective(ABC):
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """Runs the model on a micro-batch and scores it; never waits for the device."""
 
-    def loss_of(self, means: Mapping[str, float]) -> float:
-        """The loss over several steps or batches, from the means of their metrics.
+    def terms(self) -> Mapping[str, float]:
+        """The metrics that the loss is a sum of, with their factors.
 
-        Overridden where the loss is a sum of terms with different denominators: the mean of the
-        steps' losses would depend on which predictions were in a step together.
+        Terms have different denominators, so a mean of the steps' losses would depend on which
+        predictions were in a step together.
         """
-        return means["loss"]
+        return {"loss": 1.0}
+
+    def loss_of(self, means: Mapping[str, float]) -> float:
+        """The loss over several steps or batches, from the means of their metrics."""
+        return sum(factor * means.get(name, 0.0) for name, factor in self.terms().items())
 
 
 class Task(Objective):

@@ -187,10 +187,10 @@ class Classification(PairTask):
         }
         return Loss(loss, metrics, of_class.outputs)
 
-    def loss_of(self, means: Mapping[str, float]) -> float:
+    def terms(self) -> Mapping[str, float]:
         if not self.config.lm_weight:
-            return means["loss"]
-        return means["class_loss"] + self.config.lm_weight * means.get("lm_loss", 0.0)
+            return super().terms()
+        return {"class_loss": 1.0, "lm_loss": self.config.lm_weight}
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The names of label and prediction, each label's probability, and the group, if any."""

@@ -313,9 +313,9 @@ class Distillation(Taught):
         }
         return Loss(total, loss | metrics | own_metrics, hard.outputs)
 
-    def loss_of(self, means: Mapping[str, float]) -> float:
+    def terms(self) -> Mapping[str, float]:
         config = self.config
-        coefficients = {
+        return {
             "soft_loss": config.soft,
             "mse": config.mse,
             "cosine_loss": config.cosine,
@@ -324,7 +324,6 @@ class Distillation(Taught):
             "hard_loss": config.hard,
             "z_loss": config.hard,  # which the loss of `of` includes, but not its metric
         }
-        return sum(factor * means.get(name, 0.0) for name, factor in coefficients.items())
 
     def _of_layers(
         self, name: str, own: Tensors, their: Tensors, batch: Tensors

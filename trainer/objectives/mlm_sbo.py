@@ -143,5 +143,5 @@ class MaskedSpans(mlm.MaskedLM):
         }
         return Loss(total, metrics)
 
-    def loss_of(self, means: Mapping[str, float]) -> float:
-        return means.get("mlm_loss", 0.0) + means.get("sbo_loss", 0.0)
+    def terms(self) -> Mapping[str, float]:
+        return {"mlm_loss": 1.0, "sbo_loss": 1.0}

@@ -39,6 +39,7 @@ class ReplacedMLM(replaced_tokens.ReplacedTokens):
     """The sum of two cross-entropies, the generator's and the main model's."""
 
     predicts = "original"
+    main = "main_loss"
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)

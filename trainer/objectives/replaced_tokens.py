@@ -59,9 +59,13 @@ class ReplacedTokens(mlm.MaskedLM):
         sample_key: int32 [B], the key of the samples.
         real_weights: float32 [B, S], 1 for a token that counts, 0 for padding; with `masked_only`,
             0 for tokens that are not masked.
+
+    Attributes:
+        main: name of the second loss.
     """
 
     predicts = "replaced"
+    main = "rtd_loss"
     needs = frozenset({"tokens", "sampled", "replaced"})
     columns = frozenset({"sample_key"})
     config: Config
@@ -111,7 +115,6 @@ class ReplacedTokens(mlm.MaskedLM):
         }
         return Loss(total, metrics)
 
-    def loss_of(self, means: Mapping[str, float]) -> float:
-        main = means.get("rtd_loss", means.get("main_loss", 0.0))
-        generator = self.config.generator_weight * means.get("mlm_loss", 0.0)
-        return generator + self.config.discriminator_weight * main
+    def terms(self) -> Mapping[str, float]:
+        config = self.config
+        return {"mlm_loss": config.generator_weight, self.main: config.discriminator_weight}

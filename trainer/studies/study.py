@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from trainer.config import Kinds, Tree, decode, read_tree, recipes
-from trainer.config.tree import merge, parse_override
+from trainer.config.tree import merge, merge_overrides
 from trainer.errors import ConfigError
 from trainer.monitoring import costs
 from trainer.studies.stages import StageConfig
@@ -224,8 +224,7 @@ class Study:
         path = recipes.locate(file)
         tree = read_tree(path, overrides)
         at_scale = (tree.get("scales") or {}).get(tree.get("scale"), {})
-        for changes in (at_scale, *map(parse_override, overrides)):
-            tree = merge(tree, changes)
+        tree = merge_overrides(merge(tree, at_scale), overrides)
         return cls(path.stem, decode(Config, tree), path.parent)
 
     @property

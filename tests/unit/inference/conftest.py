@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
+from tests.outputs import random_parameters
 from trainer.checkpoint.huggingface import save_folder
 
 WORDS = ("the", "a", "dog", "cat", "runs", "sleeps", "here", "use", "mask", "[", "]", "<", ">", ".")
@@ -27,21 +26,12 @@ def tokenizer_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def random_parameters(config: Any) -> dict[str, Tensor]:
-    """Larger than at initialization, so that the tokens matter."""
-    model, generator = config.build(), torch.Generator().manual_seed(0)
-    return {
-        name: 0.3 * torch.randn(parameter.shape, generator=generator)
-        for name, parameter in model.named_parameters()
-    }
-
-
 @pytest.fixture
 def save(tmp_path: Path, tokenizer_folder: Path) -> Callable[[Any], Path]:
     """Writes a random model with the tokenizer as a folder of transformers."""
 
     def save(config: Any) -> Path:
-        tensors = config.export_tensors(random_parameters(config))
+        tensors = config.export_tensors(random_parameters(config.build()))
         save_folder(tmp_path / "model", config.to_huggingface(), tensors, tokenizer_folder)
         return tmp_path / "model"
 

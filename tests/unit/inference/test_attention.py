@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.outputs import outputs
-from tests.unit.inference.conftest import random_parameters
+from tests.outputs import outputs, random_parameters
 from trainer.checkpoint.layout import StoredTensors
 from trainer.inference.hidden_states import TextEncoder
 from trainer.models import bert, gpt2
@@ -25,7 +24,7 @@ SHAPE: dict[str, Any] = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 2,
 def test_attention_is_that_of_the_text(family: Any, added: Any, tokenizer_folder: Path) -> None:
     """Its share of the softmax over the text and what comes before."""
     config = family.Config(**SHAPE, max_positions=16, peft=added)
-    parameters = random_parameters(config)
+    parameters = random_parameters(config.build())
     weights = Weights(config, StoredTensors.of(parameters), tokenizer_folder, tokenizer_folder)
     texts = [np.array([2, 5, 6, 7, 3]), np.array([2, 8, 3])]
     found = TextEncoder(weights).attention(texts, [1, 2])
