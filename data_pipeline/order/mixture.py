@@ -189,6 +189,10 @@ class Schedule:
         """Returns the shares at a global example."""
         return next(shares for first, shares in reversed(self.parts) if first <= max(example, 0))
 
+    def moved(self, by: int) -> Schedule:
+        """Returns a schedule whose changes come `by` examples later."""
+        return Schedule.of((max(0, first + by) if first else 0, each) for first, each in self.parts)
+
     def after(self, past: Schedule, example: int) -> Schedule:
         """Returns a schedule: `past` before `example`, and these shares from there on."""
         before = [part for part in past.parts if part[0] < example]
@@ -363,12 +367,15 @@ class Mixture:
             self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
         )
 
-    def resume(self, recorded: Schedule, example: int, *, accept: bool, as_recorded: bool) -> None:
+    def resume(
+        self, recorded: Schedule, example: int, late: int, *, accept: bool, as_recorded: bool
+    ) -> None:
         """Continues from a global example; the shares before it stay as recorded.
 
         Args:
             recorded: the shares that the run has followed so far, and would follow.
             example: the next example.
+            late: how many examples later than the configuration says the shares change.
             accept: whether the current shares may differ from the recorded ones.
             as_recorded: follow the recorded shares from here on, too, not the configured ones.
 
@@ -378,7 +385,8 @@ class Mixture:
         if as_recorded:
             self._follow(recorded)
             return
-        before, now = recorded.at(example - 1), self._wanted.at(example - 1)
+        wanted = self._wanted.moved(late)
+        before, now = recorded.at(example - 1), wanted.at(example - 1)
         if example and before != now:
             change = f"the mixture changes from {self._said(before)} to {self._said(now)}"
             if not accept:
@@ -388,7 +396,7 @@ class Mixture:
                     f"data.on_change=accept to use the new mixture from example {example} on"
                 )
             logger.info("%s at example %d, as data.on_change accepts", change, example)
-        self._follow(self._wanted.after(recorded, example))
+        self._follow(wanted.after(recorded, example))
 
     def _said(self, shares: Shares) -> str:
         names = {key: self._names.get(key, f"a dataset of digest {key[:12]}...") for key in shares}

@@ -204,8 +204,11 @@ class StreamingLoader:
             keys, seed=self._order.seed, lanes=config.lanes, window=config.window
         )
         # Weights change at steps, but a mixture counts examples.
-        example_after = self._order.example_after or (lambda step: step * self._batch_size)
-        return Mixture(_schedule(config, self._named, example_after), orders, keys)
+        return Mixture(_schedule(config, self._named, self._example_after), orders, keys)
+
+    def _example_after(self, step: int) -> int:
+        after = self._order.example_after
+        return step * self._batch_size if after is None else after(step)
 
     def _keep_shards_open(
         self, config: Config, mixture: Mixture, reach: tuple[int, int, int]
@@ -396,10 +399,15 @@ class StreamingLoader:
             "corrupt": [list(shard) for shard in self.corrupt],
         }
 
-    def load_state_dict(self, state: LoaderState, as_recorded: bool = False) -> None:
+    def load_state_dict(
+        self, state: LoaderState, step: int | None = None, as_recorded: bool = False
+    ) -> None:
         """Continues where another loader stopped; batch sizes, replicas and threads may differ.
 
         Args:
+            step: number of steps that have consumed the examples before, perhaps in batches of
+                another size. `data.weights` then change at the steps that they name. None takes
+                today's batch size for these steps, too.
             as_recorded: uses the recorded mixture from there on, whatever the configuration says.
 
         Raises:
@@ -427,8 +435,9 @@ class StreamingLoader:
             # Checkpoints from before mixtures existed name a single dataset.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
             recorded = Schedule.of((first, shares) for first, shares in parts)
+            late = 0 if step is None else int(state["example"]) - self._example_after(step)
             self._mixture.resume(
-                recorded, position, accept=self._accept_change, as_recorded=as_recorded
+                recorded, position, late, accept=self._accept_change, as_recorded=as_recorded
             )
             self._maker.order = self._grouped(self._mixture.order)
         self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))

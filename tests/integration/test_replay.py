@@ -86,6 +86,26 @@ def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path
         assert found["weights_of"] == (10 if exact else 5)
 
 
+def test_another_batch_size_since_a_resume(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
+    """Settings are known for steps with a checkpoint after them; batch sizes, from the ledger."""
+    settings = ["train", experiment_file, f"output={tmp_path}", "strategy=single"]
+    settings += [
+        "checkpoint={every: 4, keep_last: 9}",
+        "schedule={decay: constant, warmup_steps: 1}",
+    ]
+    for steps, size in ((6, 10), (8, 7), (10, 4)):
+        changes = f"training.steps={steps}", f"training.global_batch_size={size}"
+        assert samestep(*settings, *changes).code == 0
+    for step in ("06", "08"):  # so 4 and 10 are left
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-000000{step}")
+    for step, first, size in ((6, 50, 10), (7, 60, 7), (9, 74, 4)):
+        found = replayed(samestep, tmp_path, step, "--exact")
+        assert numbers(found) == list(range(first, first + size))
+        assert found["loss"] == pytest.approx(losses(tmp_path)[step], rel=1e-5)
+
+
 def test_a_bitwise_run(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     settings = [
         f"output={tmp_path}",

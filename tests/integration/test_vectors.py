@@ -18,8 +18,12 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.reading.dataset import Dataset
 from tests.integration.commands import Samestep, Start, losses
 from tests.unit.vectors.corpora import write_dataset
+from trainer.checkpoint.integrity import read_meta, step_folder
+from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import CheckpointError, DataError
 from trainer.publish.step_zero import StepZero
+from trainer.training.run import build_trainer, open_checkpointer, open_strategy
+from trainer.training.starting import load_experiment
 from trainer.training.weights import load_weights
 from trainer.vectors import glove, word2vec, work
 from trainer.vectors.folder import WordVectors, nearest
@@ -364,6 +368,26 @@ def test_the_start_of_a_run_is_computed_again(
     shutil.rmtree(folder)
     with pytest.raises(DataError, match="is not a folder of word vectors"):
         StepZero.of(checkpoint)
+
+
+def test_a_run_goes_on_from_a_snapshot_with_the_record_of_its_start(
+    of_tokens: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """No checkpoint on disk has it yet."""
+    run = tmp_path / "run"
+    assert train(samestep, experiment_file, run, f"init_embeddings={of_tokens}").code == 0
+    experiment = load_experiment(experiment_file, [f"output={tmp_path / 'empty'}"])
+    snapshots = Checkpointer(run / "checkpoints", experiment.checkpoint, rank=0, world_size=1)
+    with open_strategy(experiment) as strategy:
+        durable = open_checkpointer(experiment, strategy.world)
+        trainer = build_trainer(
+            experiment, experiment.data.open(), strategy, durable, to_restore=True
+        )
+        trainer.restore(1, snapshots)
+        stored = read_meta(step_folder(snapshots.folder, 1))["start"]
+        assert stored["embeddings"] is not None
+        assert trainer.description["start"] == stored
+        trainer.close()
 
 
 def test_two_processes_start_alike(

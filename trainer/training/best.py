@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 class Config:
     """Which checkpoint is the best. It is kept beside the newest ones, and RUN/best names it.
 
+    Scores of different objectives or sequence lengths cannot be compared, so the comparison begins
+    anew with the first evaluation in a phase of another one.
+
     Attributes:
-        metric: a score of the evaluations, by its name in metrics.jsonl without `heldout/`, such
-            as accuracy or loss.
+        metric: a score of the evaluations of all phases, by its name in metrics.jsonl without
+            `heldout/`, such as accuracy or loss.
         mode: whether the highest value is best (max) or the lowest (min). None means min for a
             metric whose name ends in loss, perplexity or mse, else max.
         patience: the run ends after this many evaluations in a row without a better one; None
@@ -64,6 +67,8 @@ class Best:
         # the checkpoint of the best step cannot be saved, the one before is the best again.
         self._history: list[tuple[int, float]] = []
         self._since = 0
+        # What was scored: see `update`. None before the first evaluation.
+        self._scored: object = None
 
     @property
     def step(self) -> int | None:
@@ -76,7 +81,11 @@ class Best:
         return self._history[-1][1] if self._history else math.nan
 
     def update(
-        self, step: int, scores: Mapping[str, float], all_reduce: Callable[[Tensor], Tensor]
+        self,
+        step: int,
+        scores: Mapping[str, float],
+        all_reduce: Callable[[Tensor], Tensor],
+        scored: object = None,
     ) -> None:
         """Compares a new evaluation with the best one.
 
@@ -85,6 +94,7 @@ class Best:
 
         Args:
             all_reduce: sums a tensor over all ranks.
+            scored: what the scores are of, as JSON. Only equal ones are compared.
 
         Raises:
             ConfigError: the metric is not among the scores.
@@ -92,6 +102,10 @@ class Best:
         if self._config is None or not scores:  # none if nothing was predicted
             return
         check_metric(self._config, scores)
+        if scored != self._scored:
+            if self._history:
+                logger.info("from here on, another objective or sequence length: %s so far", self)
+            self._history, self._since, self._scored = [], 0, scored
         value = scores[self._config.metric]
         gain = self.value - value if self._config.lowest else value - self.value
         # An equal score does not count: the earlier checkpoint stays the best. The first finite
@@ -129,6 +143,7 @@ class Best:
                 "step": self.step,
                 "value": None if self.step is None else self.value,
                 "since": self._since,
+                "scored": self._scored,
             }
         }
 
@@ -141,13 +156,13 @@ class Best:
             holds: whether the checkpoint of a step exists. One that was being saved during a
                 crash does not.
         """
-        self._history, self._since = [], 0
+        self._history, self._since, self._scored = [], 0, None
         state, config = meta.get("best"), self._config
         if state is None or config is None:
             return
         if (state["metric"], state["lowest"]) != (config.metric, config.lowest):
             return
-        step = state["step"]
+        step, self._scored = state["step"], state.get("scored")
         if step is None or holds(step):
             self._since = state["since"]
             self._history = [] if step is None else [(step, state["value"])]

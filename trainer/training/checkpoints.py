@@ -150,8 +150,8 @@ def capture(
 
     Args:
         description: how the run is configured.
-        order: number of the data order of the next step.
-        data: state of the loader of the next step.
+        order: number of the data order that the last step consumed.
+        data: state of its loader.
     """
     meta = {**description, "order": order, "data": data}
     if strategy.loss_scale is not None:
@@ -209,14 +209,15 @@ def stored_config(meta: Meta) -> Tree:
 def changes_since(meta: Meta, description: Meta) -> str:
     """Lists the settings that have changed since a checkpoint, as "key: old -> new".
 
-    The model (except its dropout and its initial weights), the teacher and the weights of frozen
-    parameters must not change: the run would no longer be one experiment.
+    The model (except its dropout and its initial weights), the teacher, the weights of frozen
+    parameters and gradual unfreezing must not change: the run would no longer be one experiment.
 
     Args:
         description: the keys config, base and teacher as they are now.
 
     Raises:
-        ConfigError: the model has changed; or what the bits of an exact run depend on.
+        ConfigError: the model or gradual unfreezing has changed; `data.exclude` has, but its data
+            order has ended; or what the bits of an exact run depend on has changed.
         CheckpointError: the teacher or the frozen weights have changed.
     """
     # By identity, not by path: the same weights may have been moved.
@@ -251,6 +252,16 @@ def changes_since(meta: Meta, description: Meta) -> str:
         raise ConfigError(
             f"the checkpoint is of another model ({', '.join(of_model)}). Use its settings, or "
             "another output"
+        )
+    if unfreezing := texts.get("optimizer.unfreeze_every"):
+        raise ConfigError(
+            f"layers have begun to train by another setting ({unfreezing}), and their moments "
+            "depend on it. Use the former one, or start a new run with init_from"
+        )
+    if "data.exclude" in texts and meta.get("order", 0) > 0:
+        raise ConfigError(
+            f"the numbers in data.exclude ({texts['data.exclude']}) are of the first data order, "
+            f"and the checkpoint of step {meta['step']} is in a later one. Restore the setting"
         )
     if description["config"]["training"]["exact"] == "bitwise":
         _check_bitwise(meta, description, texts)

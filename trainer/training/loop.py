@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.manager import Checkpointer
+from trainer.config import Tree
 from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
 from trainer.monitoring.profiler import Config as ProfilerConfig
@@ -261,7 +262,7 @@ class Trainer:
         if step == phase.end:
             # Losses of another sequence length or batch size cannot be compared with these.
             self.faults.clear_window()
-            self.loaders.end(phase, self.phase)
+            self.loaders.end(phase)
         return None
 
     def _set_lr(self, phase: Phase) -> None:
@@ -356,11 +357,15 @@ class Trainer:
 
     def record_order(self) -> None:
         """Writes to the ledger which data order the next steps consume."""
-        config = self.description["config"]
-        # The phase's own objective, or the run's.
-        own = config["phases"][self.phase.index]["objective"] if config["phases"] else None
-        objective = own or config["objective"]
+        objective = self._objective_settings(self.phase)
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
+
+    def _objective_settings(self, phase: Phase) -> Tree:
+        """The phase's own objective, or the run's."""
+        config = self.description["config"]
+        own = config["phases"][phase.index]["objective"] if config["phases"] else None
+        objective: Tree = own or config["objective"]
+        return objective
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples of the phase's length."""
@@ -379,7 +384,8 @@ class Trainer:
         scores = self.evaluate(phase)
         row = {f"heldout/{name}": value for name, value in scores.items()}
         self.recorder.log(self.state.step, row)
-        self.best.update(self.state.step, scores, self.strategy.all_reduce)
+        scored = [phase.sequence_length, self._objective_settings(phase)]
+        self.best.update(self.state.step, scores, self.strategy.all_reduce, scored)
 
     def _probe_and_log(self, name: str, probe: Probe) -> None:
         """Scores a classifier on the hidden states; see `trainer.training.probes`."""
@@ -405,7 +411,7 @@ class Trainer:
             self.best.discard(durable.failed)
         # Corrupt state must not replace the valid checkpoints before it.
         self.state_check.before_save(self.state.step)
-        order, data = self.phase.order, self.loader.state_dict()
+        order, data = self.loaders.state(self.state.step)
         tensors, meta = capture(self.strategy, self.optimizer, self.description, order, data)
         meta |= {"state": self.state.state_dict(), **self.best.state_dict(), **recorded}
         if self.config.faults.checks_steps:
@@ -429,6 +435,7 @@ class Trainer:
         self.checkpoints.copied()
         source = checkpointer or self.checkpoints.durable
         meta, changes = restore(source, step, self.strategy, self.optimizer, self.description)
+        self.description = {**self.description, "start": meta.get("start")}
         self.state.load_state_dict(meta["state"])
         if "faults" in meta:
             self.faults.load_state_dict(meta["faults"])

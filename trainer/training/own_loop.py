@@ -88,7 +88,7 @@ class Batches:
         micro_batches = next(iter(self._loaders.train(phase)))
         self.step += 1
         if self.step == phase.end:
-            self._loaders.end(phase, self.phase)
+            self._loaders.end(phase)
         return micro_batches
 
     def start_at(self, step: int) -> None:
@@ -111,8 +111,8 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, for a checkpoint."""
-        state = self._loaders.train(self.phase).state_dict()
-        return {"step": self.step, "order": self.phase.order, "data": state}
+        order, data = self._loaders.state(self.step)
+        return {"step": self.step, "order": order, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where other batches were saved; ranks and micro-batches may differ.
@@ -233,6 +233,7 @@ class LoopCheckpoints:
                 self._checkpointer, step, self._strategy, self._optimizer, self._description
             )
             self._batches.load_state_dict(meta)
+            self._description = {**self._description, "start": meta.get("start")}
         finally:
             self._forget_primed()
         if changes:

@@ -24,8 +24,10 @@ class PhaseLoaders:
         self._open = open_loader
         # All at once, so an error in the data of a later phase shows at the start of the run.
         self._loaders = [open_loader(phase) for phase in phases]
-        # Number of first loaders that are closed, or no longer at the start of their phase.
+        # Number of first loaders that are closed, or may be no longer at the start of their phase.
         self._moved = 0
+        # Index of the phase whose loader was given a position last.
+        self._at = 0
 
     def train(self, phase: Phase) -> Loader:
         """The training batches of a phase."""
@@ -35,13 +37,21 @@ class PhaseLoaders:
         """Opens the held-out documents once, in examples of the phase's length."""
         return self._open(phase, "heldout")
 
-    def end(self, phase: Phase, following: Phase) -> None:
+    def end(self, phase: Phase) -> None:
         """Closes a phase's loader; the next phase of the same data order continues its position."""
         ended = self.train(phase)
         ended.close()
+        following = phase_of(self.phases, phase.end)
         self._moved = following.index + 1
         if phase.index < following.index and phase.order == following.order:
-            self.train(following).load_state_dict(ended.state_dict())
+            self.train(following).load_state_dict(ended.state_dict(), phase.end)
+            self._at = following.index
+
+    def state(self, step: int) -> tuple[int, LoaderState]:
+        """Returns the data order that the last of `step` steps consumed, and its loader's state."""
+        last = phase_of(self.phases, max(0, step - 1))
+        phase = self.phases[max(last.index, self._at)]
+        return phase.order, self.train(phase).state_dict()
 
     def resume(self, step: int, order: int, state: LoaderState) -> None:
         """Continues the data order of a checkpoint, or begins the order of the next phase.
@@ -57,11 +67,13 @@ class PhaseLoaders:
             CheckpointError: the phases have changed, and the step belongs to another order now.
             DataError: the state belongs to another order of the data.
         """
-        phase = phase_of(self.phases, step)
-        if order > phase.order or (order < phase.order and step != phase.first_step):
+        last, following = (phase_of(self.phases, max(0, each)) for each in (step - 1, step))
+        # At the end of a data order, earlier versions saved the one that begins.
+        phase = following if order == following.order else last
+        if order != phase.order:
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved in data order {order}, and "
-                f"by this run's phases the step belongs to order {phase.order} (each change of "
+                f"by this run's phases the step belongs to order {following.order} (each change of "
                 "the sequence length begins one). Keep the phases that have begun, or start a new "
                 "run from the checkpoint's weights with init_from"
             )
@@ -69,17 +81,16 @@ class PhaseLoaders:
         for moved in self.phases[phase.index : self._moved]:
             self.train(moved).close()
             self._loaders[moved.index] = self._open(moved)
-        self._moved = phase.index + 1
-        if order == phase.order:
-            self.train(phase).load_state_dict(state)
+        self._moved, self._at = following.index + 1, phase.index
+        # Where its order has ended, this is still a check that it is the checkpoint's.
+        self.train(phase).load_state_dict(state, step)
+        if phase.order < following.order:
+            self.train(phase).close()
 
     def start_at(self, step: int) -> None:
         """Moves new loaders to the batch of the update of `step`, from 0."""
-        phase = phase_of(self.phases, step)
-        loader = self.train(phase)
-        taken = examples_after(self.phases, phase.order, step)
-        loader.load_state_dict({**loader.state_dict(), "example": taken})
-        self._moved = phase.index + 1
+        order, state = self.state(step)
+        self.resume(step, order, {**state, "example": examples_after(self.phases, order, step)})
 
     def close(self) -> None:
         """Stops the loaders' background threads."""

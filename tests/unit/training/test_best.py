@@ -48,6 +48,21 @@ def test_best_and_patience(
         assert (after.step, after.out_of_patience) == (step, over)
 
 
+@pytest.mark.parametrize("cut", [None, 1, 2, 3])
+def test_what_cannot_be_compared_begins_anew(cut: int | None) -> None:
+    """Losses of 128 positions, then of 512, which are higher."""
+    best = Best(Config("loss", patience=2))
+    for number, (length, loss) in enumerate([(128, 2.0), (128, 2.1), (512, 3.0), (512, 2.9)]):
+        if number == cut:
+            stored, best = best.state_dict(), Best(Config("loss", patience=2))
+            best.load_state_dict(stored, lambda step: True)
+        best.update(10 * number, {"loss": loss}, alone, [length, {"kind": "mlm"}])
+        assert not best.out_of_patience
+        assert best.step == (0 if length == 128 else 10 * number)
+    best.discard(30)
+    assert best.step == 20  # the one before in the same phase
+
+
 def test_a_best_that_could_not_be_saved_gives_way_to_the_one_before() -> None:
     best = followed(Config("accuracy"), [0.5, 0.6, 0.7, 0.6])
     best.discard(None)

@@ -87,6 +87,22 @@ def test_settings_of_initial_weights_may_change(experiment_file: str) -> None:
         changes_since(stored, now)
 
 
+def test_gradual_unfreezing_goes_on_as_it_began(experiment_file: str) -> None:
+    stored = description(experiment_file, "optimizer.unfreeze_every=3")
+    for value in ("2", "null"):
+        now = description(experiment_file, f"optimizer.unfreeze_every={value}")
+        with pytest.raises(ConfigError, match=r"optimizer\.unfreeze_every: 3 -> .*the former one"):
+            changes_since(stored, now)
+
+
+def test_excluded_examples_are_those_of_the_first_data_order(experiment_file: str) -> None:
+    stored = description(experiment_file)
+    now = description(experiment_file, "data.exclude=[[3, 5]]")
+    assert changes_since({**stored, "order": 0}, now).startswith("data.exclude")
+    with pytest.raises(ConfigError, match=r"data\.exclude.* step 3 is in a later one"):
+        changes_since({**stored, "order": 1}, now)
+
+
 def test_settings_that_did_not_exist_have_their_defaults(experiment_file: str) -> None:
     stored = description(experiment_file)
     old = copy.deepcopy(stored)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, DataError
 from trainer.training.experiment import Experiment
 from trainer.training.own_loop import Batches, open_batches
 from trainer.training.starting import load_experiment
@@ -99,3 +99,61 @@ def test_a_position_beyond_the_last_step_has_no_batches(experiment_file: str):
     with open_batches(opened(experiment_file, "training.steps=2")) as shorter:
         shorter.load_state_dict(saved)
         assert list(shorter) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("seed=9", "its seed"),
+        ("data.lanes=2", "its lanes"),
+        ("data.window=3", "its window"),
+        ("data.packing=concat", "its packing"),
+        ("data.path=OTHER", "the mixture changes"),
+    ],
+)
+def test_the_order_that_ends_at_a_checkpoint_is_compared_as_well(
+    experiment_file: str, parts: dict[str, Path], change: str, said: str
+):
+    with open_batches(opened(experiment_file, "training.steps=7", PHASES), start_step=4) as batches:
+        saved = batches.state_dict()
+    other = opened(
+        experiment_file, "training.steps=7", PHASES, change.replace("OTHER", str(parts["b"]))
+    )
+    with open_batches(other) as batches, pytest.raises(DataError, match=said):
+        batches.load_state_dict(saved)
+
+
+def test_a_phase_that_has_not_begun_may_change(experiment_file: str):
+    with open_batches(opened(experiment_file, "training.steps=7", PHASES), start_step=4) as batches:
+        saved = batches.state_dict()
+    for phases in (
+        PHASES.replace("steps: 3, sequence_length: 16", "steps: 3, sequence_length: 24"),
+        PHASES.replace("steps: 3, sequence_length: 16", "steps: 3"),
+    ):
+        experiment = opened(experiment_file, "training.steps=7", phases)
+        resumed = open_batches(experiment)
+        resumed.load_state_dict(saved)
+        assert equal(taken(resumed), taken(open_batches(experiment))[4:])
+
+
+def test_weights_change_at_their_step_after_another_batch_size(
+    experiment_file: str, parts: dict[str, Path]
+):
+    mixture = (
+        "data.path=null",
+        f"data.sources=[{{path: {parts['a']}, weight: 1}}, {{path: {parts['b']}, weight: 0}}]",
+        "data.weights=[{step: 5, weights: {a: 0, b: 1}}]",
+        "training.steps=8",
+    )
+    with open_batches(
+        opened(experiment_file, *mixture, "training.global_batch_size=8"), start_step=2
+    ) as batches:
+        saved = batches.state_dict()
+    for phases in ("[]", "[{steps: 4}, {steps: 4, global_batch_size: 6}]"):
+        resumed = open_batches(
+            opened(experiment_file, *mixture, "training.global_batch_size=10", f"phases={phases}")
+        )
+        resumed.load_state_dict(saved)
+        sources = [set(torch.cat([part["source"] for part in step]).tolist()) for step in resumed]
+        assert sources == [{0}] * 3 + [{1}] * 3
+        resumed.close()

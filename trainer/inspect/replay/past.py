@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -113,6 +114,7 @@ class Past:
         self._step, self._order = trainer.state.step, trainer.phase.order
         self._place = trainer.loader.state_dict()
         self._ledger = ledger
+        self._fed = [row for row in ledger if row["kind"] == "fed"]
 
     def excluded(self, step: int) -> list[Row]:
         """Returns the rows of examples that were excluded between the checkpoint and a step."""
@@ -128,10 +130,8 @@ class Past:
         Raises:
             DataError: the digest differs.
         """
-        for row in self._ledger:
-            if row["kind"] == "fed" and row["first_step"] <= step <= row["step"]:
-                break
-        else:
+        row = self._row(step)
+        if row is None:
             return None
         first, last = row["first_step"], row["step"]
         # A row has one digest for all its steps, so all of them are needed to check one.
@@ -149,32 +149,52 @@ class Past:
             )
         return first, last
 
+    def _row(self, step: int) -> Row | None:
+        """The ledger's row of kind `fed` with a step, if there is one."""
+        after = bisect.bisect(self._fed, step, key=lambda row: row["first_step"])
+        row = self._fed[after - 1] if after else None
+        return row if row and step <= row["step"] else None
+
+    def _batch_size(self, step: int) -> int:
+        """Examples of a step: by the ledger, or by the settings where that has no row of it."""
+        row = self._row(step)
+        if row is None:
+            return phase_of(self.trainer.phases, step - 1).global_batch_size
+        examples = sum(end - first for first, end in row["examples"])
+        size: int = examples // (row["step"] - row["first_step"] + 1)
+        return size
+
     def train(self, last: int) -> Iterator[int]:
         """Trains from the checkpoint to a step, in memory only; yields the number of each step."""
-        trainer, order = self.trainer, -1
+        trainer, opened = self.trainer, ExitStack()
         trainer.model.train()
         trainer.recorder.means()  # drops the steps before the checkpoint from the next means
-        while trainer.state.step < last:
-            # A new data order starts with a new loader, at its first example.
-            if trainer.phase.order != order:
-                order, loader = trainer.phase.order, trainer.loader
-                state = self._state(
-                    trainer.state.step + 1, self.excluded(last), loader.state_dict()
-                )
-                loader.load_state_dict(state)
-            trainer.train_step(next(iter(trainer.loader)))
-            logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
-            yield trainer.state.step
+        now = None
+        with opened:
+            while trainer.state.step < last:
+                step = trainer.state.step + 1
+                # The batch size may have changed where the run was resumed.
+                if now != (now := (trainer.phase.order, self._batch_size(step))):
+                    opened.close()
+                    loader = opened.enter_context(self.open_loader(step, self.excluded(last)))
+                trainer.train_step(next(loader))
+                loss = trainer.recorder.means()["loss"]
+                logger.info("step %d  loss %.4f", trainer.state.step, loss)
+                yield trainer.state.step
 
     def open_loader(
         self, step: int, excluded: Sequence[Row], micro_batch_size: MicroBatchSize = "auto"
     ) -> StreamingLoader:
         """Opens a loader whose next batch is the step's, without the examples of these rows."""
         trainer = self.trainer
-        phase = replace(phase_of(trainer.phases, step - 1), micro_batch_size=micro_batch_size)
+        phase = replace(
+            phase_of(trainer.phases, step - 1),
+            global_batch_size=self._batch_size(step),
+            micro_batch_size=micro_batch_size,
+        )
         replica = trainer.strategy.replica
         loader = open_loader(self.experiment, self.dataset, replica, phase)
-        loader.load_state_dict(self._state(step, excluded, loader.state_dict()))
+        loader.load_state_dict(self._state(step, excluded, loader.state_dict()), step - 1)
         return loader
 
     def _state(self, step: int, excluded: Sequence[Row], begin: LoaderState) -> LoaderState:
@@ -192,7 +212,7 @@ class Past:
             place = begin
 
         def examples(steps: range) -> int:
-            return sum(phase_of(phases, each).global_batch_size for each in steps)
+            return sum(self._batch_size(each + 1) for each in steps)
 
         # One of the two ranges is empty.
         moved = examples(range(taken, step - 1)) - examples(range(step - 1, taken))
