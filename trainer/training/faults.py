@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,7 +119,7 @@ class Faults:
         """
         if self._config.action == "stop":
             raise SamestepError(
-                f"step {step} was not taken: {fault}, also when recomputed. {self.advice(step)}"
+                f"step {step} was not taken: {fault}, also when recomputed. {self._advice(step)}"
             )
         self._in_a_row += 1
         # abs: after a rewind, the steps counted last may come after this one.
@@ -136,7 +137,32 @@ class Faults:
                 )
         return self._config.action == "skip"
 
-    def advice(self, step: int) -> str:
+    def require_finite(self, step: int, values: Mapping[str, float], grad_norm: float) -> None:
+        """Stops the run before valid checkpoints are replaced by useless ones.
+
+        Args:
+            step: that was taken last.
+            values: means or sums of metrics since the last row, reduced over all ranks, so that all
+                of them raise together.
+            grad_norm: of the step.
+
+        Raises:
+            SamestepError: a value is not finite.
+        """
+        fix = "set training.precision=bf16 or fp32, as fp16 overflows in the forward pass,"
+        # With a loss scale, steps with an overflowed gradient are skipped: they are no error.
+        if not self._scaled:
+            values = {**values, "grad_norm": grad_norm}
+            fix = "lower optimizer.lr or training.max_grad_norm"
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise SamestepError(
+                    f"train/{name} is {value} at step {step}, so further training would be lost. "
+                    f"The checkpoints before it are valid: {fix} and run the same command again. "
+                    f"{self._advice(step)}"
+                )
+
+    def _advice(self, step: int) -> str:
         """What a user can do about a fault that has stopped the run."""
         return (
             f"Its examples, by loss: samestep replay {self._output} {step}; to continue "

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree
-from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
 from trainer.monitoring.profiler import Config as ProfilerConfig
 from trainer.monitoring.profiler import Profiler
@@ -403,7 +402,7 @@ class Trainer:
         with self.strategy.accelerator.graph("metrics"):
             recorded = self.recorder.state_dict()
         totals = {name: total for name, (total, _) in recorded["window"].items()}
-        self._require_finite(totals, float(self._grad_norm))
+        self.faults.require_finite(self.state.step, totals, float(self._grad_norm))
         durable = self.checkpoints.durable
         if durable in checkpointers:
             # The previous save must have ended: if it failed, its step cannot be the best.
@@ -454,27 +453,6 @@ class Trainer:
     def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
         return state_tensors(self.strategy.parameters, self.optimizer, frozen)
 
-    def _require_finite(self, values: Mapping[str, float], grad_norm: float) -> None:
-        """Stops the run before valid checkpoints are replaced by useless ones.
-
-        The values are already reduced over all ranks, so all ranks raise together.
-
-        Raises:
-            SamestepError: a value is not finite.
-        """
-        fix = "set training.precision=bf16 or fp32, as fp16 overflows in the forward pass,"
-        # With a loss scale, steps with an overflowed gradient are skipped: they are no error.
-        if self.strategy.loss_scale is None:
-            values = {**values, "grad_norm": grad_norm}
-            fix = "lower optimizer.lr or training.max_grad_norm"
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise SamestepError(
-                    f"train/{name} is {value} at step {self.state.step}, so further training "
-                    f"would be lost. The checkpoints before it are valid: {fix} and run the same "
-                    f"command again. {self.faults.advice(self.state.step)}"
-                )
-
     def _due(self, every: int | None) -> bool:
         at_end = self.state.step == self.config.steps
         return every is not None and (self.state.step % every == 0 or at_end)
@@ -486,7 +464,7 @@ class Trainer:
         if means:  # none if nothing was predicted
             means["loss"] = self.objectives[phase.index].loss_of(means)
         grad_norm = float(self._grad_norm)
-        self._require_finite(means, grad_norm)
+        self.faults.require_finite(self.state.step, means, grad_norm)
         row = {f"train/{name}": value for name, value in means.items()}
         # With layer-wise decay, each group has its own factor on the rate of the schedule.
         group = self.optimizer.param_groups[0]
