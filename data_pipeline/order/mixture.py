@@ -189,10 +189,6 @@ class Schedule:
         """Returns the shares at a global example."""
         return next(shares for first, shares in reversed(self.parts) if first <= max(example, 0))
 
-    def moved(self, by: int) -> Schedule:
-        """Returns a schedule whose changes come `by` examples later."""
-        return Schedule.of((max(0, first + by) if first else 0, each) for first, each in self.parts)
-
     def after(self, past: Schedule, example: int) -> Schedule:
         """Returns a schedule: `past` before `example`, and these shares from there on."""
         before = [part for part in past.parts if part[0] < example]
@@ -347,7 +343,7 @@ class Mixture:
         orders: the order of each source, by key.
 
     Args:
-        schedule: the shares that the configuration asks for.
+        schedule: the shares over the run.
         orders: the order of each source, by key, all with the same number of lanes.
         keys: the key of each source, by name.
     """
@@ -356,10 +352,11 @@ class Mixture:
         self, schedule: Schedule, orders: Mapping[str, Order], keys: Mapping[str, str]
     ) -> None:
         self.orders = orders
-        self._wanted, self._names = schedule, {key: name for name, key in keys.items()}
-        self._follow(schedule)
+        self._names = {key: name for name, key in keys.items()}
+        self.follow(schedule)
 
-    def _follow(self, schedule: Schedule) -> None:
+    def follow(self, schedule: Schedule) -> None:
+        """Replaces the shares over the run, the past ones included."""
         self._schedule = schedule
         only = list(schedule.parts[0][1]) if len(schedule.parts) == 1 else []
         alone = len(self.orders) == len(only) == 1 and only[0] in self.orders
@@ -367,25 +364,22 @@ class Mixture:
             self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
         )
 
-    def resume(
-        self, recorded: Schedule, example: int, late: int, *, accept: bool, as_recorded: bool
-    ) -> None:
+    def change(self, wanted: Schedule, example: int) -> None:
+        """Replaces the shares from a global example on; those before it stay."""
+        self.follow(wanted.after(self._schedule, example))
+
+    def resume(self, recorded: Schedule, wanted: Schedule, example: int, *, accept: bool) -> None:
         """Continues from a global example; the shares before it stay as recorded.
 
         Args:
             recorded: the shares that the run has followed so far, and would follow.
+            wanted: the shares that it is to follow.
             example: the next example.
-            late: how many examples later than the configuration says the shares change.
             accept: whether the current shares may differ from the recorded ones.
-            as_recorded: follow the recorded shares from here on, too, not the configured ones.
 
         Raises:
             DataError: the shares differ, and `accept` is false.
         """
-        if as_recorded:
-            self._follow(recorded)
-            return
-        wanted = self._wanted.moved(late)
         before, now = recorded.at(example - 1), wanted.at(example - 1)
         if example and before != now:
             change = f"the mixture changes from {self._said(before)} to {self._said(now)}"
@@ -396,7 +390,7 @@ class Mixture:
                     f"data.on_change=accept to use the new mixture from example {example} on"
                 )
             logger.info("%s at example %d, as data.on_change accepts", change, example)
-        self._follow(wanted.after(recorded, example))
+        self.follow(wanted.after(recorded, example))
 
     def _said(self, shares: Shares) -> str:
         names = {key: self._names.get(key, f"a dataset of digest {key[:12]}...") for key in shares}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -137,7 +137,12 @@ class StreamingLoader:
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
             check_groups(config, pack_spec)
+        self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         # Evaluation reads each source once, so only training has a mixture with weights.
+        self._rates = () if order.finite else config.rates(named)
+        # How many more examples the steps so far have consumed than they would have in batches of
+        # the current size.
+        self._surplus = 0
         self._mixture: Mixture | None = None
         examples: ExampleOrder
         if order.finite:
@@ -171,7 +176,6 @@ class StreamingLoader:
         # Blocks being made by threads, in order; then the steps of the block that is being read.
         self._ahead: deque[Future[Block | CorruptShardError]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
-        self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         # Global example numbers, which count skipped examples too. With batches of 10: after step 3
         # of a run that prefetches two steps, `_last_start` is 20, `_position` 30, `_planned` 50.
         self._last_start = 0  # first example of the step taken last
@@ -203,10 +207,21 @@ class StreamingLoader:
         orders = self._packed.orders(
             keys, seed=self._order.seed, lanes=config.lanes, window=config.window
         )
-        # Weights change at steps, but a mixture counts examples.
-        return Mixture(_schedule(config, self._named, self._example_after), orders, keys)
+        return Mixture(self._schedule(), orders, keys)
 
-    def _example_after(self, step: int) -> int:
+    def _schedule(self) -> Schedule:
+        """The configured shares of the sources over time."""
+        keys = {name: source.manifest.digest for name, source in self._named.items()}
+        # Weights change at steps, but a mixture counts examples, excluded ones included.
+        return Schedule.weighted(
+            [(self._number_after(step) if step else 0, each) for step, each in self._rates], keys
+        )
+
+    def _number_after(self, step: int) -> int:
+        """The global number of the example that follows `step` steps."""
+        return self._excluded.after(0, max(0, self._consumed_after(step) + self._surplus))
+
+    def _consumed_after(self, step: int) -> int:
         after = self._order.example_after
         return step * self._batch_size if after is None else after(step)
 
@@ -386,8 +401,12 @@ class StreamingLoader:
         assert self._last_start <= first < end
         # Exclusions are immutable, so threads that use the old ones are not disturbed.
         self._excluded |= Exclusions([(first, end)])
-        if end > self._position:  # otherwise prefetched steps are still right
-            self._go_to(self._position)
+        if len(self._rates) > 1 and self._mixture is not None:  # later changes come later
+            self._mixture.change(self._schedule(), self._position)
+            self._maker.order = self._grouped(self._mixture.order)
+        elif end <= self._position:
+            return  # prefetched steps are still right
+        self._go_to(self._position)
 
     def state_dict(self) -> LoaderState:
         """Number of consumed (not prefetched) examples, exclusions, and the order's identity."""
@@ -406,8 +425,8 @@ class StreamingLoader:
 
         Args:
             step: number of steps that have consumed the examples before, perhaps in batches of
-                another size. `data.weights` then change at the steps that they name. None takes
-                today's batch size for these steps, too.
+                another size, so that `data.weights` still change at the steps that they name.
+                None: all of these steps had the current batch size.
             as_recorded: uses the recorded mixture from there on, whatever the configuration says.
 
         Raises:
@@ -431,17 +450,21 @@ class StreamingLoader:
                 f"run has already consumed (it has skipped {excluded.ranges}). Exclude later ones, "
                 "continue from an older checkpoint, or start a new run."
             )
+        self._excluded = excluded | self._configured
+        if step is not None:
+            self._surplus = int(state["example"]) - self._consumed_after(step)
         if self._mixture is not None:
             # Checkpoints from before mixtures existed name a single dataset.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
             recorded = Schedule.of((first, shares) for first, shares in parts)
-            late = 0 if step is None else int(state["example"]) - self._example_after(step)
-            self._mixture.resume(
-                recorded, position, late, accept=self._accept_change, as_recorded=as_recorded
-            )
+            if as_recorded:
+                self._mixture.follow(recorded)
+            else:
+                self._mixture.resume(
+                    recorded, self._schedule(), position, accept=self._accept_change
+                )
             self._maker.order = self._grouped(self._mixture.order)
         self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
-        self._excluded = excluded | self._configured
         self._go_to(position)
         self._last_start = position
 
@@ -468,15 +491,6 @@ def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
     return {
         name: source for name, source in named.items() if source.manifest.splits.get(order.split)
     } or named
-
-
-def _schedule(
-    config: Config, named: Mapping[str, Dataset], example_after: Callable[[int], int]
-) -> Schedule:
-    """The rates of the sources over time."""
-    keys = {name: source.manifest.digest for name, source in named.items()}
-    rates = [(example_after(step) if step else 0, each) for step, each in config.rates(named)]
-    return Schedule.weighted(rates, keys)
 
 
 _SAME_AGAIN = {

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from tests.integration.commands import Samestep, losses
 from tests.outputs import predict
 from trainer.checkpoint import Checkpointer, Config, deepspeed
+from trainer.errors import CheckpointError
 from trainer.models import bert
 from trainer.optim import adamw, groups
+from trainer.publish.step_zero import StepZero
 from trainer.training.weights import load_weights
 
 SAVED, STEPS = 3, 6
@@ -220,6 +222,8 @@ def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
         samestep("checkpoint", "convert", plain.folder / "3", experiment_file, *settings).code == 0
     )
     assert samestep("evaluate", tmp_path, "accelerator=cpu").code == 0
+    with pytest.raises(CheckpointError, match="first steps of the run were taken by DeepSpeed"):
+        StepZero.of(tmp_path / "checkpoints" / "step-00000003")
     trained = samestep("train", experiment_file, *settings)
     assert trained.code == 0, trained.err
     assert "continuing   at step 3\n" in trained.err, "no setting has changed"

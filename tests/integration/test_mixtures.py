@@ -60,3 +60,34 @@ def test_a_mixture_trains_changes_and_is_proven(
     again = sources(parts, a=1, b=0, c=1)
     proven = samestep("ledger", "verify", cut, again)
     assert proven.code == 0, proven.out
+
+
+@pytest.mark.parametrize("action", ["{action: skip}", "{action: rewind, around: 1}"])
+def test_a_skipped_step_delays_a_change_that_is_still_to_come(
+    samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path, action: str
+) -> None:
+    """The same in a run that was stopped since, whose ledger therefore has the same head."""
+    settings = [
+        "data.path=null",
+        sources(parts, a=1, b=0),
+        "data.weights=[{step: 8, weights: {a: 0, b: 1}}]",
+        "objective={kind: tests.sick_objective, sick: [45]}",
+        f"training.faults={action}",
+        "checkpoint.every=2",
+        "strategy=single",
+    ]
+    heads = []
+    for name, parts_of_run in (("whole", (12,)), ("cut", (6, 12))):
+        run = tmp_path / name
+        for steps in parts_of_run:
+            train = (f"output={run}", f"training.steps={steps}", "schedule.warmup_steps=0")
+            assert samestep("train", experiment_file, *train, *settings).code == 0
+        rows = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+        heads.append(rows[-1]["head"])
+        *_, mixture = (row["data"]["mixture"] for row in rows if row["kind"] == "order")
+        (begins,) = (row["examples"][0][0] for row in rows if row.get("first_step") == 9)
+        assert [first for first, _ in mixture] == [0, begins]
+        assert samestep("ledger", "verify", run).code == 0
+    assert heads[0] == heads[1]
+    skipped = json.loads(samestep("replay", tmp_path / "cut", 5, "--skipped", "--json").out)
+    assert 45 in [example["number"] for example in skipped["examples"]]

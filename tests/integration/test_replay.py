@@ -87,22 +87,56 @@ def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path
 
 
 def test_another_batch_size_since_a_resume(
-    samestep: Samestep, experiment_file: str, tmp_path: Path
+    samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Settings are known for steps with a checkpoint after them; batch sizes, from the ledger."""
-    settings = ["train", experiment_file, f"output={tmp_path}", "strategy=single"]
-    settings += [
+    """The ledger has the batch sizes and mixtures of steps without a checkpoint after them."""
+    sources = [
+        {"path": str(parts[name]), "weight": weight} for name, weight in (("a", 1), ("b", 0))
+    ]
+    settings = [
+        f"output={tmp_path}",
+        "strategy=single",
+        "data.path=null",
+        f"data.sources={json.dumps(sources)}",
+        "data.weights=[{step: 7, weights: {a: 0, b: 1}}]",
         "checkpoint={every: 4, keep_last: 9}",
         "schedule={decay: constant, warmup_steps: 1}",
     ]
     for steps, size in ((6, 10), (8, 7), (10, 4)):
         changes = f"training.steps={steps}", f"training.global_batch_size={size}"
-        assert samestep(*settings, *changes).code == 0
+        assert samestep("train", experiment_file, *settings, *changes).code == 0
     for step in ("06", "08"):  # so 4 and 10 are left
         shutil.rmtree(tmp_path / "checkpoints" / f"step-000000{step}")
-    for step, first, size in ((6, 50, 10), (7, 60, 7), (9, 74, 4)):
-        found = replayed(samestep, tmp_path, step, "--exact")
+    for step, first, size in ((5, 40, 10), (6, 50, 10), (7, 60, 7), (8, 67, 7), (9, 74, 4)):
+        found = replayed(samestep, tmp_path, step)
+        assert found["compared"] == [step, step]
         assert numbers(found) == list(range(first, first + size))
+    former = "training.global_batch_size=10"
+    exact = replayed(samestep, tmp_path, 6, "--exact", former)
+    assert exact["loss"] == pytest.approx(losses(tmp_path)[6], rel=1e-5)
+    refused = samestep("replay", tmp_path, 9, "--exact", former)
+    assert refused.code == 2
+    assert "step 7 with 7 examples, not 10. Leave --exact out" in refused.message
+
+
+def test_phases_of_one_order(
+    samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Same order and batch size, another objective; and a mixture that changes on the way."""
+    sources = [{"path": str(parts[name]), "weight": 1} for name in "ab"]
+    settings = [
+        f"output={tmp_path}",
+        "strategy=single",
+        "data.path=null",
+        f"data.sources={json.dumps(sources)}",
+        "data.weights=[{step: 5, weights: {a: 1, b: 3}}]",
+        "phases=[{steps: 6}, {steps: 6, objective: {kind: mlm, mask_fraction: 0.5}}]",
+        "checkpoint={every: 4, keep_last: 9}",
+    ]
+    assert samestep("train", experiment_file, *settings).code == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    for step in (6, 8, 9):
+        found = replayed(samestep, tmp_path, step, "--exact")
         assert found["loss"] == pytest.approx(losses(tmp_path)[step], rel=1e-5)
 
 

@@ -370,6 +370,19 @@ def test_the_start_of_a_run_is_computed_again(
         StepZero.of(checkpoint)
 
 
+def test_the_start_is_that_of_the_settings_at_the_start(
+    experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    starts = []
+    for steps, deviation in ((1, 0.02), (2, 0.5)):
+        settings = f"training.steps={steps}", f"model.initializer_range={deviation}"
+        assert train(samestep, experiment_file, tmp_path, *settings).code == 0
+        starts.append(StepZero.of(tmp_path / "checkpoints" / f"step-0000000{steps}"))
+    first, second = (start.weights().tensors["embeddings.tokens.weight"] for start in starts)
+    assert torch.equal(first, second)
+    assert starts[0].identity == starts[1].identity
+
+
 def test_a_run_goes_on_from_a_snapshot_with_the_record_of_its_start(
     of_tokens: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -33,6 +33,7 @@ from trainer.training.ledger import Ledger
 from trainer.training.model import build_objectives
 from trainer.training.phases import phase_of
 from trainer.training.run import checkpoint_folder, open_loader, write_description
+from trainer.training.start_record import start_of
 from trainer.training.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -259,6 +260,7 @@ def _begin_run(experiment: Experiment, state: ImportedState, origin: str) -> Tre
     ledger.take_over(state.step, origin)
     meta = {
         "config": to_tree(experiment),
+        "start": {**start_of(experiment, dataset, None, None), "taken_by": origin},
         "state": {"step": state.step, "examples": examples, "tokens": tokens},
         "order": phase.order,
         "data": data,

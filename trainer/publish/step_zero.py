@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -60,14 +61,19 @@ class StepZero:
             checkpoint: folder of the run's oldest checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or the weights of init_from or the vectors of
-                init_embeddings have changed.
+            CheckpointError: it is damaged, another program took the first steps, or the weights of
+                init_from or the vectors of init_embeddings have changed.
             DataError: the vectors are gone.
         """
         meta = integrity.read_meta(checkpoint)
         settings, trained = meta["config"], None
         # Not init_from: it may name a run, which has newer checkpoints by now.
         start = meta.get("start") or {}
+        if program := start.get("taken_by"):
+            raise CheckpointError(
+                f"the first steps of the run were taken by {program}, so its step 0 is not known. "
+                "Use --revisions last or best."
+            )
         stored, embeddings = start.get("weights"), start.get("embeddings")
         if stored is None and (origin := settings.get("init_from")) is not None:
             raise CheckpointError(
@@ -89,7 +95,10 @@ class StepZero:
                     f"{embeddings['path']} has other vectors than when the run began. Restore the "
                     "original ones, or use --revisions last or best."
                 )
-        return cls(settings, load_weights(checkpoint), trained, vectors)
+        begun, initial = load_weights(checkpoint), start.get("initial") or {}
+        settings = {**settings, "model": {**settings["model"], **initial}}
+        begun = replace(begun, config=replace(cast(Any, begun.config), **initial))
+        return cls(settings, begun, trained, vectors)
 
     @property
     def identity(self) -> str:

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class Config:
     """Which checkpoint is the best. It is kept beside the newest ones, and RUN/best names it.
 
-    Scores of different objectives or sequence lengths cannot be compared, so the comparison begins
-    anew with the first evaluation in a phase of another one.
+    Scores of different objectives or sequence lengths cannot be compared, so the comparison starts
+    over at the first evaluation after either changes.
 
     Attributes:
         metric: a score of the evaluations of all phases, by its name in metrics.jsonl without
@@ -63,11 +63,12 @@ class Best:
 
     def __init__(self, config: Config | None) -> None:
         self._config = config
-        # (step, score) of every evaluation that was the best of its time, the newest last: when
-        # the checkpoint of the best step cannot be saved, the one before is the best again.
-        self._history: list[tuple[int, float]] = []
+        # (step, score, what it is of) of every evaluation that was the best of its time, the newest
+        # last: when the checkpoint of the best step cannot be saved, the one before is the best
+        # again.
+        self._history: list[tuple[int, float, object]] = []
         self._since = 0
-        # What was scored: see `update`. None before the first evaluation.
+        # What the last evaluation was of: see `update`.
         self._scored: object = None
 
     @property
@@ -94,7 +95,7 @@ class Best:
 
         Args:
             all_reduce: sums a tensor over all ranks.
-            scored: what the scores are of, as JSON. Only equal ones are compared.
+            scored: what the scores are of, as JSON. Scores of the same are compared.
 
         Raises:
             ConfigError: the metric is not among the scores.
@@ -102,17 +103,18 @@ class Best:
         if self._config is None or not scores:  # none if nothing was predicted
             return
         check_metric(self._config, scores)
-        if scored != self._scored:
-            if self._history:
-                logger.info("from here on, another objective or sequence length: %s so far", self)
-            self._history, self._since, self._scored = [], 0, scored
+        if scored != self._scored and self._scored is not None:
+            logger.info("another objective or sequence length; %s so far", self)
+            self._since = 0
+        self._scored = scored
         value = scores[self._config.metric]
         gain = self.value - value if self._config.lowest else value - self.value
         # An equal score does not count: the earlier checkpoint stays the best. The first finite
-        # score always does, as `gain` is NaN then.
-        better = math.isfinite(value) and (self.step is None or gain > 0)
+        # score always does.
+        is_first = not self._history or self._history[-1][2] not in (None, scored)
+        better = math.isfinite(value) and (is_first or gain > 0)
         if all_reduce(torch.tensor([int(better)])).item():
-            self._history.append((step, value))
+            self._history.append((step, value, scored))
             self._since = 0
         else:
             self._since += 1
@@ -142,6 +144,7 @@ class Best:
                 "lowest": self._config.lowest,
                 "step": self.step,
                 "value": None if self.step is None else self.value,
+                "of": self._history[-1][2] if self._history else None,
                 "since": self._since,
                 "scored": self._scored,
             }
@@ -162,10 +165,10 @@ class Best:
             return
         if (state["metric"], state["lowest"]) != (config.metric, config.lowest):
             return
-        step, self._scored = state["step"], state.get("scored")
+        step = state["step"]
         if step is None or holds(step):
-            self._since = state["since"]
-            self._history = [] if step is None else [(step, state["value"])]
+            self._since, self._scored = state["since"], state.get("scored")
+            self._history = [] if step is None else [(step, state["value"], state.get("of"))]
         else:
             logger.info(
                 "the best checkpoint, of step %d, is gone; the next evaluation counts as best", step

@@ -30,12 +30,10 @@ from trainer.storage import keeper
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
+from trainer.training.start_record import INITIAL
 from trainer.training.state import Meta, state_tensors
 
 logger = logging.getLogger(__name__)
-
-_INITIAL = ("initialization", "initializer_range")
-"""Settings of a model that have no effect after step 0."""
 
 
 @dataclass(frozen=True)
@@ -240,13 +238,14 @@ def changes_since(meta: Meta, description: Meta) -> str:
             f"{meta['step']}. Name those weights (by their own checkpoint if the teacher's run has "
             "continued), or start a new run with init_from"
         )
-    changes = differences(stored_config(meta), description["config"])
+    stored, config = stored_config(meta), description["config"]
+    changes = differences(stored, config)
     shown = of_kinds(changes)
     texts = {key: f"{key}: {old} -> {new}" for key, (old, new) in shown.items()}
     of_model = [
         text
         for key, text in texts.items()
-        if key.startswith("model.") and "dropout" not in key and not key.endswith(_INITIAL)
+        if key.startswith("model.") and "dropout" not in key and not key.endswith(INITIAL)
     ]
     if of_model:
         raise ConfigError(
@@ -258,12 +257,14 @@ def changes_since(meta: Meta, description: Meta) -> str:
             f"layers have begun to train by another setting ({unfreezing}), and their moments "
             "depend on it. Use the former one, or start a new run with init_from"
         )
-    if "data.exclude" in texts and meta.get("order", 0) > 0:
+    excluded = stored["data"]["exclude"]
+    added = [each for each in config["data"]["exclude"] if each not in excluded]
+    if meta.get("order", 0) > 0 and added:
         raise ConfigError(
-            f"the numbers in data.exclude ({texts['data.exclude']}) are of the first data order, "
-            f"and the checkpoint of step {meta['step']} is in a later one. Restore the setting"
+            f"data.exclude has new examples, {added}. Its numbers are of the first data order, and "
+            f"the checkpoint of step {meta['step']} is in a later one: restore the setting"
         )
-    if description["config"]["training"]["exact"] == "bitwise":
+    if config["training"]["exact"] == "bitwise":
         _check_bitwise(meta, description, texts)
     return ", ".join(texts.values())
 

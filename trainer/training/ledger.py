@@ -171,8 +171,10 @@ class Ledger:
         # was never stopped.
         digest = _digest(order, basis)
         if digest != self._basis or self._repeat_order:
+            # Another mixture may begin within an order, whose earlier rows still hold.
+            if order != self._order or self._repeat_order:
+                self._excluded, self._corrupt = [], []
             self._order, self._basis, self._repeat_order = order, digest, False
-            self._excluded, self._corrupt = [], []
             self._append(step, "order", {"order": order, **basis})
         # The user may have added to data.exclude since the last start.
         if merged([*self._excluded, *excluded]) != self._excluded:

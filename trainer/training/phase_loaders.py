@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from data_pipeline.order.exclusions import merged
 from trainer.errors import CheckpointError
 from trainer.examples import LoaderState
 from trainer.training.passes import Loader
@@ -24,7 +25,7 @@ class PhaseLoaders:
         self._open = open_loader
         # All at once, so an error in the data of a later phase shows at the start of the run.
         self._loaders = [open_loader(phase) for phase in phases]
-        # Number of first loaders that are closed, or may be no longer at the start of their phase.
+        # Loaders before this index are closed, or may have been read.
         self._moved = 0
         # Index of the phase whose loader was given a position last.
         self._at = 0
@@ -60,15 +61,16 @@ class PhaseLoaders:
 
         Args:
             step: of the checkpoint.
-            order: number of the data order that it was saved in.
+            order: number of the data order that the step belongs to. At the end of an order,
+                checkpoints of earlier versions have the one that follows.
             state: of the loader then.
 
         Raises:
-            CheckpointError: the phases have changed, and the step belongs to another order now.
+            CheckpointError: the phases have changed, and the step belongs to another order now; or
+                `data.exclude` has new examples of an order that has ended.
             DataError: the state belongs to another order of the data.
         """
         last, following = (phase_of(self.phases, max(0, each)) for each in (step - 1, step))
-        # At the end of a data order, earlier versions saved the one that begins.
         phase = following if order == following.order else last
         if order != phase.order:
             raise CheckpointError(
@@ -83,9 +85,15 @@ class PhaseLoaders:
             self._loaders[moved.index] = self._open(moved)
         self._moved, self._at = following.index + 1, phase.index
         # Where its order has ended, this is still a check that it is the checkpoint's.
-        self.train(phase).load_state_dict(state, step)
+        loader = self.train(phase)
+        loader.load_state_dict(state, step)
         if phase.order < following.order:
-            self.train(phase).close()
+            if loader.state_dict()["excluded"] != merged(state.get("excluded", ())):
+                raise CheckpointError(
+                    "data.exclude has new examples. Their numbers are of the first data order, "
+                    f"which has ended with step {step}: restore the setting"
+                )
+            loader.close()
 
     def start_at(self, step: int) -> None:
         """Moves new loaders to the batch of the update of `step`, from 0."""

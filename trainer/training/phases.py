@@ -117,9 +117,13 @@ def phase_of(phases: tuple[Phase, ...], step: int) -> Phase:
 
 
 def examples_after(phases: tuple[Phase, ...], order: int, step: int) -> int:
-    """Returns the number of examples of a data order in the run's first `step` steps."""
+    """Returns the number of examples of a data order in the run's first `step` steps.
+
+    Steps after the run's end count as steps of its last phase: the run may be continued.
+    """
     return sum(
-        (min(step, phase.end) - phase.first_step) * phase.global_batch_size
+        ((step if phase is phases[-1] else min(step, phase.end)) - phase.first_step)
+        * phase.global_batch_size
         for phase in phases
         if phase.order == order and phase.first_step < step
     )

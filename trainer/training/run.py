@@ -335,7 +335,7 @@ def prepare(
     description: dict[str, object] = {
         "config": to_tree(experiment),
         "teacher": None,
-        "start": start_of(experiment, dataset, origin, embeddings),
+        "start": None if to_restore else start_of(experiment, dataset, origin, embeddings),
     }
     if experiment.training.is_bitwise:
         description["arithmetic"] = arithmetic(strategy, model)

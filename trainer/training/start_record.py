@@ -13,6 +13,9 @@ from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from trainer.config import Tree, to_tree
 from trainer.training.experiment import Experiment
 
+INITIAL = ("initialization", "initializer_range")
+"""Settings of a model that have no effect after step 0, so a resumed run may have others."""
+
 
 def start_of(
     experiment: Experiment,
@@ -27,9 +30,12 @@ def start_of(
         embeddings: path and identity of the word vectors of init_embeddings.
 
     Returns:
-        `run`, a digest that tells the run from others, `weights` and `embeddings`.
+        `run`, a digest that tells the run from others, `weights`, `embeddings`, and the `initial`
+        settings of the model.
     """
+    tree = to_tree(experiment)
     digests = [source.manifest.digest for source in named_sources(dataset).values()]
-    facts = json.dumps([to_tree(experiment), digests, weights, embeddings], sort_keys=True)
+    facts = json.dumps([tree, digests, weights, embeddings], sort_keys=True)
     run = hashlib.sha256(facts.encode()).hexdigest()
-    return {"run": run, "weights": weights, "embeddings": embeddings}
+    initial = {name: tree["model"][name] for name in INITIAL if name in tree["model"]}
+    return {"run": run, "weights": weights, "embeddings": embeddings, "initial": initial}

@@ -63,6 +63,31 @@ def test_what_cannot_be_compared_begins_anew(cut: int | None) -> None:
     assert best.step == 20  # the one before in the same phase
 
 
+def test_the_best_of_a_phase_stays_until_another_is_saved() -> None:
+    best = Best(Config("loss"))
+    best.update(10, {"loss": 2.0}, alone, [128])
+    best.update(20, {"loss": math.nan}, alone, [512])
+    assert best.step == 10
+    best.update(30, {"loss": 3.0}, alone, [512])
+    assert best.step == 30
+    best.discard(30)  # its checkpoint could not be saved
+    assert best.step == 10
+    best.update(40, {"loss": 3.1}, alone, [512])
+    assert best.step == 40
+
+
+def test_states_from_before_it_was_known_what_scores_are_of() -> None:
+    best = followed(Config("loss", patience=3), [3, 2, 4])
+    stored = best.state_dict()
+    del stored["best"]["of"], stored["best"]["scored"]
+    after = Best(Config("loss", patience=3))
+    after.load_state_dict(stored, lambda step: True)
+    after.update(40, {"loss": 2.5}, alone, [128])
+    assert (after.step, after.value) == (20, 2)
+    after.update(50, {"loss": 2.5}, alone, [128])
+    assert after.out_of_patience
+
+
 def test_a_best_that_could_not_be_saved_gives_way_to_the_one_before() -> None:
     best = followed(Config("accuracy"), [0.5, 0.6, 0.7, 0.6])
     best.discard(None)

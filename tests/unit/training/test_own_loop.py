@@ -101,6 +101,38 @@ def test_a_position_beyond_the_last_step_has_no_batches(experiment_file: str):
         assert list(shorter) == []
 
 
+def test_a_position_beyond_the_last_step_may_be_beyond_a_change_of_weights(
+    experiment_file: str, parts: dict[str, Path]
+):
+    sources = f"[{{path: {parts['a']}, weight: 1}}, {{path: {parts['b']}, weight: 1}}]"
+    mixture = (
+        "data.path=null",
+        f"data.sources={sources}",
+        "data.weights=[{step: 6, weights: {a: 1, b: 3}}]",
+    )
+    with open_batches(opened(experiment_file, "training.steps=9", *mixture), start_step=8) as each:
+        saved = each.state_dict()
+    with open_batches(opened(experiment_file, "training.steps=4", *mixture)) as shorter:
+        shorter.load_state_dict(saved)
+        assert list(shorter) == []
+
+
+def test_examples_of_an_order_that_has_ended_cannot_be_excluded(experiment_file: str):
+    settings = ("training.steps=7", PHASES)
+    with open_batches(
+        opened(experiment_file, *settings, "data.exclude=[[3, 5]]"), start_step=4
+    ) as batches:
+        saved = batches.state_dict()
+    for exclude in ("[[3, 5]]", "[]"):
+        with open_batches(opened(experiment_file, *settings, f"data.exclude={exclude}")) as same:
+            same.load_state_dict(saved)
+    with (
+        open_batches(opened(experiment_file, *settings, "data.exclude=[[90, 95]]")) as other,
+        pytest.raises(CheckpointError, match=r"data\.exclude has new examples.* ended with step 4"),
+    ):
+        other.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

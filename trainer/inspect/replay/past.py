@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer.partition.digest import hexadecimal
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.loop import Trainer
+from trainer.training.passes import Loader
 from trainer.training.phases import MicroBatchSize, phase_of
 from trainer.training.run import build_trainer, checkpoint_folder, open_loader, open_strategy
 
@@ -115,6 +116,7 @@ class Past:
         self._place = trainer.loader.state_dict()
         self._ledger = ledger
         self._fed = [row for row in ledger if row["kind"] == "fed"]
+        self._orders = [row for row in ledger if row["kind"] == "order"]
 
     def excluded(self, step: int) -> list[Row]:
         """Returns the rows of examples that were excluded between the checkpoint and a step."""
@@ -165,22 +167,30 @@ class Past:
         return size
 
     def train(self, last: int) -> Iterator[int]:
-        """Trains from the checkpoint to a step, in memory only; yields the number of each step."""
-        trainer, opened = self.trainer, ExitStack()
+        """Trains from the checkpoint to a step, in memory only; yields the number of each step.
+
+        Raises:
+            ConfigError: the run took one of these steps with another batch size.
+        """
+        trainer, basis = self.trainer, None
         trainer.model.train()
         trainer.recorder.means()  # drops the steps before the checkpoint from the next means
-        now = None
-        with opened:
-            while trainer.state.step < last:
-                step = trainer.state.step + 1
-                # The batch size may have changed where the run was resumed.
-                if now != (now := (trainer.phase.order, self._batch_size(step))):
-                    opened.close()
-                    loader = opened.enter_context(self.open_loader(step, self.excluded(last)))
-                trainer.train_step(next(loader))
-                loss = trainer.recorder.means()["loss"]
-                logger.info("step %d  loss %.4f", trainer.state.step, loss)
-                yield trainer.state.step
+        while trainer.state.step < last:
+            step, phase = trainer.state.step + 1, trainer.phase
+            if (size := self._batch_size(step)) != phase.global_batch_size:
+                raise ConfigError(
+                    f"the run took step {step} with {size} examples, not "
+                    f"{phase.global_batch_size}. Leave --exact out; or, if all steps from the "
+                    f"checkpoint of step {self._step} on had {size}, override the batch size"
+                )
+            # A new data order starts with a new loader, at its first example. A mixture may change
+            # within an order.
+            if basis != (now := (phase.order, self._order_row(step))):
+                basis = now
+                self._move(trainer.loader, step, self.excluded(last))
+            trainer.train_step(next(iter(trainer.loader)))
+            logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
+            yield trainer.state.step
 
     def open_loader(
         self, step: int, excluded: Sequence[Row], micro_batch_size: MicroBatchSize = "auto"
@@ -194,8 +204,23 @@ class Past:
         )
         replica = trainer.strategy.replica
         loader = open_loader(self.experiment, self.dataset, replica, phase)
-        loader.load_state_dict(self._state(step, excluded, loader.state_dict()), step - 1)
+        self._move(loader, step, excluded)
         return loader
+
+    def _move(self, loader: Loader, step: int, excluded: Sequence[Row]) -> None:
+        """Moves a loader to a step, with the mixture that the ledger has for it."""
+        state, row = self._state(step, excluded, loader.state_dict()), self._order_row(step)
+        if row is None:
+            loader.load_state_dict(state, step - 1)
+        else:
+            state = {**state, "mixture": row["data"]["mixture"]}
+            loader.load_state_dict(state, step - 1, as_recorded=True)
+
+    def _order_row(self, step: int) -> Row | None:
+        """The ledger's row with the data order of a step, if it has one."""
+        order = phase_of(self.trainer.phases, step - 1).order
+        rows = [row for row in self._orders if row["order"] == order and row["step"] < step]
+        return rows[-1] if rows else None
 
     def _state(self, step: int, excluded: Sequence[Row], begin: LoaderState) -> LoaderState:
         """Returns the state of a loader before a step.

@@ -327,12 +327,33 @@ def test_a_state_from_before_there_were_mixtures_is_continued(folders: dict[str,
 
 
 def test_excluded_examples_do_not_shift_the_mixture(folders: dict[str, Path]) -> None:
-    settings = config(folders, MIX, weights=(Weights(4, {"wiki": 1, "books": 1, "code": 8}),))
+    settings = config(folders, MIX)
     whole = join(take(settings, 10)[0])
     some = join(take(replace(settings, exclude=((62, 124), (300, 310))), 8)[0])
     digest = dict(zip(whole["number"].tolist(), whole["digest"].tolist(), strict=True))
     assert [digest[number] for number in some["number"].tolist()] == some["digest"].tolist()
     assert not set(some["number"].tolist()) & {*range(62, 124), *range(300, 310)}
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_weights_change_at_their_step_whatever_is_excluded(
+    folders: dict[str, Path], taken: int
+) -> None:
+    """Excluded from the start, on the way, or before the run goes on from there: all the same."""
+    settings = config(folders, MIX, weights=(Weights(5, {"wiki": 0, "books": 0, "code": 1}),))
+    excluded = ((62, 70), (300, 310))
+    with open_loader(replace(settings, exclude=excluded, threads=2)) as loader:
+        before = [valid_rows(next(loader)) for _ in range(taken)]
+        next(loader)
+        skipped = tuple((first, end) for first, end in loader.consumed)
+        loader.exclude(skipped[0][0], skipped[-1][1])
+        state = loader.state_dict()
+        after = [valid_rows(next(loader)) for _ in range(10 - taken)]
+    for step, rows in enumerate([*before, *after], start=1):
+        assert (step > 5) == bool((rows["source"] == 2).all())
+    assert_same(after, take(replace(settings, exclude=excluded), 10 - taken, state=state)[0])
+    always = replace(settings, exclude=(*excluded, *skipped))
+    assert_same([*before, *after], take(always, 10)[0])
 
 
 def test_every_source_keeps_the_shards_open_that_it_reads_from(
