@@ -211,15 +211,12 @@ class StreamingLoader:
 
     def _schedule(self) -> Schedule:
         """The configured shares of the sources over time."""
-        keys = {name: source.manifest.digest for name, source in self._named.items()}
-        # Weights change at steps, but a mixture counts examples, excluded ones included.
-        return Schedule.weighted(
-            [(self._number_after(step) if step else 0, each) for step, each in self._rates], keys
-        )
-
-    def _number_after(self, step: int) -> int:
-        """The global number of the example that follows `step` steps."""
-        return self._excluded.after(0, max(0, self._consumed_after(step) + self._surplus))
+        keys, parts = {name: each.manifest.digest for name, each in self._named.items()}, []
+        for step, rates in self._rates:
+            # Weights change at steps, but a mixture counts examples, excluded ones included.
+            consumed = self._consumed_after(step) + self._surplus if step else 0
+            parts.append((self._excluded.after(0, max(0, consumed)), rates))
+        return Schedule.weighted(parts, keys)
 
     def _consumed_after(self, step: int) -> int:
         after = self._order.example_after
