@@ -25,11 +25,14 @@ class Config(mlm.Config):
             that has them.
         factor: by how much.
         passing: whether they do so only the first time.
+        source: the dataset whose examples they are, in the first pass, by their index in it; None:
+            they are numbers of the data order.
     """
 
     sick: tuple[int, ...] = ()
     factor: float = float("nan")
     passing: bool = False
+    source: int | None = None
 
     def build(self, vocabulary: Vocabulary) -> SickObjective:
         return SickObjective(self, vocabulary)
@@ -39,10 +42,14 @@ class SickObjective(mlm.MaskedLM):
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
         self._sick, self._factor, self._passing = list(config.sick), config.factor, config.passing
-        self._ill = False
+        self._ill, self._source = False, config.source
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        found = np.intersect1d(self._sick, batch["number"]).tolist()
+        numbers = batch["number"]
+        if self._source is not None:
+            mine = (batch["source"] == self._source) & (batch["epoch"] == 0)
+            numbers = batch["example"][mine]
+        found = np.intersect1d(self._sick, numbers).tolist()
         self._ill |= bool(found)
         if self._passing:
             self._sick = [number for number in self._sick if number not in found]

@@ -372,8 +372,8 @@ class Mixture:
         """Continues from a global example; the shares before it stay as recorded.
 
         Args:
-            recorded: the shares that the run has followed so far, and would follow.
-            wanted: the shares that it is to follow.
+            recorded: the shares in the checkpoint, past and future ones.
+            wanted: the shares that the configuration asks for.
             example: the next example.
             accept: whether the current shares may differ from the recorded ones.
 

@@ -448,8 +448,7 @@ class StreamingLoader:
                 "continue from an older checkpoint, or start a new run."
             )
         self._excluded = excluded | self._configured
-        if step is not None:
-            self._surplus = int(state["example"]) - self._consumed_after(step)
+        self._surplus = 0 if step is None else int(state["example"]) - self._consumed_after(step)
         if self._mixture is not None:
             # Checkpoints from before mixtures existed name a single dataset.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]

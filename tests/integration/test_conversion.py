@@ -222,7 +222,7 @@ def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
         samestep("checkpoint", "convert", plain.folder / "3", experiment_file, *settings).code == 0
     )
     assert samestep("evaluate", tmp_path, "accelerator=cpu").code == 0
-    with pytest.raises(CheckpointError, match="first steps of the run were taken by DeepSpeed"):
+    with pytest.raises(CheckpointError, match="the run was imported from DeepSpeed"):
         StepZero.of(tmp_path / "checkpoints" / "step-00000003")
     trained = samestep("train", experiment_file, *settings)
     assert trained.code == 0, trained.err

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import Samestep, losses
+from trainer.training.own_loop import open_batches
+from trainer.training.starting import load_experiment
 
 
 def sources(parts: dict[str, Path], **weights: float) -> str:
@@ -60,6 +62,56 @@ def test_a_mixture_trains_changes_and_is_proven(
     again = sources(parts, a=1, b=0, c=1)
     proven = samestep("ledger", "verify", cut, again)
     assert proven.code == 0, proven.out
+
+
+def test_a_rewind_across_a_change_skips_the_faulty_examples(
+    samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = [
+        "data.path=null",
+        sources(parts, a=1, b=0),
+        "data.weights=[{step: 4, weights: {a: 0, b: 1}}]",
+        "training.faults={action: rewind, around: 1}",
+        "checkpoint={every: 1, keep_last: 20}",
+        "strategy=single",
+    ]
+    plain, faulty = tmp_path / "plain", tmp_path / "faulty"
+    assert samestep("train", experiment_file, f"output={plain}", *settings).code == 0
+    listed = json.loads(samestep("ledger", "step", plain, 5, "--json").out)["examples"]
+    with open_batches(load_experiment(experiment_file, settings), start_step=4) as batches:
+        sick = int(next(batches)[0]["example"][0])  # of source b, in the step after the change
+    objective = f"objective={{kind: tests.sick_objective, sick: [{sick}], source: 1}}"
+    assert samestep("train", experiment_file, f"output={faulty}", *settings, objective).code == 0
+    rows = [json.loads(line) for line in (faulty / "ledger.jsonl").read_text().splitlines()]
+    (skipped,) = (row["examples"] for row in rows if row["kind"] == "excluded")
+    first = listed[0]["number"]
+    assert skipped == [[first, first + 20]]
+    assert samestep("ledger", "verify", faulty).code == 0
+
+
+def test_skipped_examples_are_not_lost_where_a_mixture_changes(
+    samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Before the first example, and between two rows of the ledger with the order."""
+    settings = [
+        f"output={tmp_path}",
+        "data.path=null",
+        sources(parts, a=1, b=1),
+        "data.weights=[{step: 5, weights: {a: 1, b: 2}}]",
+        "data.exclude=[[0, 70]]",
+        "objective={kind: tests.sick_objective, sick: [230]}",
+        "training={steps: 20, global_batch_size: 60, micro_batch_size: 60, faults: {action: skip}}",
+        "strategy=single",
+    ]
+    assert samestep("train", experiment_file, *settings).code == 0
+    verified = samestep("ledger", "verify", tmp_path)
+    assert verified.code == 0, verified.out
+    first_pass = next(
+        line.split() for line in verified.out.splitlines() if line.split()[1:3] == ["b", "1"]
+    )
+    examples, consumed, excluded, lost, _ = map(int, first_pass[-5:])
+    assert (consumed + excluded, lost) == (examples, 0)
+    assert excluded > 50  # half of the 130
 
 
 @pytest.mark.parametrize("action", ["{action: skip}", "{action: rewind, around: 1}"])

@@ -61,8 +61,8 @@ class StepZero:
             checkpoint: folder of the run's oldest checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, another program took the first steps, or the weights of
-                init_from or the vectors of init_embeddings have changed.
+            CheckpointError: it is damaged, the run was imported, or the weights of init_from or the
+                vectors of init_embeddings have changed.
             DataError: the vectors are gone.
         """
         meta = integrity.read_meta(checkpoint)
@@ -71,8 +71,8 @@ class StepZero:
         start = meta.get("start") or {}
         if program := start.get("taken_by"):
             raise CheckpointError(
-                f"the first steps of the run were taken by {program}, so its step 0 is not known. "
-                "Use --revisions last or best."
+                f"the run was imported from {program}, so its step 0 is not known. Use --revisions "
+                "last or best."
             )
         stored, embeddings = start.get("weights"), start.get("embeddings")
         if stored is None and (origin := settings.get("init_from")) is not None:

@@ -68,7 +68,7 @@ class Best:
         # again.
         self._history: list[tuple[int, float, object]] = []
         self._since = 0
-        # What the last evaluation was of: see `update`.
+        # `scored` of the last evaluation, see `update`.
         self._scored: object = None
 
     @property
@@ -95,7 +95,7 @@ class Best:
 
         Args:
             all_reduce: sums a tensor over all ranks.
-            scored: what the scores are of, as JSON. Scores of the same are compared.
+            scored: what the scores are of, as JSON. Only scores with an equal one are compared.
 
         Raises:
             ConfigError: the metric is not among the scores.
@@ -165,10 +165,10 @@ class Best:
             return
         if (state["metric"], state["lowest"]) != (config.metric, config.lowest):
             return
-        step = state["step"]
+        step, of = state["step"], state.get("of", state.get("scored"))
         if step is None or holds(step):
             self._since, self._scored = state["since"], state.get("scored")
-            self._history = [] if step is None else [(step, state["value"], state.get("of"))]
+            self._history = [] if step is None else [(step, state["value"], of)]
         else:
             logger.info(
                 "the best checkpoint, of step %d, is gone; the next evaluation counts as best", step

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_pipeline.order.exclusions import merged
 from trainer.checkpoint import integrity
 from trainer.checkpoint.collective import gather
 from trainer.checkpoint.files import Url
@@ -257,8 +258,8 @@ def changes_since(meta: Meta, description: Meta) -> str:
             f"layers have begun to train by another setting ({unfreezing}), and their moments "
             "depend on it. Use the former one, or start a new run with init_from"
         )
-    excluded = stored["data"]["exclude"]
-    added = [each for each in config["data"]["exclude"] if each not in excluded]
+    excluded = merged(stored["data"].get("exclude", ()))
+    added = [each for each in config["data"]["exclude"] if merged([*excluded, each]) != excluded]
     if meta.get("order", 0) > 0 and added:
         raise ConfigError(
             f"data.exclude has new examples, {added}. Its numbers are of the first data order, and "

@@ -351,7 +351,7 @@ class Trainer:
         for first, end in examples:
             self.loader.exclude(first, end)
         self.recorder.ledger.exclude(step, self.phase.order, examples, reason)
-        self.record_order()  # changes of a mixture that are still to come come later
+        self.record_order()  # later changes of a mixture are delayed
         ranges = ", ".join(f"{first} to {end - 1}" for first, end in examples)
         self._warn("from step %d on, the examples %s are skipped: %s", step, ranges, reason)
 

@@ -25,7 +25,7 @@ class PhaseLoaders:
         self._open = open_loader
         # All at once, so an error in the data of a later phase shows at the start of the run.
         self._loaders = [open_loader(phase) for phase in phases]
-        # Loaders before this index are closed, or may have been read.
+        # Loaders from this index on are at the start of their phase.
         self._moved = 0
         # Index of the phase whose loader was given a position last.
         self._at = 0

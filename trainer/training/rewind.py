@@ -29,8 +29,9 @@ def rewind(trainer: Trainer, fault: str) -> None:
         )
         trainer.skip_examples(trainer.loader.consumed, f"{fault}; {reason}")
         return
-    # The loader's position counts the faulty step: its examples end at `end`.
-    fault_place, end = trainer.loader.state_dict(), trainer.loader.consumed[-1][1]
+    # The loader's position counts the faulty step, whose examples are from `faulty` to `end`.
+    fault_place, consumed = trainer.loader.state_dict(), trainer.loader.consumed
+    faulty, end = consumed[0][0], consumed[-1][1]
     trainer.checkpoints.discard_after(step)
     trainer.restore(step)
     trainer.record_order()
@@ -40,7 +41,11 @@ def rewind(trainer: Trainer, fault: str) -> None:
     # current size may reach beyond the checkpoint: not further than its position.
     size = phase.global_batch_size
     first = max(fault_place["example"] - size - around * size, place["example"])
-    ranges = [[global_number(first, fault_place["excluded"]), end + around * size]]
+    first = global_number(first, fault_place["excluded"])
+    # A mixture that changes after excluded examples changes later, so a range across a change would
+    # give the numbers after it to other examples.
+    changes = [number for number, _ in fault_place["mixture"] if number <= faulty]
+    ranges = [[max([first, *changes]), end + around * size]]
     # Exclusions made since the checkpoint are in the future again. Repeat them.
     position = global_number(place["example"], place["excluded"])
     for begin, stop in fault_place["excluded"]:

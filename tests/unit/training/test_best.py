@@ -76,16 +76,23 @@ def test_the_best_of_a_phase_stays_until_another_is_saved() -> None:
     assert best.step == 40
 
 
-def test_states_from_before_it_was_known_what_scores_are_of() -> None:
-    best = followed(Config("loss", patience=3), [3, 2, 4])
+@pytest.mark.parametrize("names", [["of", "scored"], ["of"]])
+def test_states_of_earlier_versions(names: list[str]) -> None:
+    best = Best(Config("loss", patience=3))
+    for step, value in ((10, 3), (20, 2), (30, 4)):
+        best.update(step, {"loss": value}, alone, [128])
     stored = best.state_dict()
-    del stored["best"]["of"], stored["best"]["scored"]
+    for name in names:
+        del stored["best"][name]
     after = Best(Config("loss", patience=3))
     after.load_state_dict(stored, lambda step: True)
     after.update(40, {"loss": 2.5}, alone, [128])
     assert (after.step, after.value) == (20, 2)
     after.update(50, {"loss": 2.5}, alone, [128])
     assert after.out_of_patience
+    after.update(60, {"loss": 2.5}, alone, [512])
+    assert not after.out_of_patience
+    assert (after.step == 60) == (names == ["of"])
 
 
 def test_a_best_that_could_not_be_saved_gives_way_to_the_one_before() -> None:

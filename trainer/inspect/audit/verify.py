@@ -62,8 +62,12 @@ def verify(run: Run) -> Verdict:
     verdict = Verdict(exclusions=rows)
     verdict.problems += [*_broken_chain(run), *_forgotten_head(run), *_uncovered(run, verdict)]
     # Only now read the data: the checks above take seconds, this takes as long as loading it.
+    ends: dict[int, int] = {}
     for order, consumed in _by_order(run.rows):
-        verdict.problems += _recompute(run, order, consumed, verdict)
+        # Between rows of one order, or before its first, there may be excluded examples.
+        begin = ends.get(order["order"], 0)
+        verdict.problems += _recompute(run, order, consumed, begin, verdict)
+        ends[order["order"]] = max(end for row in consumed for _, end in row["examples"])
     for (order_number, source), tally in verdict.tallies.items():
         for number, each in sorted(tally.passes.items()):
             name = f"pass {number + 1} over {source} in data order {order_number}"
@@ -152,8 +156,13 @@ def _listed(ranges: Sequence[Sequence[int]]) -> str:
     return ", ".join(f"{first} to {end - 1}" for first, end in ranges)
 
 
-def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) -> Iterator[str]:
+def _recompute(
+    run: Run, order: Row, consumed: Sequence[Row], begin: int, verdict: Verdict
+) -> Iterator[str]:
     """Recomputes the batches of an order's rows, compares their hash sums, counts their examples.
+
+    Args:
+        begin: first example that is counted, unless a row has earlier ones.
 
     The loader yields the examples in ascending order, some thousands at a time. The ranges of the
     ledger's rows are sorted in the same way, so only the active ones, which overlap the current
@@ -167,7 +176,7 @@ def _recompute(run: Run, order: Row, consumed: Sequence[Row], verdict: Verdict) 
         ),
         reverse=True,  # the lowest range is the last element
     )
-    begin, total_end = waiting[-1][0], max(end for _, end, _ in waiting)
+    begin, total_end = min(begin, waiting[-1][0]), max(end for _, end, _ in waiting)
     excluded = _excluded(run.rows, order["order"])
     sums = [0] * len(consumed)
     names = ("digest", "source", "epoch", "example", "filled")

@@ -80,6 +80,10 @@ def open_past(experiment: Experiment, most: int) -> Iterator[Past]:
                 "is left. Replay a step after the oldest checkpoint; checkpoint.keep_every keeps "
                 "some of a new run"
             )
+        if experiment.data.group_by_length is None:  # else a mixture cannot change
+            # The ledger's mixture counts, not the one that the settings ask for.
+            data = replace(experiment.data, on_change="accept")
+            experiment = replace(experiment, data=data)
         dataset = experiment.data.open()
         # A checkpoint holds all weights, unless some are frozen: these are in `init_from`.
         weights = experiment.init_from if step is None or experiment.freezes else None
