@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import Samestep, losses
+from tests.mixtures import sources
 from trainer.training.own_loop import open_batches
 from trainer.training.starting import load_experiment
-
-
-def sources(parts: dict[str, Path], **weights: float) -> str:
-    return "data.sources=" + json.dumps(
-        [{"path": str(parts[name]), "weight": w} for name, w in weights.items()]
-    )
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.commands import Samestep, losses
+from tests.mixtures import sources
 
 
 def replayed(samestep: Samestep, *arguments: object) -> dict[str, Any]:
@@ -90,14 +91,11 @@ def test_another_batch_size_since_a_resume(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
     """The ledger has the batch sizes and mixtures of steps without a checkpoint after them."""
-    sources = [
-        {"path": str(parts[name]), "weight": weight} for name, weight in (("a", 1), ("b", 0))
-    ]
     settings = [
         f"output={tmp_path}",
         "strategy=single",
         "data.path=null",
-        f"data.sources={json.dumps(sources)}",
+        sources(parts, a=1, b=0),
         "data.weights=[{step: 7, weights: {a: 0, b: 1}}]",
         "checkpoint={every: 4, keep_last: 9}",
         "schedule={decay: constant, warmup_steps: 1}",
@@ -123,12 +121,11 @@ def test_phases_of_one_order(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
     """Same order and batch size, another objective; and a mixture that changes on the way."""
-    sources = [{"path": str(parts[name]), "weight": 1} for name in "ab"]
     settings = [
         f"output={tmp_path}",
         "strategy=single",
         "data.path=null",
-        f"data.sources={json.dumps(sources)}",
+        sources(parts, a=1, b=1),
         "data.weights=[{step: 5, weights: {a: 1, b: 3}}]",
         "phases=[{steps: 6}, {steps: 6, objective: {kind: mlm, mask_fraction: 0.5}}]",
         "checkpoint={every: 4, keep_last: 9}",

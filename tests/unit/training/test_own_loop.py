@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.mixtures import sources
 from trainer.errors import CheckpointError, ConfigError, DataError
 from trainer.training.experiment import Experiment
 from trainer.training.own_loop import Batches, open_batches
@@ -49,8 +50,7 @@ def equal(
 def test_any_start_and_any_saved_position_continue_the_same_batches(
     experiment_file: str, parts: dict[str, Path], mixed: bool
 ):
-    sources = f"[{{path: {parts['a']}, weight: 2}}, {{path: {parts['b']}, weight: 1}}]"
-    data = ("data.path=null", f"data.sources={sources}", "data.lanes=4") if mixed else ()
+    data = ("data.path=null", sources(parts, a=2, b=1), "data.lanes=4") if mixed else ()
     experiment = opened(experiment_file, "training.steps=7", PHASES, *data)
     whole = taken(open_batches(experiment))
     assert [step for step, _, _ in whole] == list(range(1, 8))
@@ -104,10 +104,9 @@ def test_a_position_beyond_the_last_step_has_no_batches(experiment_file: str):
 def test_a_position_beyond_the_last_step_may_be_beyond_a_change_of_weights(
     experiment_file: str, parts: dict[str, Path]
 ):
-    sources = f"[{{path: {parts['a']}, weight: 1}}, {{path: {parts['b']}, weight: 1}}]"
     mixture = (
         "data.path=null",
-        f"data.sources={sources}",
+        sources(parts, a=1, b=1),
         "data.weights=[{step: 6, weights: {a: 1, b: 3}}]",
     )
     with open_batches(opened(experiment_file, "training.steps=9", *mixture), start_step=8) as each:
@@ -173,7 +172,7 @@ def test_weights_change_at_their_step_after_another_batch_size(
 ):
     mixture = (
         "data.path=null",
-        f"data.sources=[{{path: {parts['a']}, weight: 1}}, {{path: {parts['b']}, weight: 0}}]",
+        sources(parts, a=1, b=0),
         "data.weights=[{step: 5, weights: {a: 0, b: 1}}]",
         "training.steps=8",
     )
@@ -186,6 +185,6 @@ def test_weights_change_at_their_step_after_another_batch_size(
             opened(experiment_file, *mixture, "training.global_batch_size=10", f"phases={phases}")
         )
         resumed.load_state_dict(saved)
-        sources = [set(torch.cat([part["source"] for part in step]).tolist()) for step in resumed]
-        assert sources == [{0}] * 3 + [{1}] * 3
+        found = [set(torch.cat([part["source"] for part in step]).tolist()) for step in resumed]
+        assert found == [{0}] * 3 + [{1}] * 3
         resumed.close()
