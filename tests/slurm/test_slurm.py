@@ -274,7 +274,7 @@ def test_a_dry_run_asks_slurm(
         (["cluster.nodes=20-30"], "global_batch_size 10 is less than the 20"),
         (["cluster.partition=nope", "cluster.segments=3"], "invalid partition"),
         (["data.path=nowhere"], "nowhere holds no finished dataset"),
-        (["cluster.time=24:00:00"], "time must be"),
+        (["cluster.time=24:00:00"], "time is 86400. Write it as 2d"),
     ],
 )
 def test_what_is_refused_leaves_nothing(
