@@ -59,9 +59,10 @@ def write_markdown(results: Results, plots: Sequence[Path], file: Path) -> None:
         copy = images / f"{results.study.name}-{plot.name}"
         shutil.copyfile(plot, copy)
         shown.append(f"![{plot.stem.replace('_', ' ')}]({images.name}/{copy.name})")
+    figure = f"To compare with: {results.study.config.figure}."
     parts = [
         _table(headings(results), lines(results)),
-        *(textwrap.fill(note, 120, break_on_hyphens=False) for note in notes(results)),
+        *(textwrap.fill(note, 120, break_on_hyphens=False) for note in (figure, *notes(results))),
         "\n".join(shown),
         _table(_COST_HEADINGS, _cost_lines(results)),
     ]
@@ -106,7 +107,7 @@ def notes(results: Results) -> list[str]:
     if stated is not None:
         measure = config.measures[stated.measure]
         text = (
-            f"Primary comparison, stated before the runs: {stated.arms[1]} against "
+            f"Primary comparison: {stated.arms[1]} against "
             f"{stated.arms[0]} in {stated.measure}. With an assumed standard deviation of the "
             f"paired difference of {_number(stated.pilot_deviation, measure)}, {config.seeds} "
             f"seeds detect a difference of {_number(stated.detects, measure)} in 80 of 100 cases. "
@@ -115,9 +116,22 @@ def notes(results: Results) -> list[str]:
             text += f"Found: {_estimate(results.primary, measure)}."
             text += _pairing(results.primary, results.unpaired_deviation, measure)
         found.append(text)
+    compared = _comparisons(results)
+    if compared:
+        found.append(f"Further comparisons: {'; '.join(compared)}.")
     if results.calibration is not None:
         found.append(_calibration(results.calibration, config.calibrate))
     return found
+
+
+def _comparisons(results: Results) -> list[str]:
+    config = results.study.config
+    return [
+        f"{stated.arms[1]} against {stated.arms[0]} in {stated.measure} "
+        f"{_estimate(found, config.measures[stated.measure])}"
+        for stated, found in zip(config.comparisons, results.comparisons, strict=True)
+        if found is not None
+    ]
 
 
 def _pairing(primary: Estimate, unpaired: float | None, measure: Measure) -> str:

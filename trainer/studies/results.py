@@ -75,6 +75,7 @@ class Results:
         primary: the difference that the study was made for; None if it has not both arms.
         unpaired_deviation: what the standard deviation of `primary` would be if the arms' seeds had
             nothing in common.
+        comparisons: the differences of `study.config.comparisons`; None where results are missing.
         calibration: the share of smaller studies, cut from this one, whose interval of the primary
             comparison excludes zero; None without `calibrate`.
         detects: the difference that the study can detect, from the deviation it has found.
@@ -86,6 +87,7 @@ class Results:
     rows: Sequence[Row]
     primary: Estimate | None
     unpaired_deviation: float | None
+    comparisons: Sequence[Estimate | None]
     calibration: Share | None
     detects: float | None
     costs: Sequence[Cost]
@@ -103,6 +105,7 @@ class Results:
             "rows": [asdict(row) for row in self.rows],
             "primary": None if self.primary is None else asdict(self.primary),
             "unpaired_deviation": self.unpaired_deviation,
+            "comparisons": [each and asdict(each) for each in self.comparisons],
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "detects": self.detects,
         }
@@ -123,13 +126,20 @@ def collect(study: Study, jobs: Jobs) -> Results:
     """
     rows: list[Row] = []
     stated = study.config.primary
+    scored = {
+        name: {arm: _scored(study, jobs, measure, arm) for arm in study.config.arms}
+        for name, measure in study.config.measures.items()
+    }
+    for name, of_arms in scored.items():
+        rows += _rows(study.baseline, name, of_arms)
+    comparisons = [
+        _difference(scored[each.measure][each.arms[1]], scored[each.measure][each.arms[0]])
+        for each in study.config.comparisons
+    ]
     arm: Mapping[int, _Score] = {}
     reference: Mapping[int, _Score] = {}
-    for name, measure in study.config.measures.items():
-        scored = {each: _scored(study, jobs, measure, each) for each in study.config.arms}
-        rows += _rows(study.baseline, name, scored)
-        if stated is not None and stated.measure == name:
-            reference, arm = (scored[each] for each in stated.arms)
+    if stated is not None:
+        reference, arm = (scored[stated.measure][each] for each in stated.arms)
     primary, detects = _difference(arm, reference), None
     if primary is not None and primary.deviation:
         detects = detectable(primary.deviation, study.config.seeds)
@@ -139,6 +149,7 @@ def collect(study: Study, jobs: Jobs) -> Results:
         rows,
         primary,
         _unpaired(arm, reference),
+        comparisons,
         _calibration(arm, reference, study.config.calibrate),
         detects,
         costs,

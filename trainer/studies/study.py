@@ -46,19 +46,28 @@ class Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Primary:
-    """The comparison that the study was made for, stated before it is run.
+class Comparison:
+    """Two arms in a measure; the page has the second's score minus the first's.
 
     Attributes:
         measure: name of a measure.
         arms: the two arms.
+    """
+
+    measure: str
+    arms: tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Primary(Comparison):
+    """The comparison that the study was made for, stated before it is run.
+
+    Attributes:
         pilot_deviation: standard deviation of the paired difference over seeds, found in a pilot
             or assumed.
         detects: smallest difference that is found in 80 of 100 such studies.
     """
 
-    measure: str
-    arms: tuple[str, str]
     pilot_deviation: float
     detects: float
 
@@ -112,6 +121,7 @@ class Config:
         baseline: the arm that the others are compared with; null is the first.
         measures: what is compared, by name.
         primary: the main comparison; null for a study that only explores.
+        comparisons: further ones, of arms of which neither is the baseline.
         calibrate: for arms that are equal: cut the repetitions into studies of this many seeds, and
             count those whose interval of the primary comparison excludes zero; null does not.
         curves: plots of runs.
@@ -131,6 +141,7 @@ class Config:
     first_seed: int = 0
     baseline: str | None = None
     primary: Primary | None = None
+    comparisons: tuple[Comparison, ...] = ()
     calibrate: int | None = None
     curves: tuple[Curves, ...] = ()
     relations: tuple[Relation, ...] = ()
@@ -163,11 +174,9 @@ class Config:
             for stage in changes or {}:
                 _among(stage, self.stages, f"arms.{arm}")
         if self.primary is not None:
-            _among(self.primary.measure, self.measures, "primary.measure")
-            if len(self.primary.arms) != 2:
-                raise ConfigError(f"primary.arms names {len(self.primary.arms)} arms. Name two.")
-            for arm in self.primary.arms:
-                _among(arm, self.arms, "primary.arms")
+            self._check_comparison(self.primary, "primary")
+        for number, comparison in enumerate(self.comparisons):
+            self._check_comparison(comparison, f"comparisons.{number}")
         if self.calibrate is not None:
             if self.primary is None:
                 raise ConfigError(
@@ -179,6 +188,13 @@ class Config:
                     f"calibrate is {self.calibrate}. Use at least 2 and at most {self.seeds}, the "
                     "number of seeds."
                 )
+
+    def _check_comparison(self, comparison: Comparison, setting: str) -> None:
+        _among(comparison.measure, self.measures, f"{setting}.measure")
+        if len(comparison.arms) != 2:
+            raise ConfigError(f"{setting}.arms names {len(comparison.arms)} arms. Name two.")
+        for arm in comparison.arms:
+            _among(arm, self.arms, f"{setting}.arms")
 
     @property
     def repetitions(self) -> range:

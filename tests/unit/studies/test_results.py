@@ -60,3 +60,19 @@ def test_equal_arms_are_cut_into_studies_whose_findings_are_counted(tmp_path: Pa
     assert (found.calibration.count, found.calibration.cases) == (1, 2)
     assert "Cut into 2 studies of 3 seeds" in page.notes(found)[-1]
     assert "excludes zero in 1 of them, 50.0 % [1.3, 98.7]" in page.notes(found)[-1]
+
+
+def test_two_arms_are_compared_without_the_baseline(tmp_path: Path) -> None:
+    comparison = "comparisons=[{measure: loss, arms: [b, a]}]"
+    found = results(tmp_path, [5.0, 6.0, 7.0], [5.1, 6.2, 7.3], comparison)
+    text = "Further comparisons: a against b in loss \u22120.200 [\u22120.448, +0.048]."
+    assert text in page.notes(found)
+    found.write(tmp_path / "out")
+    (written,) = json.loads((tmp_path / "out" / "scores.json").read_text())["comparisons"]
+    assert written["mean"] == pytest.approx(-0.2)
+
+
+def test_the_page_says_what_to_compare_with(tmp_path: Path) -> None:
+    found = results(tmp_path, [5.0], [5.1], "figure=40 % masks (Wettig et al. 2023)")
+    page.write_markdown(found, [], tmp_path / "page.md")
+    assert "To compare with: 40 % masks (Wettig et al. 2023).\n" in (tmp_path / "page.md").read_text()
