@@ -75,4 +75,5 @@ def test_two_arms_are_compared_without_the_baseline(tmp_path: Path) -> None:
 def test_the_page_says_what_to_compare_with(tmp_path: Path) -> None:
     found = results(tmp_path, [5.0], [5.1], "figure=40 % masks (Wettig et al. 2023)")
     page.write_markdown(found, [], tmp_path / "page.md")
-    assert "To compare with: 40 % masks (Wettig et al. 2023).\n" in (tmp_path / "page.md").read_text()
+    text = (tmp_path / "page.md").read_text()
+    assert "To compare with: 40 % masks (Wettig et al. 2023).\n" in text

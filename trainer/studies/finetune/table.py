@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from trainer.studies.finetune.runs import Run
 from trainer.studies.finetune.suite import Result
 from trainer.studies.finetune.task import Task
+from trainer.studies.statistics import estimate
 
 HEADINGS = (
     *("task", "score", "mean", "std", "95 % interval", "constant", "learned", "of each seed"),
@@ -60,17 +60,9 @@ class Row:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % confidence interval of the mean over seeds; None for a single seed.
-
-        By Student's t (1908), because the standard deviation is estimated from few seeds.
-        """
-        if len(self.values) < 2:
-            return None
-        from scipy.stats import t
-
-        error = statistics.stdev(self.values) / math.sqrt(len(self.values))
-        half = float(t.ppf(0.975, len(self.values) - 1)) * error
-        return self.mean - half, self.mean + half
+        """The 95 % interval of the mean over seeds, by Student's t; None for a single seed."""
+        found = estimate(self.values)
+        return None if found.low is None or found.high is None else (found.low, found.high)
 
     @property
     def shown_settings(self) -> str:
