@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -45,7 +46,11 @@ def train(
     lowercase: bool,
     min_frequency: int,
 ) -> tokenizers.Tokenizer:
-    """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa."""
+    """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa.
+
+    Args:
+        texts: read twice for WordPiece.
+    """
     trainer: trainers.Trainer
     if algorithm == "words":
         backend = _of_words(models.WordLevel({}, unk_token="[UNK]"), lowercase)
@@ -56,13 +61,15 @@ def train(
             show_progress=False,
         )
     elif algorithm == "wordpiece":
-        backend = _wordpiece({token: i for i, token in enumerate(_BERT_SPECIAL)}, lowercase)
+        backend = _wordpiece({}, lowercase)
+        alphabet, continuing = _characters(texts, lowercase)
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
-            special_tokens=_BERT_SPECIAL,
+            special_tokens=[*_BERT_SPECIAL, *continuing],
             show_progress=False,
-            limit_alphabet=_ALPHABET_LIMIT,
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
         )
     else:
         backend = _byte_level_bpe(models.BPE())
@@ -76,10 +83,46 @@ def train(
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
     backend.train_from_iterator(texts, trainer)
+    if algorithm == "wordpiece":
+        vocab = backend.get_vocab()
+        # Merges are in the order of their frequency, after the single characters.
+        single = [*_BERT_SPECIAL, *alphabet, *continuing]
+        tokens = [*single, *sorted(vocab.keys() - single, key=vocab.__getitem__)]
+        backend = _wordpiece({token: i for i, token in enumerate(tokens)}, lowercase)
+        backend.add_special_tokens(_BERT_SPECIAL)
     if algorithm == "bpe":
         backend.add_special_tokens([_mask_token("<mask>")])
     _set_template(backend)
     return backend
+
+
+def _characters(texts: Iterable[str], lowercase: bool) -> tuple[list[str], list[str]]:
+    """The most frequent characters, and those that continue a word, as "##a".
+
+    `tokenizers` numbers "##a" and the like in the order of a hash table, which differs from run to
+    run, and breaks ties between merges by these numbers. A trainer that is given their order makes
+    the same vocabulary each time.
+    """
+    counts: Counter[str] = Counter()
+
+    def counted() -> Iterator[str]:
+        for text in texts:
+            counts.update(text)
+            yield text
+
+    backend = _wordpiece({}, lowercase)
+    # Without room for merges, the vocabulary has the characters only.
+    trainer = trainers.WordPieceTrainer(vocab_size=0, show_progress=False)
+    backend.train_from_iterator(counted(), trainer)
+    found = backend.get_vocab()
+    frequency: Counter[str] = Counter()
+    for character, count in counts.items():
+        for part in backend.normalizer.normalize_str(character):  # "É" is "e"
+            frequency[part] += count
+    ranked = sorted(token for token in found if len(token) == 1)
+    ranked.sort(key=lambda character: -frequency[character])
+    alphabet = sorted(ranked[:_ALPHABET_LIMIT])
+    return alphabet, [f"##{each}" for each in alphabet if f"##{each}" in found]
 
 
 class HuggingFace:

@@ -84,10 +84,10 @@ class Config:
             raise ConfigError(f"sentinels must be at least 0, not {self.sentinels}. T5 has 100.")
 
     def train(self, texts: Iterable[str]) -> Tokenizer:
-        """Trains a tokenizer.
+        """Trains a tokenizer. Trainings on the same texts give the same one.
 
-        Two trainings on the same text may differ: `tokenizers` counts in parallel and breaks ties
-        at random. So a tokenizer is an input of a dataset, and a build never trains one.
+        Args:
+            texts: may be read twice.
 
         Raises:
             ConfigError: SentencePiece cannot train a vocabulary of this size on the text.

@@ -110,7 +110,7 @@ def main() -> int:
 def experiments(folder: Path) -> tuple[str, str]:
     """The experiments of a BERT and a T5; their datasets are kept, as are the results.
 
-    The tokenizer's training breaks ties by chance, so another dataset would give other digests.
+    Another dataset would give other digests.
     """
     if not folder.exists():
         made = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -156,7 +156,7 @@ replicas.
 {chr(10).join(rows)}
 
 {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, {processor()}. Another processor has other digests, and so has
-another dataset: the training of its tokenizer breaks ties by chance.
+another dataset.
 """  # noqa: E501
 
 

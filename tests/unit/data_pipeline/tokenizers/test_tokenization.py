@@ -84,6 +84,25 @@ def test_special_tokens_have_the_ids_of_bert_and_roberta():
     assert v.size <= 400
 
 
+@pytest.mark.parametrize("algorithm", ["wordpiece", "words", "bpe", "unigram", "sentencepiece_bpe"])
+def test_two_trainings_give_the_same_tokenizer(algorithm: str) -> None:
+    # Many words are equally frequent, so that there are ties between merges.
+    draw = np.random.default_rng(0)
+    words = ["".join(draw.choice(list("aábcdefgh"), 6)) for _ in range(600)]
+    config = Config("unused", algorithm, vocab_size=300)
+    one, two = (config.train([" ".join(words)]) for _ in range(2))
+    assert one.fingerprint == two.fingerprint
+
+
+def test_a_vocabulary_has_the_most_frequent_characters() -> None:
+    # 1,001 letters, of which one occurs once; they begin and continue words.
+    letters = [chr(code) for code in range(0x1000, 0x8000) if chr(code).isalpha()][:1001]
+    texts = [" ".join(letters[:-1]) + " " + "".join(letters[:-1]), letters[-1]]
+    vocab = Config("unused", "wordpiece", vocab_size=4000).train(texts)
+    assert vocab.has(letters[0])
+    assert not vocab.has(letters[-1])
+
+
 def test_full_stops_are_the_tokens_that_are_nothing_else(tokenizer):
     stops = tokenizer.vocabulary.full_stops
     assert {tokenizer.token(i) for i in stops} <= {".", "##.", "Ġ."}
