@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.building.build import rejection
@@ -38,36 +36,29 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
             f"{folder} exists already, and datasets may have been built with it. Choose another "
             "tokenizer.path, or replace it with --force."
         )
-    started = time.monotonic()
-    tokenizer = config.tokenizer.train(_Texts(config))
+    with Meter("reading") as meter:
+        tokenizer = config.tokenizer.train(_texts(config, meter))
     tokenizer.save(folder)
     size = tokenizer.vocabulary.size
     if size < config.tokenizer.vocab_size:
         logger.warning("the text gives only %d of %d tokens", size, config.tokenizer.vocab_size)
-    logger.info("trained %s: %d tokens in %.1f s", folder, size, time.monotonic() - started)
+    logger.info("trained %s: %d tokens in %.1f s", folder, size, meter.seconds)
     return tokenizer
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """The texts of a source, or a sample of them. Each iteration reads the source again."""
-
-    config: Config
-
-    def __iter__(self) -> Iterator[str]:
-        source: Source = self.config.source.build()
-        sample = self.config.tokenizer.sample
-        read = 0.0
-        with Meter("reading") as meter:
-            for record in limited(source.records(), self.config.limit_bytes):
-                meter.advance(record.read - read, len(record.data), 1)
-                read = record.read
-                try:
-                    text = source.parse(record)
-                except BadRecord as error:
-                    if self.config.on_error == "stop":
-                        raise rejection(source, record.file, record.line, str(error)) from None
-                    continue
-                # By hash, so that the sample depends on the texts alone, not on their order.
-                if sample == 1 or hashed_share(text, "sample") < sample:
-                    yield text
+def _texts(config: Config, meter: Meter) -> Iterator[str]:
+    source: Source = config.source.build()
+    sample = config.tokenizer.sample
+    read = 0.0
+    for record in limited(source.records(), config.limit_bytes):
+        meter.advance(record.read - read, len(record.data), 1)
+        read = record.read
+        try:
+            text = source.parse(record)
+        except BadRecord as error:
+            if config.on_error == "stop":
+                raise rejection(source, record.file, record.line, str(error)) from None
+            continue
+        # By hash, so that the sample depends on the texts alone, not on their order.
+        if sample == 1 or hashed_share(text, "sample") < sample:
+            yield text

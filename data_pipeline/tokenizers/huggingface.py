@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import tokenizers
+import zstandard
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from data_pipeline.format.manifest import token_dtype
@@ -27,6 +31,7 @@ _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 # Distinct characters that a WordPiece vocabulary spells words with, as in BERT's own.
 _ALPHABET_LIMIT = 1000
+_IN_MEMORY = 2**26  # bytes of compressed texts; more go to a temporary file
 
 # Names of special tokens that the tokenizer's settings do not give.
 _USUAL_NAMES = {
@@ -46,12 +51,12 @@ def train(
     lowercase: bool,
     min_frequency: int,
 ) -> tokenizers.Tokenizer:
-    """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa.
-
-    Args:
-        texts: read twice for WordPiece.
-    """
+    """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa."""
     trainer: trainers.Trainer
+    if algorithm == "wordpiece":
+        backend = _train_wordpiece(texts, vocab_size, lowercase, min_frequency)
+        _set_template(backend)
+        return backend
     if algorithm == "words":
         backend = _of_words(models.WordLevel({}, unk_token="[UNK]"), lowercase)
         trainer = trainers.WordLevelTrainer(
@@ -59,17 +64,6 @@ def train(
             min_frequency=min_frequency,
             special_tokens=_BERT_SPECIAL,
             show_progress=False,
-        )
-    elif algorithm == "wordpiece":
-        backend = _wordpiece({}, lowercase)
-        alphabet, continuing = _characters(texts, lowercase)
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            special_tokens=[*_BERT_SPECIAL, *continuing],
-            show_progress=False,
-            initial_alphabet=alphabet,
-            limit_alphabet=len(alphabet),
         )
     else:
         backend = _byte_level_bpe(models.BPE())
@@ -83,26 +77,40 @@ def train(
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
     backend.train_from_iterator(texts, trainer)
-    if algorithm == "wordpiece":
-        vocab = backend.get_vocab()
-        # Merges are in the order of their frequency, after the single characters.
-        single = [*_BERT_SPECIAL, *alphabet, *continuing]
-        tokens = [*single, *sorted(vocab.keys() - single, key=vocab.__getitem__)]
-        backend = _wordpiece({token: i for i, token in enumerate(tokens)}, lowercase)
-        backend.add_special_tokens(_BERT_SPECIAL)
     if algorithm == "bpe":
         backend.add_special_tokens([_mask_token("<mask>")])
     _set_template(backend)
     return backend
 
 
-def _characters(texts: Iterable[str], lowercase: bool) -> tuple[list[str], list[str]]:
-    """The most frequent characters, and those that continue a word, as "##a".
+def _train_wordpiece(
+    texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int
+) -> tokenizers.Tokenizer:
+    """Trains a WordPiece vocabulary, the same one each time.
 
-    `tokenizers` numbers "##a" and the like in the order of a hash table, which differs from run to
-    run, and breaks ties between merges by these numbers. A trainer that is given their order makes
-    the same vocabulary each time.
+    `tokenizers` gives "##a" and the like their ids in the order of a hash table, which differs from
+    run to run, and breaks ties between merges by ids. So a first pass finds the characters, and the
+    second has them as tokens with fixed ids.
     """
+    with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
+        characters = _characters(_kept(texts, file), lowercase)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            special_tokens=[*_BERT_SPECIAL, *characters],
+            show_progress=False,
+            limit_alphabet=0,  # no other characters
+        )
+        trained = _wordpiece({}, lowercase)
+        trained.train_from_iterator(_again(file), trainer)
+    # The trained one would take the characters for special tokens.
+    backend = _wordpiece(trained.get_vocab(), lowercase)
+    backend.add_special_tokens(_BERT_SPECIAL)
+    return backend
+
+
+def _characters(texts: Iterable[str], lowercase: bool) -> list[str]:
+    """Returns the most frequent characters, then those that continue a word, as "##a"."""
     counts: Counter[str] = Counter()
 
     def counted() -> Iterator[str]:
@@ -117,12 +125,26 @@ def _characters(texts: Iterable[str], lowercase: bool) -> tuple[list[str], list[
     found = backend.get_vocab()
     frequency: Counter[str] = Counter()
     for character, count in counts.items():
-        for part in backend.normalizer.normalize_str(character):  # "É" is "e"
+        for part in backend.normalizer.normalize_str(character):  # "É" may count as "e"
             frequency[part] += count
     ranked = sorted(token for token in found if len(token) == 1)
     ranked.sort(key=lambda character: -frequency[character])
     alphabet = sorted(ranked[:_ALPHABET_LIMIT])
-    return alphabet, [f"##{each}" for each in alphabet if f"##{each}" in found]
+    return [*alphabet, *(f"##{each}" for each in alphabet if f"##{each}" in found)]
+
+
+def _kept(texts: Iterable[str], file: IO[bytes]) -> Iterator[str]:
+    """Writes the texts to a file while they are read, since a source may be a download."""
+    with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as lines:
+        for text in texts:
+            lines.write(json.dumps(text).encode() + b"\n")
+            yield text
+
+
+def _again(file: IO[bytes]) -> Iterator[str]:
+    file.seek(0)
+    with zstandard.ZstdDecompressor().stream_reader(file, closefd=False) as content:
+        yield from map(json.loads, io.TextIOWrapper(content, encoding="utf-8"))
 
 
 class HuggingFace:

@@ -84,10 +84,7 @@ class Config:
             raise ConfigError(f"sentinels must be at least 0, not {self.sentinels}. T5 has 100.")
 
     def train(self, texts: Iterable[str]) -> Tokenizer:
-        """Trains a tokenizer. Trainings on the same texts give the same one.
-
-        Args:
-            texts: may be read twice.
+        """Trains a tokenizer. Two trainings on the same texts give the same one.
 
         Raises:
             ConfigError: SentencePiece cannot train a vocabulary of this size on the text.

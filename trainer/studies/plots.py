@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import MissingExtra
 from trainer.storage import write_text
-from trainer.studies.jobs import Jobs
+from trainer.studies.jobs import Job, Jobs
 from trainer.studies.results import Results, Row, curve
 from trainer.studies.study import Curves, Measure, Relation
 
@@ -130,16 +130,21 @@ def _of_relation(results: Results, relation: Relation) -> Figure:
 
 
 def _of_curves(results: Results, jobs: Jobs, curves: Curves) -> Figure:
-    """A color for each arm, a line for each seed."""
+    """A color for each arm, a line for each seed. Arms that share their runs share a line."""
     figure, axes = _figure(3.4)
-    for number, arm in enumerate(results.study.config.arms):
-        color, label = _COLORS[number % len(_COLORS)], arm
-        for seed in results.study.config.repetitions:
-            job = jobs.of.get((arm, seed, curves.stage))
-            if job is None or job.result() is None:
-                continue
-            xs, ys = curve(job, curves.metric, curves.against)
-            style = "-" if number < len(_COLORS) else "--"
+    runs: dict[str, Job] = {}
+    arms: dict[tuple[str, ...], list[str]] = {}  # by the digests of their runs
+    config = results.study.config
+    for arm in config.arms:
+        of_arm = [jobs.of.get((arm, seed, curves.stage)) for seed in config.repetitions]
+        finished = {job.digest: job for job in of_arm if job is not None and job.result()}
+        runs |= finished
+        arms.setdefault(tuple(finished), []).append(arm)
+    for number, (digests, names) in enumerate(arms.items()):
+        color, style = _COLORS[number % len(_COLORS)], "-" if number < len(_COLORS) else "--"
+        label = ", ".join(names)
+        for digest in digests:
+            xs, ys = curve(runs[digest], curves.metric, curves.against)
             axes.plot(xs, ys, style, color=color, label=label, linewidth=1.2, alpha=0.8)
             label = ""  # once for each arm
     axes.set_xlabel(_AXES[curves.against])

@@ -105,7 +105,13 @@ class Results:
             "rows": [asdict(row) for row in self.rows],
             "primary": None if self.primary is None else asdict(self.primary),
             "unpaired_deviation": self.unpaired_deviation,
-            "comparisons": [each and asdict(each) for each in self.comparisons],
+            "comparisons": [
+                {"measure": stated.measure, "arms": stated.arms, **asdict(found)}
+                for stated, found in zip(
+                    self.study.config.comparisons, self.comparisons, strict=True
+                )
+                if found is not None
+            ],
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "detects": self.detects,
         }

@@ -108,7 +108,7 @@ class Config:
 
     Attributes:
         question: that the study answers.
-        figure: what it reproduces: the paper or lecture, and the figure or table.
+        figure: what to compare with: the numbers of a paper or lecture, and their figure or table.
         scale: size of the models and of the data. `{scale}` in the name of a stage's file is
             replaced by it.
         seeds: number of repetitions.
@@ -121,7 +121,7 @@ class Config:
         baseline: the arm that the others are compared with; null is the first.
         measures: what is compared, by name.
         primary: the main comparison; null for a study that only explores.
-        comparisons: further ones, of arms of which neither is the baseline.
+        comparisons: further pairs of arms to compare.
         calibrate: for arms that are equal: cut the repetitions into studies of this many seeds, and
             count those whose interval of the primary comparison excludes zero; null does not.
         curves: plots of runs.
@@ -193,6 +193,8 @@ class Config:
         _among(comparison.measure, self.measures, f"{setting}.measure")
         if len(comparison.arms) != 2:
             raise ConfigError(f"{setting}.arms names {len(comparison.arms)} arms. Name two.")
+        if comparison.arms[0] == comparison.arms[1]:
+            raise ConfigError(f"{setting}.arms names one arm twice. Name two.")
         for arm in comparison.arms:
             _among(arm, self.arms, f"{setting}.arms")
 

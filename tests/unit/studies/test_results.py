@@ -70,6 +70,7 @@ def test_two_arms_are_compared_without_the_baseline(tmp_path: Path) -> None:
     found.write(tmp_path / "out")
     (written,) = json.loads((tmp_path / "out" / "scores.json").read_text())["comparisons"]
     assert written["mean"] == pytest.approx(-0.2)
+    assert (written["measure"], written["arms"]) == ("loss", ["b", "a"])
 
 
 def test_the_page_says_what_to_compare_with(tmp_path: Path) -> None:

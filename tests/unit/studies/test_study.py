@@ -240,6 +240,7 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
             "primary={measure: loss, arms: [a], pilot_deviation: 1, detects: 1}",
             "primary.arms names 1 arms. Name two",
         ),
+        ("comparisons=[{measure: loss, arms: [b, b]}]", "comparisons.0.arms names one arm twice"),
         ("comparisons=[{measure: fit, arms: [a, b]}]", "comparisons.0.measure is 'fit'"),
         ("comparisons=[{measure: loss, arms: [a, c]}]", "comparisons.0.arms is 'c'. Use one of a"),
         ("stages.again.run=stage:later", "uses stage:later, and there is no such stage"),
