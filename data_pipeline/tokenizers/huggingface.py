@@ -52,32 +52,29 @@ def train(
     min_frequency: int,
 ) -> tokenizers.Tokenizer:
     """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa."""
-    trainer: trainers.Trainer
     if algorithm == "wordpiece":
         backend = _train_wordpiece(texts, vocab_size, lowercase, min_frequency)
-        _set_template(backend)
-        return backend
-    if algorithm == "words":
+    elif algorithm == "words":
         backend = _of_words(models.WordLevel({}, unk_token="[UNK]"), lowercase)
-        trainer = trainers.WordLevelTrainer(
+        words = trainers.WordLevelTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
             special_tokens=_BERT_SPECIAL,
             show_progress=False,
         )
+        backend.train_from_iterator(texts, words)
     else:
         backend = _byte_level_bpe(models.BPE())
         if lowercase:
             backend.normalizer = normalizers.Lowercase()
-        trainer = trainers.BpeTrainer(
+        merges = trainers.BpeTrainer(
             vocab_size=vocab_size - 1,  # <mask> is added afterwards
             min_frequency=min_frequency,
             special_tokens=_ROBERTA_SPECIAL,
             show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
-    backend.train_from_iterator(texts, trainer)
-    if algorithm == "bpe":
+        backend.train_from_iterator(texts, merges)
         backend.add_special_tokens([_mask_token("<mask>")])
     _set_template(backend)
     return backend

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.storage import write_text
 from trainer.studies.results import Cost, Results, Row
 from trainer.studies.statistics import Estimate, Share
-from trainer.studies.study import Measure
+from trainer.studies.study import Comparison, Measure
 from trainer.studies.template import render
 
 _BEGIN, _END = "<!-- results -->", "<!-- /results -->"
@@ -107,8 +107,7 @@ def notes(results: Results) -> list[str]:
     if stated is not None:
         measure = config.measures[stated.measure]
         text = (
-            f"Primary comparison: {stated.arms[1]} against "
-            f"{stated.arms[0]} in {stated.measure}. With an assumed standard deviation of the "
+            f"Primary comparison: {_named(stated)}. With an assumed standard deviation of the "
             f"paired difference of {_number(stated.pilot_deviation, measure)}, {config.seeds} "
             f"seeds detect a difference of {_number(stated.detects, measure)} in 80 of 100 cases. "
         )
@@ -116,7 +115,10 @@ def notes(results: Results) -> list[str]:
             text += f"Found: {_estimate(results.primary, measure)}."
             text += _pairing(results.primary, results.unpaired_deviation, measure)
         found.append(text)
-    compared = _comparisons(results)
+    compared = [
+        f"{_named(stated)} {_estimate(difference, config.measures[stated.measure])}"
+        for stated, difference in results.comparisons
+    ]
     if compared:
         found.append(f"Further comparisons: {'; '.join(compared)}.")
     if results.calibration is not None:
@@ -124,14 +126,8 @@ def notes(results: Results) -> list[str]:
     return found
 
 
-def _comparisons(results: Results) -> list[str]:
-    config = results.study.config
-    return [
-        f"{stated.arms[1]} against {stated.arms[0]} in {stated.measure} "
-        f"{_estimate(found, config.measures[stated.measure])}"
-        for stated, found in zip(config.comparisons, results.comparisons, strict=True)
-        if found is not None
-    ]
+def _named(stated: Comparison) -> str:
+    return f"{stated.arms[1]} against {stated.arms[0]} in {stated.measure}"
 
 
 def _pairing(primary: Estimate, unpaired: float | None, measure: Measure) -> str:

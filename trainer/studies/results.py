@@ -23,7 +23,7 @@ from trainer.studies.statistics import (
     share,
     unpaired_deviation,
 )
-from trainer.studies.study import Measure, Study
+from trainer.studies.study import Comparison, Measure, Study
 
 SCORES, COSTS = "scores.json", "costs.json"
 _SAME = 1e-6  # between a score and the one computed from its predictions
@@ -75,7 +75,7 @@ class Results:
         primary: the difference that the study was made for; None if it has not both arms.
         unpaired_deviation: what the standard deviation of `primary` would be if the arms' seeds had
             nothing in common.
-        comparisons: the differences of `study.config.comparisons`; None where results are missing.
+        comparisons: those of the study whose arms have results, each with its difference.
         calibration: the share of smaller studies, cut from this one, whose interval of the primary
             comparison excludes zero; None without `calibrate`.
         detects: the difference that the study can detect, from the deviation it has found.
@@ -87,7 +87,7 @@ class Results:
     rows: Sequence[Row]
     primary: Estimate | None
     unpaired_deviation: float | None
-    comparisons: Sequence[Estimate | None]
+    comparisons: Sequence[tuple[Comparison, Estimate]]
     calibration: Share | None
     detects: float | None
     costs: Sequence[Cost]
@@ -105,13 +105,7 @@ class Results:
             "rows": [asdict(row) for row in self.rows],
             "primary": None if self.primary is None else asdict(self.primary),
             "unpaired_deviation": self.unpaired_deviation,
-            "comparisons": [
-                {"measure": stated.measure, "arms": stated.arms, **asdict(found)}
-                for stated, found in zip(
-                    self.study.config.comparisons, self.comparisons, strict=True
-                )
-                if found is not None
-            ],
+            "comparisons": [asdict(stated) | asdict(found) for stated, found in self.comparisons],
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "detects": self.detects,
         }
@@ -138,10 +132,12 @@ def collect(study: Study, jobs: Jobs) -> Results:
     }
     for name, of_arms in scored.items():
         rows += _rows(study.baseline, name, of_arms)
-    comparisons = [
-        _difference(scored[each.measure][each.arms[1]], scored[each.measure][each.arms[0]])
-        for each in study.config.comparisons
-    ]
+    comparisons = []
+    for each in study.config.comparisons:
+        theirs, ours = (scored[each.measure][name] for name in each.arms)
+        found = _difference(ours, theirs)
+        if found is not None:
+            comparisons.append((each, found))
     arm: Mapping[int, _Score] = {}
     reference: Mapping[int, _Score] = {}
     if stated is not None:
