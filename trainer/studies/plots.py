@@ -145,8 +145,9 @@ def _of_curves(results: Results, jobs: Jobs, curves: Curves) -> Figure:
         label = ", ".join(names)
         for digest in digests:
             xs, ys = curve(runs[digest], curves.metric, curves.against)
-            axes.plot(xs, ys, style, color=color, label=label, linewidth=1.2, alpha=0.8)
-            label = ""  # once for each arm
+            if len(xs) > 1:  # one point is no line, as of a run of a single step
+                axes.plot(xs, ys, style, color=color, label=label, linewidth=1.2, alpha=0.8)
+                label = ""  # once for each arm
     axes.set_xlabel(_AXES[curves.against])
     axes.set_ylabel(f"{curves.stage}: {curves.metric}")
     axes.grid()
