@@ -299,11 +299,20 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
         (["--tasks", "mrpc", "seed=1"], "leave seed=... out"),
         (["--tasks", "mrpc", "output=x"], "leave output=... out"),
         (["--tasks", "mrpc", "init_from=x"], "leave init_from=... out"),
+        (["--tasks", "seed=1"], "--tasks names no task"),
+        (["--tasks", "scale=base/task.yaml"], "scale=base/task.yaml: .*nonsense"),
     ],
 )
 def test_wrong_arguments(
-    arguments: list[str], message: str, tmp_path: Path, samestep: Samestep
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    samestep: Samestep,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scale=base").mkdir()
+    (tmp_path / "scale=base" / "task.yaml").write_text("nonsense: 1\n")
     result = samestep("finetune-suite", "nowhere", *arguments, "--output", tmp_path / "suite")
     assert result.code == 2
     assert re.search(message, result.message)

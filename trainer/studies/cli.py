@@ -66,6 +66,8 @@ def _study(args: argparse.Namespace) -> int:
     jobs = list_jobs(study, args.output / "jobs")
     if args.list:
         return _list(study, jobs)
+    if args.page is not None:
+        page.check_markdown(args.page)
     slots = _slots(args.parallel)
     execution.interrupt_on_sigterm()
     folder: Path = args.output / study.name
@@ -80,6 +82,7 @@ def _study(args: argparse.Namespace) -> int:
         with execution.resumable(total, lambda: len(runner.missing(jobs)), "jobs"), progress:
             plan = runner.Plan(folder, study.config.question, jobs, len(slots))
             problems = runner.execute(jobs, slots, tell, plan)
+        code = execution.exit_code(problems)  # before anything that may fail for want of results
         found = results.collect(study, jobs)
         found.write(folder)
         files = plots.write_plots(found, jobs, folder / "plots")
@@ -87,7 +90,7 @@ def _study(args: argparse.Namespace) -> int:
         if args.page is not None:
             page.write_markdown(found, files, args.page)
     _print(found, folder)
-    return execution.exit_code(problems)
+    return code
 
 
 def _slots(parallel: int | None) -> Sequence[Slot]:
@@ -150,7 +153,8 @@ def _print(found: Results, folder: Path) -> None:
     for line in page.lines(found):
         table.add_row(*(Text(each.strip("*"), "bold" * each.startswith("**")) for each in line))
     # Without a terminal, rich would assume 80 columns and break the table.
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    width = None if sys.stdout.isatty() else 140
+    console = Console(width=width, highlight=False, markup=False)  # "[mask]" is no markup
     plain = [note.replace("**", "") for note in page.notes(found)]
     console.print(found.study.config.question, table, *map(Text, plain), sep="\n")
     console.print(f"\n{folder / PAGE}")

@@ -7,11 +7,13 @@ runs out of memory or hangs cannot harm the others, and its CPU time can be meas
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -24,6 +26,8 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 from trainer.monitoring.costs import Usage
 from trainer.monitoring.forecast import Range
 from trainer.progress import Progress, ends_in
+
+logger = logging.getLogger(__name__)
 
 Slot: TypeAlias = Mapping[str, str]
 """Environment variables of the processes that use one device."""
@@ -68,6 +72,7 @@ class Execution(Generic[J, R]):
         self._slots, self._work, self._tell = slots, work, tell
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+        self._lock = threading.Lock()  # a process is stopped by `run` or by `command`, once
 
     def run(self, jobs: Sequence[J]) -> list[str]:
         """Executes jobs, each when those before it are finished.
@@ -102,13 +107,19 @@ class Execution(Generic[J, R]):
                         except SamestepError as error:
                             problems.append(str(error))
                             continue
+                        except Exception as error:  # a defect; the other jobs run on
+                            logger.exception("%s", job.folder)
+                            problems.append(f"{job.folder}: {type(error).__name__}: {error}")
+                            continue
                         unfinished.discard(job.digest)
                         self._tell(job, result)
             except BaseException:
                 # No new process may start from here on. SIGTERM makes those that run save a
                 # checkpoint, from which the same command resumes.
-                self._stopped = True
-                for process in list(self._processes):
+                with self._lock:
+                    self._stopped = True
+                    started = list(self._processes)
+                for process in started:
                     # Not process.terminate(): it may take the exit status that wait4 waits for.
                     with suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGTERM)
@@ -141,7 +152,11 @@ class Execution(Generic[J, R]):
             process = subprocess.Popen(
                 command, env={**os.environ, **slot}, stdout=output, stderr=output
             )
-        self._processes.add(process)
+        with self._lock:
+            self._processes.add(process)
+            stopped = self._stopped
+        if stopped:  # since the check above
+            os.kill(process.pid, signal.SIGTERM)
         # Unlike Popen.wait, wait4 also returns the times of the process and its children.
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = code = os.waitstatus_to_exitcode(status)

@@ -1,4 +1,5 @@
-"""Hashes of source files: a job runs again if its data has changed."""
+"""Hashes of what jobs read: a job runs again if its data, or the weights it begins with, have
+changed."""
 
 from __future__ import annotations
 
@@ -6,13 +7,16 @@ import hashlib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+from data_pipeline.format.manifest import MANIFEST
 from data_pipeline.reading.cache import default_folder
 from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, Tree, decode, to_tree
+from trainer.config.tree import merge
 from trainer.errors import StorageError
 from trainer.storage.local import write_text
+from trainer.training.weights import load_weights
 
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 
@@ -33,13 +37,41 @@ def stamps(source: SourceConfig) -> list[Stamp]:
 
 
 def stamps_of(recipe: Tree) -> list[Stamp]:
-    """Returns a stamp for each file of the source in a dataset's recipe or a task's file."""
-    source: SourceConfig = decode(_SOURCE, recipe.get("source"), "source")
-    tree = to_tree(source)
-    paths = [*(tree.get("paths") or ()), *(tree.get("heldout") or ())]
+    """Returns a stamp for each file of the sources in a dataset's recipe or a task's file."""
+    source: Any = recipe.get("source")
+    further = [merge(source, changes) for changes in (recipe.get("also") or {}).values() if changes]
+    return [each for tree in (source, *further) for each in _stamps_of_source(tree)]
+
+
+def _stamps_of_source(tree: Any) -> list[Stamp]:
+    source: SourceConfig = decode(_SOURCE, tree, "source")
+    settings = to_tree(source)
+    paths = [*(settings.get("paths") or ()), *(settings.get("heldout") or ())]
     if paths and all("://" in path for path in paths):
         return []  # the settings have the addresses, and listing their files takes requests
     return stamps(source)
+
+
+def stamps_of_weights(*paths: str | None) -> list[Stamp]:
+    """Returns a stamp for each run or checkpoint in a folder of its own, which no stage makes."""
+    return [[path, _identity(path)] for path in paths if path and Path(path).is_dir()]
+
+
+def stamps_of_folders(*paths: str | None) -> list[Stamp]:
+    """Returns the stamps of datasets, tokenizers and vectors that no stage makes."""
+    return [each for path in paths if path and Path(path).is_dir() for each in _files(Path(path))]
+
+
+@cache
+def _identity(path: str) -> str:
+    return load_weights(path).identity()
+
+
+@cache
+def _files(folder: Path) -> list[Stamp]:
+    manifest = folder / MANIFEST  # of a dataset, with the checksums of its shards
+    files = [manifest] if manifest.is_file() else sorted(filter(Path.is_file, folder.iterdir()))
+    return [stamp(file) for file in files]
 
 
 def stamp(file: Path) -> Stamp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import textwrap
@@ -11,7 +12,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 from trainer.storage import write_text
 from trainer.studies.results import Cost, Results, Row
-from trainer.studies.statistics import Estimate, Share
+from trainer.studies.statistics import Estimate, Share, detectable
 from trainer.studies.study import Comparison, Measure
 from trainer.studies.template import render
 
@@ -49,9 +50,7 @@ def write_markdown(results: Results, plots: Sequence[Path], file: Path) -> None:
     page = f"# {results.study.config.question}\n\n{_BEGIN}\n{_END}\n"
     if file.exists():
         page = file.read_text(encoding="utf-8")
-    found = re.search(f"(?<={_BEGIN}\n).*(?={_END})", page, re.DOTALL)
-    if found is None:
-        raise ConfigError(f"{file} has no lines {_BEGIN} and {_END}. Add them where results go.")
+    found = _place(page, file)
     images = file.parent / "images"
     images.mkdir(parents=True, exist_ok=True)
     shown = []
@@ -68,6 +67,23 @@ def write_markdown(results: Results, plots: Sequence[Path], file: Path) -> None:
     ]
     text = "\n\n".join(part for part in parts if part)
     write_text(file, f"{page[: found.start()]}\n{text}\n\n{page[found.end() :]}")
+
+
+def check_markdown(file: Path) -> None:
+    """Checks that a page, if it exists, has a place for the results, before they are computed.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if file.exists():
+        _place(file.read_text(encoding="utf-8"), file)
+
+
+def _place(page: str, file: Path) -> re.Match[str]:
+    found = re.search(f"(?<={_BEGIN}\n).*?(?={_END})", page, re.DOTALL)
+    if found is None:
+        raise ConfigError(f"{file} has no lines {_BEGIN} and {_END}. Add them where results go.")
+    return found
 
 
 def headings(results: Results) -> list[str]:
@@ -103,16 +119,26 @@ def notes(results: Results) -> list[str]:
         + "; bold if it excludes zero. Each comparison stands alone: of 20 arms without any "
         "effect, one is bold."
     ]
+    missing = [
+        f"{arm} {done} of {config.seeds}"
+        for arm, done in results.finished.items()
+        if done < config.seeds
+    ]
+    if missing:
+        found.append(f"Not all jobs are finished. Finished seeds: {', '.join(missing)}.")
     stated = config.primary
     if stated is not None:
         measure = config.measures[stated.measure]
-        text = (
-            f"Primary comparison: {_named(stated)}. With an assumed standard deviation of the "
-            f"paired difference of {_number(stated.pilot_deviation, measure)}, {config.seeds} "
-            f"seeds detect a difference of {_number(stated.detects, measure)} in 80 of 100 cases. "
-        )
+        text = f"Primary comparison: {_named(stated)}."
+        if config.seeds > 1:
+            detects = detectable(stated.pilot_deviation, config.seeds)
+            text += (
+                " With an assumed standard deviation of the paired difference of "
+                f"{_number(stated.pilot_deviation, measure)}, {config.seeds} seeds detect a "
+                f"difference of {_number(detects, measure)} in 80 of 100 cases."
+            )
         if results.primary is not None:
-            text += f"Found: {_estimate(results.primary, measure)}."
+            text += f" Found: {_estimate(results.primary, measure)}."
             text += _pairing(results.primary, results.unpaired_deviation, measure)
         found.append(text)
     compared = [
@@ -150,13 +176,13 @@ _COST_HEADINGS = ["arm", "jobs", "FLOPs", "wall time, h", "CPU time, h", "kWh", 
 
 
 def _cost_lines(results: Results) -> list[list[str]]:
-    costs = [*results.costs, results.total]
-    return [_cost_line(cost) for cost in costs]
+    lines = [_cost_line(cost.arm, cost) for cost in results.costs]
+    return [*lines, _cost_line("all, each job once", results.total)]
 
 
-def _cost_line(cost: Cost) -> list[str]:
+def _cost_line(name: str, cost: Cost) -> list[str]:
     return [
-        "all, each job once" if cost.arm == "all" else cost.arm,
+        name,
         str(cost.jobs),
         f"{cost.flops:.2e}",
         f"{cost.usage.seconds / 3600:.2f}",
@@ -170,7 +196,8 @@ def _mean(row: Row, measure: Measure) -> str:
     if measure.minus is not None:  # a difference itself
         return _estimate(row.mean, measure)
     text = _number(row.mean.mean, measure)
-    if not row.mean.deviation:  # one seed, or the same number for all, as a size
+    # One seed, the same number for all, as a size, or no number.
+    if not row.mean.deviation or math.isnan(row.mean.mean):
         return text
     return f"{text} ± {_number(row.mean.deviation, measure)}"
 
@@ -182,6 +209,8 @@ def _difference(row: Row, measure: Measure) -> str:
 
 
 def _estimate(estimate: Estimate, measure: Measure) -> str:
+    if math.isnan(estimate.mean):
+        return _number(estimate.mean, measure)
     text = _signed(estimate.mean, measure)
     if estimate.low is None or estimate.high is None or estimate.is_exact:
         return text
@@ -190,6 +219,8 @@ def _estimate(estimate: Estimate, measure: Measure) -> str:
 
 
 def _number(value: float, measure: Measure) -> str:
+    if math.isnan(value):
+        return "not finite"
     if measure.percent:
         return f"{100 * value:.1f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"

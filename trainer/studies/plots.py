@@ -49,22 +49,32 @@ def write_plots(results: Results, jobs: Jobs, folder: Path) -> list[Path]:
     except ImportError:
         raise MissingExtra("matplotlib", "plot", "samestep study") from None
     config = results.study.config
-    files = []
+    files: list[Path] = []
     with matplotlib.rc_context(_STYLE):
         for name, measure in config.measures.items():
             rows = results.of(name)
             if rows and not all(row.mean.is_exact for row in rows):
-                files.append(folder / f"{_slug(name)}.svg")
+                files.append(_new_file(folder, _slug(name), files))
                 _save(_of_measure(rows, name, measure), files[-1])
         for relation in config.relations:
             names = (_slug(relation.measure), _slug(relation.against))
-            files.append(folder / f"{'-against-'.join(names)}.svg")
+            files.append(_new_file(folder, "-against-".join(names), files))
             _save(_of_relation(results, relation), files[-1])
         for curves in config.curves:
             axis = "" if curves.against == "step" else f"-against-{curves.against}"
-            files.append(folder / f"{_slug(curves.stage)}-{_slug(curves.metric)}{axis}.svg")
+            name = f"{_slug(curves.stage)}-{_slug(curves.metric)}{axis}"
+            files.append(_new_file(folder, name, files))
             _save(_of_curves(results, jobs, curves), files[-1])
     return files
+
+
+def _new_file(folder: Path, name: str, taken: Sequence[Path]) -> Path:
+    """A file for a plot; the measures "F1" and "F1 +" get f1.svg and f1-2.svg."""
+    file, number = folder / f"{name}.svg", 1
+    while file in taken:
+        number += 1
+        file = folder / f"{name}-{number}.svg"
+    return file
 
 
 def _slug(name: str) -> str:

@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from trainer.config import Tree
 from trainer.errors import DataError
@@ -34,7 +37,7 @@ class Row:
     """An arm in one measure.
 
     Attributes:
-        values: one for each seed; a seed that shares its job with an earlier one has none.
+        values: one for each seed; seeds that share their jobs have one value.
         mean: over seeds, and the interval of the mean.
         difference: from the baseline, paired by seed; None for the baseline itself.
         rows: whether the intervals include the choice of held-out rows.
@@ -79,6 +82,7 @@ class Results:
         calibration: the share of smaller studies, cut from this one, whose interval of the primary
             comparison excludes zero; None without `calibrate`.
         detects: the difference that the study can detect, from the deviation it has found.
+        finished: the number of seeds of each arm whose jobs are all finished.
         costs: of each arm.
         total: of all jobs, each counted once.
     """
@@ -90,6 +94,7 @@ class Results:
     comparisons: Sequence[tuple[Comparison, Estimate]]
     calibration: Share | None
     detects: float | None
+    finished: Mapping[str, int]
     costs: Sequence[Cost]
     total: Cost
 
@@ -115,7 +120,16 @@ class Results:
 
 
 def _write(file: Path, tree: Tree) -> None:
-    write_text(file, json.dumps(tree, indent=1) + "\n")
+    write_text(file, json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in place of what JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def collect(study: Study, jobs: Jobs) -> Results:
@@ -135,50 +149,64 @@ def collect(study: Study, jobs: Jobs) -> Results:
     comparisons = []
     for each in study.config.comparisons:
         theirs, ours = (scored[each.measure][name] for name in each.arms)
-        found = _difference(ours, theirs)
+        found = _difference(_pairs(ours, theirs))
         if found is not None:
             comparisons.append((each, found))
-    arm: Mapping[int, _Score] = {}
-    reference: Mapping[int, _Score] = {}
+    pairs: Sequence[_Pair] = ()
     if stated is not None:
         reference, arm = (scored[stated.measure][each] for each in stated.arms)
-    primary, detects = _difference(arm, reference), None
+        pairs = _pairs(arm, reference)
+    primary, detects = _difference(pairs), None
     if primary is not None and primary.deviation:
-        detects = detectable(primary.deviation, study.config.seeds)
+        detects = detectable(primary.deviation, len(pairs))
     costs = [_cost(study, each, jobs.of_arm(each)) for each in study.config.arms]
     return Results(
         study,
         rows,
         primary,
-        _unpaired(arm, reference),
+        _unpaired(pairs),
         comparisons,
-        _calibration(arm, reference, study.config.calibrate),
+        _calibration(pairs, study.config.calibrate),
         detects,
+        {each: _finished(study, jobs, each) for each in study.config.arms},
         costs,
         _cost(study, "all", jobs.all),
     )
 
 
+def _finished(study: Study, jobs: Jobs, arm: str) -> int:
+    of_seeds = [
+        [job for (name, of, _), job in jobs.of.items() if (name, of) == (arm, seed)]
+        for seed in study.config.repetitions
+    ]
+    return sum(all(job.result() is not None for job in of_seed) for of_seed in of_seeds)
+
+
 @dataclass(frozen=True)
 class _Score:
-    """A finished job's score, and as a function of held-out rows if it is one."""
+    """A score, and as a function of held-out rows if it is one.
+
+    Attributes:
+        jobs: digests of the jobs that it is of. A fixed seed gives several seeds the same jobs.
+    """
 
     value: float
     of_rows: RowScore | None
+    jobs: tuple[str, ...]
+
+
+_Pair: TypeAlias = tuple[_Score, _Score]
 
 
 def _scored(study: Study, jobs: Jobs, measure: Measure, arm: str) -> dict[int, _Score]:
-    """The scores of an arm's finished jobs, by the first seed that has these jobs."""
+    """The scores of an arm's finished jobs, by seed."""
     found: dict[int, _Score] = {}
-    seen = set()
     for seed in study.config.repetitions:
         scored = [jobs.of.get((arm, seed, stage)) for stage, _ in measure.parts]
         results = [(job, job.result()) for job in scored if job is not None]
         finished = [(job, result) for job, result in results if result is not None]
-        digests = tuple(job.digest for job, _ in finished)
-        if len(finished) < len(measure.parts) or digests in seen:
+        if len(finished) < len(measure.parts):
             continue
-        seen.add(digests)
         scores = [
             _score(job, result, name)
             for (job, result), (_, name) in zip(finished, measure.parts, strict=True)
@@ -191,7 +219,7 @@ def _minus(one: _Score, other: _Score) -> _Score:
     known = None
     if one.of_rows is not None and other.of_rows is not None:
         known = one.of_rows.minus(other.of_rows)
-    return _Score(one.value - other.value, known)
+    return _Score(one.value - other.value, known, one.jobs + other.jobs)
 
 
 def _score(job: Job, result: Result, name: str) -> _Score:
@@ -207,24 +235,31 @@ def _score(job: Job, result: Result, name: str) -> _Score:
     # Only if it is the score that the run has reported.
     if of_rows is not None and abs(of_rows.value - value) > _SAME:
         of_rows = None
-    return _Score(value, of_rows)
+    return _Score(value, of_rows, (job.digest,))
 
 
 def _rows(baseline: str, name: str, scored: Mapping[str, Mapping[int, _Score]]) -> Iterator[Row]:
     for arm, scores in scored.items():
         if not scores:
             continue
-        values = [score.value for score in scores.values()]
-        known = [(score.of_rows, None) for score in scores.values() if score.of_rows is not None]
-        has_rows = len(known) == len(scores)
+        own = list({score.jobs: score for score in scores.values()}.values())
+        values = [score.value for score in own]
+        known = [(score.of_rows, None) for score in own if score.of_rows is not None]
+        has_rows = len(known) == len(own)
         mean = estimate(values, rows_variance(known) if has_rows else 0.0)
-        difference = None if arm == baseline else _difference(scores, scored[baseline])
+        pairs = _pairs(scores, scored[baseline])
+        difference = None if arm == baseline else _difference(pairs)
         yield Row(arm, name, values, mean, difference, has_rows)
 
 
-def _difference(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> Estimate | None:
-    """The mean of an arm's score minus another's, over the seeds that both have."""
+def _pairs(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> list[_Pair]:
+    """The scores of two arms for the seeds that both have; seeds with equal jobs have one pair."""
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    return list({(one.jobs, other.jobs): (one, other) for one, other in pairs}.values())
+
+
+def _difference(pairs: Sequence[_Pair]) -> Estimate | None:
+    """The mean of an arm's score minus another's."""
     if not pairs:
         return None
     values = [one.value - other.value for one, other in pairs]
@@ -239,26 +274,19 @@ def _difference(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> Est
     return estimate(values, rows_variance(known) if comparable else 0.0)
 
 
-def _unpaired(ours: Mapping[int, _Score], theirs: Mapping[int, _Score]) -> float | None:
+def _unpaired(pairs: Sequence[_Pair]) -> float | None:
     """The deviation of the same pairs' difference without pairing."""
-    both = [seed for seed in ours if seed in theirs]
-    return unpaired_deviation(
-        [ours[seed].value for seed in both], [theirs[seed].value for seed in both]
-    )
+    return unpaired_deviation([one.value for one, _ in pairs], [other.value for _, other in pairs])
 
 
-def _calibration(
-    ours: Mapping[int, _Score], theirs: Mapping[int, _Score], size: int | None
-) -> Share | None:
+def _calibration(pairs: Sequence[_Pair], size: int | None) -> Share | None:
     """The share of studies of `size` seeds, one after the other, that find a difference."""
-    both = [seed for seed in ours if seed in theirs]
-    if size is None or len(both) < size:
+    if size is None or len(pairs) < size:
         return None
     found = []
     # 8 seeds in studies of 3 are 0 1 2 and 3 4 5; the last two seeds are left out.
-    for begin in range(0, len(both) - size + 1, size):
-        group = {seed: ours[seed] for seed in both[begin : begin + size]}
-        difference = _difference(group, theirs)
+    for begin in range(0, len(pairs) - size + 1, size):
+        difference = _difference(pairs[begin : begin + size])
         found.append(difference is not None and difference.excludes_zero)
     return share(found)
 
@@ -278,19 +306,17 @@ def _cost(study: Study, arm: str, jobs: Sequence[Job]) -> Cost:
 
 
 def curve(job: Job, metric: str, against: str) -> tuple[list[float], list[float]]:
-    """Returns the evaluations of a run during training: places on the axis, and values."""
+    """Returns the evaluations of a run during training: places on the axis, and values.
+
+    Tokens and FLOPs are logged every few steps, and lie on a line between them.
+    """
     from trainer.monitoring.jsonl import read_rows
 
-    places: dict[int, float] = {}
-    xs: list[float] = []
-    ys: list[float] = []
-    for row in read_rows(job.folder / job.config.product / "metrics.jsonl"):
-        step = row["step"]
-        if f"train/{against}" in row:
-            places[step] = row[f"train/{against}"]
-        if metric in row:
-            at = float(step) if against == "step" else places.get(step)
-            if at is not None:
-                xs.append(at)
-                ys.append(row[metric])
-    return xs, ys
+    rows = list(read_rows(job.folder / job.config.product / "metrics.jsonl"))
+    evaluated = [row for row in rows if metric in row]
+    steps = [float(row["step"]) for row in evaluated]
+    if against != "step":
+        name = f"train/{against}"
+        counted = {0: 0.0, **{row["step"]: row[name] for row in rows if name in row}}
+        steps = np.interp(steps, list(counted), list(counted.values())).tolist()
+    return steps, [row[metric] for row in evaluated]

@@ -37,7 +37,8 @@ class Estimate:
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval is on one side of zero."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        # False for an interval that is not a number.
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
@@ -57,7 +58,8 @@ def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
     mean, count = math.fsum(values) / len(values), len(values)
     if count < 2:
         return Estimate(mean)
-    deviation = float(np.std(values, ddof=1))
+    # Of equal values it is 0, which sums of floats can miss: 1.7e-17 for three times 0.1.
+    deviation = float(np.std(values, ddof=1)) if len(set(values)) > 1 else 0.0
     of_seeds = deviation**2 / count
     total = of_seeds + rows_variance
     if not total:  # all seeds agree to the last bit

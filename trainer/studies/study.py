@@ -65,7 +65,8 @@ class Primary(Comparison):
     Attributes:
         pilot_deviation: standard deviation of the paired difference over seeds, found in a pilot
             or assumed.
-        detects: smallest difference that is found in 80 of 100 such studies.
+        detects: smallest difference that is found in 80 of 100 such studies with the file's number
+            of seeds. The page computes it for the seeds that were run.
     """
 
     pilot_deviation: float
@@ -171,7 +172,7 @@ class Config:
             for name in ("measure", "against"):
                 _among(getattr(relation, name), self.measures, f"relations.{number}.{name}")
         for arm, changes in self.arms.items():
-            for stage in changes or {}:
+            for stage in changes:
                 _among(stage, self.stages, f"arms.{arm}")
         if self.primary is not None:
             self._check_comparison(self.primary, "primary")
@@ -241,7 +242,7 @@ class Study:
         """
         path = recipes.locate(file)
         tree = read_tree(path, overrides)
-        at_scale = (tree.get("scales") or {}).get(tree.get("scale"), {})
+        at_scale = (tree.get("scales") or {}).get(tree.get("scale")) or {}
         tree = merge_overrides(merge(tree, at_scale), overrides)
         return cls(path.stem, decode(Config, tree), path.parent)
 
@@ -251,7 +252,7 @@ class Study:
 
     def stages_of(self, arm: str) -> dict[str, StageConfig]:
         """Returns the stages of an arm, in order, without those that it sets to null."""
-        trees = merge(self.config.stages, self.config.arms[arm] or {})
+        trees = merge(self.config.stages, self.config.arms[arm])
         stages: dict[str, StageConfig] = {}
         for name, tree in trees.items():
             if tree is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from tests.unit.studies.test_study import content, read
+from trainer.errors import ConfigError
 from trainer.monitoring.costs import Usage
 from trainer.studies import page
 from trainer.studies.jobs import Result, list_jobs
 from trainer.studies.results import Results, collect
+from trainer.studies.statistics import detectable
 
 PRIMARY = {"measure": "loss", "arms": ["a", "b"], "pilot_deviation": 0.1, "detects": 0.6}
 
@@ -30,6 +33,10 @@ def results(
             job = jobs.of[arm, repetition, "pretrain"]
             job.folder.mkdir(parents=True)
             Result({"loss": loss}, Usage()).save(job.folder)
+    for job in jobs.all:
+        if job.result() is None:
+            job.folder.mkdir(parents=True)
+            Result({}, Usage()).save(job.folder)
     return collect(study, jobs)
 
 
@@ -78,3 +85,64 @@ def test_the_page_says_what_to_compare_with(tmp_path: Path) -> None:
     page.write_markdown(found, [], tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert "To compare with: 40 % masks (Wettig et al. 2023).\n" in text
+
+
+def test_a_loss_that_is_not_a_number_is_no_difference(tmp_path: Path) -> None:
+    found = results(tmp_path, [5.0, 6.0, 7.0], [5.1, math.nan, 7.3])
+    assert found.primary is not None
+    assert not found.primary.excludes_zero
+    assert [line[1:] for line in page.lines(found)] == [["6.000 ± 1.000", ""], ["not finite"] * 2]
+    found.write(tmp_path / "out")
+    text = (tmp_path / "out" / "scores.json").read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["rows"][1]["values"] == [5.1, None, 7.3]
+
+
+def test_unfinished_seeds_are_named(tmp_path: Path) -> None:
+    complete = results(tmp_path, [5.0, 6.0, 7.0], [5.1, 6.2, 7.3])
+    assert not any("finished" in note for note in page.notes(complete))
+    jobs = list_jobs(complete.study, tmp_path / "jobs")
+    (jobs.of["b", 1, "pretrain"].folder / "result.json").unlink()
+    found = collect(complete.study, jobs)
+    assert found.finished == {"a": 3, "b": 2}
+    assert "Not all jobs are finished. Finished seeds: b 2 of 3." in page.notes(found)
+
+
+def test_an_arm_of_one_fixed_seed_is_compared_with_every_seed(tmp_path: Path) -> None:
+    tree = content(tmp_path) | {"primary": PRIMARY, "seeds": 3}
+    tree["arms"]["a"] = {"pretrain": {"seed": 0}}
+    study = read(tree, tmp_path)
+    jobs = list_jobs(study, tmp_path / "jobs")
+    for arm, seed, loss in (("a", 0, 5.0), ("b", 0, 4.0), ("b", 1, 4.5), ("b", 2, 5.0)):
+        folder = jobs.of[arm, seed, "pretrain"].folder
+        folder.mkdir(parents=True)
+        Result({"loss": loss}, Usage()).save(folder)
+    found = collect(study, jobs)
+    assert [row.values for row in found.rows] == [[5.0], [4.0, 4.5, 5.0]]
+    assert found.primary is not None
+    assert (found.primary.mean, found.primary.deviation) == (-0.5, 0.5)
+
+
+def test_what_is_detected_depends_on_the_seeds_that_are_run(tmp_path: Path) -> None:
+    """The file states it for its own number of seeds."""
+    found = results(tmp_path, [5.0, 6.0, 7.0, 8.0, 9.0], [5.1, 6.2, 7.3, 8.4, 9.5])
+    text = f"5 seeds detect a difference of {detectable(0.1, 5):.3f} in 80 of 100 cases."
+    assert text in page.notes(found)[-1]
+    (tmp_path / "one").mkdir()
+    assert "detect" not in page.notes(results(tmp_path / "one", [5.0], [5.1]))[-1]
+
+
+def test_text_after_the_results_stays_even_if_it_names_the_markers(tmp_path: Path) -> None:
+    found, file = results(tmp_path, [5.0], [5.1]), tmp_path / "page.md"
+    file.write_text("<!-- results -->\nstale\n<!-- /results -->\n\nSee <!-- /results -->.\n")
+    for _ in range(2):
+        page.write_markdown(found, [], file)
+        assert file.read_text().endswith("<!-- /results -->\n\nSee <!-- /results -->.\n")
+    assert "stale" not in file.read_text()
+
+
+def test_a_page_without_a_place_for_results_is_refused_before_the_work(tmp_path: Path) -> None:
+    page.check_markdown(tmp_path / "new.md")
+    (tmp_path / "page.md").write_text("# A page\n")
+    with pytest.raises(ConfigError, match="Add them where results go"):
+        page.check_markdown(tmp_path / "page.md")

@@ -96,3 +96,10 @@ def test_the_interval_of_a_share_is_that_of_the_tables() -> None:
         pytest.approx(0.1692, abs=1e-4),
     )
     assert share([False] * 40).high == pytest.approx(1 - 0.025 ** (1 / 40))
+
+
+def test_equal_values_are_exact_and_an_interval_that_is_no_number_excludes_nothing() -> None:
+    found = estimate([0.1] * 3)  # whose deviation is 1.7e-17 in floats
+    assert found.is_exact
+    assert found.deviation == 0
+    assert not estimate([0.1, float("nan"), 0.2]).excludes_zero

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import BertConfig, BertForMaskedLM
 
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint import Config as Settings
@@ -140,6 +141,92 @@ def test_changed_files_and_settings_make_new_jobs(tmp_path: Path) -> None:
     assert first.of["b", 0, "pretrain"].digest != second.of["b", 0, "pretrain"].digest
 
 
+def test_names_and_published_scores_make_no_new_jobs(tmp_path: Path) -> None:
+    """A dataset is the same one wherever its recipe would put it; so is a task's run."""
+    tree = content(tmp_path)
+    file = tmp_path / "task.yaml"
+    tree["stages"]["topic"] = {"kind": "task", "task": str(file), "start": "stage:pretrain"}
+    source = {"kind": "classification", "labels": ["a", "b"]}
+    source["paths"] = [str(tmp_path / "text.jsonl")]
+    digests = []
+    for name in ("one", "another"):
+        recipe = tmp_path / "tiny-corpus.yaml"
+        recipe.write_text(recipe.read_text().replace("unused", name).replace("one", name))
+        file.write_text(yaml.safe_dump({"source": source, "published": {"accuracy": len(name)}}))
+        digests.append([job.digest for job in jobs_of(tree, tmp_path).all])
+        tree["stages"]["corpus"]["recipe"] = "{scale}-corpus.yaml"
+    assert digests[0] == digests[1]
+
+
+def test_jobs_depend_on_all_that_they_read(tmp_path: Path) -> None:
+    """Also on further held-out rows, an own tokenizer, and a run or a dataset of no stage."""
+    tree = content(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    further = tmp_path / "further.jsonl"
+    task_file = {
+        "source": {
+            "kind": "classification",
+            "labels": ["a", "b"],
+            "paths": [str(tmp_path / "rows.jsonl")],
+        },
+        "also": {"further": {"heldout": [str(further)]}},
+    }
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task_file))
+    folders = {name: tmp_path / name for name in ("tokenizer", "data", "run")}
+    for folder in folders.values():
+        folder.mkdir()
+    tree["stages"] = {
+        "corpus": {
+            **tree["stages"]["corpus"],
+            "settings": {"tokenizer": {"path": str(folders["tokenizer"])}},
+        },
+        "pretrain": {
+            **tree["stages"]["pretrain"],
+            "settings": {"data": {"path": str(folders["data"])}},
+        },
+        "again": {"kind": "evaluate", "run": str(folders["run"])},
+        "topic": {"kind": "task", "task": str(tmp_path / "task.yaml"), "start": "stage:pretrain"},
+    }
+
+    def digests() -> dict[str, str]:
+        for cached in (inputs._files, inputs._identity):
+            cached.cache_clear()  # as in another process
+        jobs = jobs_of(tree, tmp_path)
+        return {stage: jobs.of["a", 0, stage].digest for stage in tree["stages"]}
+
+    files = {
+        "corpus": folders["tokenizer"] / "tokenizer.json",
+        "pretrain": folders["data"] / "manifest.json",
+        "topic": further,
+    }
+    for file in files.values():
+        file.write_text("{}\n")
+    sizes_of_bert = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(vocab_size=300, intermediate_size=16, **sizes_of_bert))
+    model.save_pretrained(folders["run"])
+    before = digests()
+    for stage in ("corpus", "topic", "pretrain", "again"):
+        if stage == "again":
+            model.cls.predictions.bias.data += 1
+            model.save_pretrained(folders["run"])
+        else:
+            files[stage].write_text("changed\n")
+        after = digests()
+        assert before[stage] != after[stage], stage
+        before = after
+
+
+def test_a_tokenizer_that_is_half_saved_is_trained_again(tmp_path: Path) -> None:
+    job = jobs_of(content(tmp_path), tmp_path).of["a", 0, "corpus"]
+    folder = tmp_path / "job" / "tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    train, build = job.config.commands(folder.parent, 0, job.settings())
+    assert (train[1], train[-1], build[1]) == ("tokenizer", "--force", "build")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert job.config.commands(folder.parent, 0, job.settings()) == [build]
+
+
 def test_a_copy_of_the_data_makes_no_new_jobs(tmp_path: Path) -> None:
     tree = content(tmp_path)
     first = jobs_of(tree, tmp_path)
@@ -226,6 +313,7 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
         ("seeds=0", "seeds is 0. Use at least 1"),
         ("first_seed=-1", "first_seed is -1. Use at least 0"),
         ("stages.pretrain.seed_offset=-1", "seed_offset is -1. Use at least 0"),
+        ("arms.b.pretrain.seed_offset=1", "so repetitions would share runs. Use at least 2"),
         ("stages.corpus.seed_offset=1", "this stage uses no random numbers"),
         ("arms.b.pretrain={seed: 1, seed_offset: 1}", "seed and seed_offset exclude each other"),
         ("calibrate=2", "and primary, the comparison, is not set"),
@@ -254,13 +342,22 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
             "arm 'a', stage pretrain: data: two sources have the same name in dataset, dataset",
         ),
         ("scale=huge", "huge-corpus.yaml"),
+        ("scales={tiny: null}", "scales.tiny must be a section"),
+        (
+            "stages.own={kind: vectors, dataset: stage:corpus, method: glove, options: {seed: 3}}",
+            "options.seed is chosen by the study",
+        ),
+        (
+            "stages.own={kind: vectors, dataset: stage:corpus, method: glove, options: {rat: 3}}",
+            "options.rat is not a known key; did you mean 'rate'",
+        ),
         ("stages.corpus.settings.source.paths=[missing.jsonl]", "missing.jsonl"),
     ],
 )
 def test_refusals_come_before_any_work(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=message.replace("(", r"\(")) as caught:
         jobs_of(content(tmp_path), tmp_path, override)
-    assert type(caught.value).__module__ == ConfigError.__module__
+    assert isinstance(caught.value, ConfigError)
     assert not (tmp_path / "jobs").exists()
 
 

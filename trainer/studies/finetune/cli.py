@@ -82,9 +82,11 @@ def _suite(args: argparse.Namespace) -> int:
         raise MissingExtra("scipy", "tasks", "samestep finetune-suite")
     execution.check_parallel(args.parallel)
     # argparse takes overrides that follow --tasks for tasks.
-    swallowed = [name for name in args.tasks if "=" in name]
+    swallowed = [name for name in args.tasks if "=" in name and not Path(name).exists()]
     overrides = in_typed_order(args, [*args.overrides, *swallowed])
-    tasks = task.find_tasks([name for name in args.tasks if "=" not in name], args.recipe)
+    tasks = task.find_tasks([name for name in args.tasks if name not in swallowed], args.recipe)
+    if not tasks:
+        raise ConfigError("--tasks names no task. Name one, such as mrpc, before the settings.")
     folder = Path(args.output)
     slots = execution.slots(args.parallel, "accelerator=cpu" in overrides)
     execution.interrupt_on_sigterm()
@@ -106,7 +108,8 @@ def _suite(args: argparse.Namespace) -> int:
             problems = whole.make(slots, partial(_tell, whole, len(slots), progress))
     rows = table.summarize(tasks, listed, suite.read_results(folder))
     # Without a terminal, rich would assume 80 columns and break the table.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    width = None if sys.stdout.isatty() else 120
+    console = Console(width=width, highlight=False, markup=False)
     console.print(table.as_table(rows), table.notes(rows))
     title = f"{args.checkpoint}: {', '.join(each.name for each in tasks)}"
     page.write_curves(rows, folder)

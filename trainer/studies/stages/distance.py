@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import Tree
+from trainer.studies.inputs import stamps_of_weights
 from trainer.studies.stages import ScoringConfig
 
 
@@ -24,6 +25,9 @@ class Config(ScoringConfig):
 
     def resolved(self) -> Tree:
         return {"start": self.start, "run": self.run}
+
+    def inputs(self, resolved: Tree) -> Sequence[object]:
+        return stamps_of_weights(self.start, self.run)
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         file = str(folder / self.product)

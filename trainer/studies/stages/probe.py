@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.config import Tree
 from trainer.studies.finetune.suite import PREDICTIONS
-from trainer.studies.inputs import stamp
+from trainer.studies.inputs import stamp, stamps_of_weights
 from trainer.studies.stages import ScoringConfig
 
 
@@ -28,7 +28,7 @@ class Config(ScoringConfig):
         return {"run": self.run}
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
-        return [stamp(Path(self.probes))]
+        return [stamp(Path(self.probes)), *stamps_of_weights(self.run)]
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         files = ["--scores", str(folder / self.product)]

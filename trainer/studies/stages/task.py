@@ -14,7 +14,7 @@ from trainer.config.tree import merge
 from trainer.errors import ConfigError, DataError
 from trainer.storage import write_text
 from trainer.studies.finetune.suite import PREDICTIONS, read_results
-from trainer.studies.inputs import stamps_of
+from trainer.studies.inputs import stamps_of, stamps_of_weights
 from trainer.studies.size import sizes
 from trainer.studies.stages import StageConfig
 
@@ -49,11 +49,12 @@ class Config(StageConfig):
 
     def resolved(self) -> Tree:
         tree = merge(read_tree(self.task), self.settings)
+        tree = {name: value for name, value in tree.items() if not name.startswith("published")}
         found = {"task": tree, "start": self.start, "scratch": self.scratch}
         return found if self.at == 1 else {**found, "at": self.at}
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
-        return stamps_of(resolved["task"])
+        return stamps_of(resolved["task"]) + stamps_of_weights(self.start)
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         file = folder / f"{Path(self.task).stem}.yaml"

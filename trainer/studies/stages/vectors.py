@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trainer.config import Tree
+from trainer.config import Tree, decode
+from trainer.errors import ConfigError
+from trainer.studies.inputs import stamps_of_folders
 from trainer.studies.stages import StageConfig
+from trainer.vectors.settings import DEFAULTS, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class Config(StageConfig):
     Attributes:
         dataset: whose text they are trained on, as stage:corpus.
         method: skipgram, cbow, glove or ppmi.
-        options: of the command, by name, as dimensions.
+        options: of the command that are numbers, by name, as dimensions or min_count.
     """
 
     dataset: str
@@ -26,6 +29,18 @@ class Config(StageConfig):
     options: Tree = field(default_factory=dict)
 
     product = "vectors"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("method", "units", "seed"):
+            if name in self.options:
+                raise ConfigError(f"options.{name} is chosen by the study. Leave it out.")
+        known = {"method": self.method, **DEFAULTS[self.method], **self.options}
+        decode(Settings, known, "options")  # names and types
+        Settings.of(self.method, dict(self.options))  # those of the method
+
+    def inputs(self, resolved: Tree) -> Sequence[object]:
+        return stamps_of_folders(self.dataset)
 
     def resolved(self) -> Tree:
         return {"dataset": self.dataset, "method": self.method, "options": self.options}

@@ -1,0 +1,41 @@
+"""How jobs are executed, and what happens to the others when one of them fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import DataError
+from trainer.studies.execution import Execution, Slot
+
+
+@dataclass(frozen=True)
+class Job:
+    digest: str
+    folder: Path
+    after: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(DataError("no rows"), "no rows"), (ValueError("none"), "two: ValueError: none")],
+)
+def test_the_others_run_on_if_one_fails(error: Exception, message: str) -> None:
+    """Even if it fails by a defect, which has no message of its own."""
+    jobs = [Job(name, Path(name)) for name in ("one", "two", "three")]
+    jobs.append(Job("four", Path("four"), ("two",)))
+    done = []
+
+    def work(job: Job, slot: Slot) -> str:
+        if job.digest == "two":
+            raise error
+        done.append(job.digest)
+        return job.digest
+
+    execution = Execution[Job, str]([{}], work, lambda job, result: None)
+    problems = execution.run(jobs)
+    assert problems[0] == message
+    assert problems[1].startswith("four was not started")
+    assert done == ["one", "three"]
