@@ -48,8 +48,7 @@ def _add_tokenizer(commands: Commands) -> None:
         _tokenizer,
         "train the tokenizer of a dataset on its source",
         "The tokenizer is written to tokenizer.path, where `samestep data build` and\n"
-        "`transformers` find it. Two trainings give two different tokenizers, so a build never\n"
-        "trains one.\n\n"
+        "`transformers` find it. A build never trains one: several datasets may share it.\n\n"
         "example:\n"
         "  samestep data tokenizer configs/data/python_docs.yaml tokenizer.vocab_size=16384",
     )
