@@ -15,7 +15,7 @@ from trainer.studies.study import Curves
 
 
 def a_run(folder: Path, evaluations: int) -> Any:
-    """A finished job of training with so many evaluations."""
+    """A finished job of training with this number of evaluations."""
     folder.mkdir()
     steps = range(1, evaluations + 1)
     rows = [{"step": step, "time": 0.0, "heldout/loss": 9.0 - step} for step in steps]
