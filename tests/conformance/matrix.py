@@ -220,10 +220,10 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `modernbert` | ModernBERT with local layers |
 | `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
 
-A row of `mlm` under `single`, `ddp`, `fsdp` or `hsdp` covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the
-packings {_join(PACKINGS)}. The other rows cover micro-batches of at most {_join(FEWER[0])} examples: those of
-`{"`, `".join(TASKS)}` with both packings, the rest with one. `hsdp` is FSDP2 in two replicas; `zero-1` to `zero-3` are
-the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.
+A row of `mlm` under `single`, `ddp`, `fsdp` or `hsdp` covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)}
+loader threads; the packings {_join(PACKINGS)}. The other rows cover micro-batches of at most {_join(FEWER[0])} examples: those of
+`{"`, `".join(TASKS)}` with both packings, the rest with one. `hsdp` is FSDP2 in two
+replicas; `zero-1` to `zero-3` are the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.
 
 | objective | processes | strategy | cases that agree | largest relative difference of a loss |
 |---|---|---|---|---|

@@ -1,5 +1,4 @@
-"""Hashes of what jobs read: a job runs again if its data, or the weights it begins with, have
-changed."""
+"""Hashes of what jobs read: a job runs again if its data or its first weights have changed."""
 
 from __future__ import annotations
 
@@ -50,6 +49,23 @@ def _stamps_of_source(tree: Any) -> list[Stamp]:
     if paths and all("://" in path for path in paths):
         return []  # the settings have the addresses, and listing their files takes requests
     return stamps(source)
+
+
+def stamps_of_experiment(settings: Tree) -> list[Stamp]:
+    """Returns the stamps of the datasets, vectors and weights in settings of `samestep train`.
+
+    The settings may have any form; they are checked later.
+    """
+    weights, folders = [settings.get("init_from")], [settings.get("init_embeddings")]
+    match settings.get("data"):
+        case {"sources": [*sources]}:
+            folders += [each.get("path") for each in sources if isinstance(each, dict)]
+        case {"path": path}:
+            folders.append(path)
+    match settings.get("objective"):
+        case {"teacher": teacher}:
+            weights.append(teacher)
+    return stamps_of_folders(*folders) + stamps_of_weights(*weights)
 
 
 def stamps_of_weights(*paths: str | None) -> list[Stamp]:

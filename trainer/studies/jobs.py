@@ -129,12 +129,6 @@ def list_jobs(study: Study, root: Path) -> Jobs:
         for arm, configs in stages.items():
             own: dict[str, Job] = {}
             for name, config in configs.items():
-                if 0 < config.seed_offset < study.config.seeds:
-                    raise ConfigError(
-                        f"arm {arm!r}, stage {name}: seed_offset is {config.seed_offset}, so "
-                        f"repetitions would share runs. Use at least {study.config.seeds}, the "
-                        "number of seeds."
-                    )
                 tree = resolved[arm, name]
                 needed = sorted(set(_named(tree)))
                 for other in needed:

@@ -196,8 +196,7 @@ def _mean(row: Row, measure: Measure) -> str:
     if measure.minus is not None:  # a difference itself
         return _estimate(row.mean, measure)
     text = _number(row.mean.mean, measure)
-    # One seed, the same number for all, as a size, or no number.
-    if not row.mean.deviation or math.isnan(row.mean.mean):
+    if not row.mean.deviation:  # one seed, or the same number for all, as a size
         return text
     return f"{text} ± {_number(row.mean.deviation, measure)}"
 
@@ -209,8 +208,6 @@ def _difference(row: Row, measure: Measure) -> str:
 
 
 def _estimate(estimate: Estimate, measure: Measure) -> str:
-    if math.isnan(estimate.mean):
-        return _number(estimate.mean, measure)
     text = _signed(estimate.mean, measure)
     if estimate.low is None or estimate.high is None or estimate.is_exact:
         return text
@@ -227,7 +224,7 @@ def _number(value: float, measure: Measure) -> str:
 
 
 def _signed(value: float, measure: Measure) -> str:
-    sign = _MINUS if value < 0 else "+"
+    sign = _MINUS if value < 0 else "+" * (value >= 0)  # NaN has none
     return sign + _number(abs(value), measure)
 
 

@@ -175,11 +175,10 @@ def collect(study: Study, jobs: Jobs) -> Results:
 
 
 def _finished(study: Study, jobs: Jobs, arm: str) -> int:
-    of_seeds = [
-        [job for (name, of, _), job in jobs.of.items() if (name, of) == (arm, seed)]
-        for seed in study.config.repetitions
-    ]
-    return sum(all(job.result() is not None for job in of_seed) for of_seed in of_seeds)
+    missing = {
+        seed for (name, seed, _), job in jobs.of.items() if name == arm and job.result() is None
+    }
+    return study.config.seeds - len(missing)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ class Estimate:
     """A mean over seeds.
 
     Attributes:
-        mean: of the values.
-        deviation: their standard deviation; None for one seed.
-        low, high: 95 % interval of the mean; None for one seed.
+        mean: of the values; NaN if one of them is.
+        deviation: their standard deviation; None for one seed, or a mean of NaN.
+        low, high: 95 % interval of the mean; None in the same cases.
     """
 
     mean: float
@@ -37,8 +37,7 @@ class Estimate:
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval is on one side of zero."""
-        # False for an interval that is not a number.
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
@@ -56,7 +55,7 @@ def estimate(values: Sequence[float], rows_variance: float = 0.0) -> Estimate:
         rows_variance: of the mean, over samples of held-out rows.
     """
     mean, count = math.fsum(values) / len(values), len(values)
-    if count < 2:
+    if count < 2 or math.isnan(mean):
         return Estimate(mean)
     # Of equal values it is 0, which sums of floats can miss: 1.7e-17 for three times 0.1.
     deviation = float(np.std(values, ddof=1)) if len(set(values)) > 1 else 0.0

@@ -257,6 +257,11 @@ class Study:
         for name, tree in trees.items():
             if tree is not None:
                 stages[name] = decode(_STAGE, self._located(tree), f"stages.{name}")
+                if 0 < (offset := stages[name].seed_offset) < self.config.seeds:
+                    raise ConfigError(
+                        f"stages.{name}.seed_offset is {offset} in the arm {arm!r}, so repetitions "
+                        f"would share runs. Use at least {self.config.seeds}, the number of seeds."
+                    )
         return stages
 
     def _located(self, tree: Tree) -> Tree:

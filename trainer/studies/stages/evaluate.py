@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.config import Tree
 from trainer.studies.finetune.suite import PREDICTIONS
-from trainer.studies.inputs import stamps_of_folders, stamps_of_weights
+from trainer.studies.inputs import stamps_of_experiment, stamps_of_weights
 from trainer.studies.stages import ScoringConfig
 
 
@@ -44,8 +44,8 @@ class Config(ScoringConfig):
         return tree | {name: value for name, value in options.items() if value}
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
-        data = (self.settings.get("data") or {}).get("path")
-        return stamps_of_weights(self.run, self.encoder, *self.ensemble) + stamps_of_folders(data)
+        weights = stamps_of_weights(self.run, self.encoder, *self.ensemble)
+        return weights + stamps_of_experiment(self.settings)
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         options = ["--scores", str(folder / self.product), "--processes", "1"]

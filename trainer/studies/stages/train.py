@@ -13,7 +13,7 @@ from trainer.config.tree import merge
 from trainer.errors import ConfigError, SamestepError
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import write_text
-from trainer.studies.inputs import stamps_of_folders, stamps_of_weights
+from trainer.studies.inputs import stamps_of_experiment
 from trainer.studies.size import sizes
 from trainer.studies.stages import StageConfig
 from trainer.training.experiment import Experiment
@@ -47,17 +47,7 @@ class Config(StageConfig):
         return {name: value for name, value in tree.items() if name not in ("output", "seed")}
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
-        weights, folders = [resolved.get("init_from")], [resolved.get("init_embeddings")]
-        # The settings may still be of any form: they are checked afterwards.
-        match resolved.get("data"):
-            case {"sources": [*sources]}:
-                folders += [each.get("path") for each in sources if isinstance(each, dict)]
-            case {"path": path}:
-                folders.append(path)
-        match resolved.get("objective"):
-            case {"teacher": teacher}:
-                weights.append(teacher)
-        return stamps_of_folders(*folders) + stamps_of_weights(*weights)
+        return stamps_of_experiment(resolved)
 
     def check(self, settings: Tree) -> None:
         if "init_from" not in settings:  # else the model is known only when the stage has run
