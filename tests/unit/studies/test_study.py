@@ -216,6 +216,24 @@ def test_jobs_depend_on_all_that_they_read(tmp_path: Path) -> None:
         before = after
 
 
+def test_a_task_depends_on_a_teacher_and_on_vectors_of_no_stage(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "vectors").mkdir()
+    (tmp_path / "vectors" / "vectors.json").write_text("{}")
+    model = BertForMaskedLM(BertConfig(vocab_size=300, num_hidden_layers=1, hidden_size=24))
+    model.save_pretrained(tmp_path / "teacher")
+    source = {"kind": "classification", "labels": ["a", "b"], "paths": [str(tmp_path / "*.jsonl")]}
+    config = task.Config(task="unread.yaml", start="stage:pretrain")
+    rows = config.inputs({"task": {"source": source}})
+    settings = {
+        "source": source,
+        "objective": {"teacher": str(tmp_path / "teacher")},
+        "experiment": {"init_embeddings": str(tmp_path / "vectors")},
+    }
+    read = config.inputs({"task": settings})
+    assert [name for name, *_ in read[len(rows) :]] == ["vectors.json", str(tmp_path / "teacher")]
+
+
 def test_a_tokenizer_that_is_half_saved_is_trained_again(tmp_path: Path) -> None:
     job = jobs_of(content(tmp_path), tmp_path).of["a", 0, "corpus"]
     folder = tmp_path / "job" / "tokenizer"

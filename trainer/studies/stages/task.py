@@ -14,7 +14,7 @@ from trainer.config.tree import merge
 from trainer.errors import ConfigError, DataError
 from trainer.storage import write_text
 from trainer.studies.finetune.suite import PREDICTIONS, read_results
-from trainer.studies.inputs import stamps_of, stamps_of_weights
+from trainer.studies.inputs import stamps_of, stamps_of_experiment, stamps_of_weights
 from trainer.studies.size import sizes
 from trainer.studies.stages import StageConfig
 
@@ -54,7 +54,10 @@ class Config(StageConfig):
         return found if self.at == 1 else {**found, "at": self.at}
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
-        return stamps_of(resolved["task"]) + stamps_of_weights(self.start)
+        task = resolved["task"]
+        # A teacher is named in the task's objective, vectors in its experiment.
+        read = stamps_of_experiment({**(task.get("experiment") or {}), **task})
+        return stamps_of(task) + stamps_of_weights(self.start) + read
 
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
         file = folder / f"{Path(self.task).stem}.yaml"
