@@ -95,7 +95,7 @@ bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS
 	  $(BENCH)/bin/python -m benchmarks.$$name $(if $(CORPUS),--corpus $(CORPUS)) || exit 1; done
 	@for name in $(OTHER_BENCHMARKS); do $(BENCH)/bin/python -m benchmarks.$$name || exit 1; done
 
-bench-gpu: $(BENCH)/.installed  ## training steps on a GPU beside Hugging Face Trainer (an hour or more), written to docs/benchmarks.md
+bench-gpu: $(BENCH)/.installed  ## training steps on a GPU beside Hugging Face Trainer (two hours or more), written to docs/benchmarks.md
 	@$(BENCH)/bin/python -m benchmarks.gpu $(OPTIONS)
 
 bench-scale: install  ## how costs grow with shards, ranks, machines and steps (minutes; OPTIONS=--full: an hour)

@@ -1,6 +1,6 @@
 """Training steps on a GPU: samestep and Hugging Face Trainer, eager and compiled, side by side.
 
-    make bench-gpu                                     all recipes, an hour or more
+    make bench-gpu                                     all recipes, two hours or more
     python -m benchmarks.gpu --recipe bert_large_512   one of them
     python -m benchmarks.gpu --tiny                    a trial of some minutes, with tiny models
     python -m benchmarks.gpu --device cpu              a trial without a GPU
@@ -136,8 +136,14 @@ def contestants(device: str) -> dict[str, Contestant]:
     }
     if fused != plain:
         name = "samestep, compiled, fused attention"
-        settings = {"training": compiled, "accelerator": fused}
-        found["fused"] = Contestant(name, partial(ours, must_fuse=True), settings)
+        narrow = compiled | {"residual": "bf16"}
+        for side, label, training in (
+            ("fused", name, compiled),
+            ("residual", f"{name}, bf16 residual", narrow),
+            ("fp8", f"{name}, bf16 residual, fp8", narrow | {"fp8": True}),
+        ):
+            settings = {"training": training, "accelerator": fused}
+            found[side] = Contestant(label, partial(ours, must_fuse=True), settings)
     found["trainer"] = Contestant("Hugging Face Trainer", theirs)
     found["trainer_compiled"] = Contestant(REFERENCE, partial(theirs, compiled=True))
     return found

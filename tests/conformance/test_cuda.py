@@ -167,11 +167,14 @@ def test_compiled(
 
 
 @pytest.mark.parametrize("task", ["mlm_lamb", *FAMILIES])
-def test_families_and_optimizers(experiment_file: str, tmp_path: Path, task: str) -> None:
+def test_families_and_optimizers(
+    experiment_file: str, t5_experiment: str, tmp_path: Path, task: str
+) -> None:
+    file = t5_experiment if task in TEXT_TASKS else experiment_file
     packing = FAMILIES.get(task, "best_fit")
     changed = [f"data.packing={packing}", "training.steps=12", *TASKS[task]]
-    reference = on_cpu(experiment_file, tmp_path / "cpu", *changed)
-    assert_same(on_gpus(experiment_file, tmp_path / "gpu", GPUS, "fsdp", *changed), reference)
+    reference = on_cpu(file, tmp_path / "cpu", *changed)
+    assert_same(on_gpus(file, tmp_path / "gpu", GPUS, "fsdp", *changed), reference)
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])

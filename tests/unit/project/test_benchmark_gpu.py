@@ -150,7 +150,7 @@ def test_one_side_fails_and_the_others_are_measured(tmp_path: Path):
 def test_each_side_of_a_gpu_has_valid_settings(recipe: str, tmp_path: Path):
     sides = gpu.contestants("cuda").values()
     has_setting = "fused_attention" in {each.name for each in dataclasses.fields(cuda.Config)}
-    assert len(sides) == 4 + has_setting
+    assert len(sides) == 4 + 3 * has_setting
     job = dataclasses.replace(tiny(tmp_path, recipe), device="cuda", tiny=False)
     seen = set()
     for side in sides:
@@ -161,6 +161,8 @@ def test_each_side_of_a_gpu_has_valid_settings(recipe: str, tmp_path: Path):
         if side.settings:
             fused = getattr(found.accelerator, "fused_attention", None)
             seen.add((found.training.compile, fused))
+            assert found.training.residual == "fp32" or fused
+            assert not found.training.fp8 or found.training.residual == "bf16"
     expected = {(False, False), (True, False), (True, True)}
     assert seen == (expected if has_setting else {(False, None), (True, None)})
 
