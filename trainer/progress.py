@@ -93,12 +93,6 @@ class Progress:
         self._bar.update(self._task, completed=self._done, **self._fields)
         self._bar.stop()
 
-    def expect(self, total: float) -> None:
-        """Sets the units of work, when they become known."""
-        self._total = total
-        self._bar.update(self._task, total=total)
-        self.update(self._done)
-
     def advance(self, count: float = 1.0) -> None:
         """Adds finished units."""
         self.update(self._done + count)

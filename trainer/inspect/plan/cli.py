@@ -161,16 +161,17 @@ def _plan(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     found: list[tuple[Phase, list[Plan]]] = []
     phases = _distinct(phases)
-    # Each phase traces a few micro-batch sizes; how many is known with its planner. The first unit
-    # is the optimizer's update.
-    with Progress("running steps without memory", 1 + len(phases)) as progress:
+    # The first unit is the optimizer's update, the others are plans.
+    with Progress("running steps without memory", 1 + len(phases) * len(names)) as progress:
         step = Step(experiment, on_cpu=isinstance(experiment.accelerator, cpu.Config))
         progress.advance()
-        planners = [Planner(experiment, phase, args.devices, step, progress) for phase in phases]
-        traces = sum(planner.traces(names, memory is not None) for planner in planners)
-        progress.expect(1 + traces)
-        for phase, planner in zip(phases, planners, strict=True):
-            found.append((phase, [planner.plan(name, memory) for name in names]))
+        for phase in phases:
+            planner = Planner(experiment, phase, args.devices, step)
+            plans: list[Plan] = []
+            for name in names:
+                plans.append(planner.plan(name, memory))
+                progress.advance()
+            found.append((phase, plans))
     needed = work(experiment, args.devices, device, costs.Config())
     if args.json:
         assumed = memory is not None and not args.memory

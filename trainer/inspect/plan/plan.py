@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from trainer.inspect.plan.strategies import (
 )
 from trainer.inspect.plan.trace import Activations, Step
 from trainer.monitoring.jsonl import read_rows
-from trainer.progress import Progress
 from trainer.strategies import ShardedConfig, deepspeed, fsdp
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import SHARE
@@ -62,7 +60,6 @@ class Planner:
     Args:
         devices: number of devices to use.
         step: of the experiment; traced once for all phases.
-        progress: counts the traces; None shows nothing.
     """
 
     def __init__(
@@ -71,9 +68,7 @@ class Planner:
         phase: Phase,
         devices: int,
         step: Step,
-        progress: Progress | None = None,
     ) -> None:
-        self._progress = progress
         self._experiment, self._phase, self._devices, self._step = experiment, phase, devices, step
         self._objective = phase.objective.build(stand_in(experiment.model.vocab_size))
         self._example = example(experiment, self._objective, phase)
@@ -102,8 +97,7 @@ class Planner:
         largest = None
         if memory is not None:
             # Two traces, of one example and of all rows of a device; others are interpolated.
-            sizes = sorted(self._sizes(strategy, memory=True))
-            bounds = [(size, self._activations(size, fuses)) for size in sizes]
+            bounds = [(size, self._activations(size, fuses)) for size in sorted({1, most})]
             budget = int(SHARE * memory)
 
             def total(size: int) -> int:
@@ -129,20 +123,6 @@ class Planner:
         found = held(size, self._activations(size, fuses))
         return Plan(strategy, size, count, found, division.exchanged(count), largest)
 
-    def traces(self, strategies: Iterable[str], memory: bool) -> int:
-        """Number of traces for the plans of these strategies, which take nearly all of the time.
-
-        Args:
-            memory: whether the plans are for a given memory.
-        """
-        return len(set().union(*(self._sizes(each, memory) for each in strategies)))
-
-    def _sizes(self, strategy: str, memory: bool) -> set[int]:
-        most, wanted = self._most(strategy), self._phase.micro_batch_size
-        if memory:
-            return {1, most}
-        return {min(most, wanted) if isinstance(wanted, int) else 1}
-
     def _devices_of(self, strategy: str) -> int:
         return 1 if strategy == "single" else self._devices
 
@@ -153,8 +133,6 @@ class Planner:
         if (size, fused) not in self._traced:
             found = self._step.activations(self._objective, self._example, size, fused)
             self._traced[size, fused] = found
-            if self._progress is not None:
-                self._progress.advance()
         return self._traced[size, fused]
 
 
