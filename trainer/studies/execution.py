@@ -105,6 +105,8 @@ class Execution(Generic[J, R]):
                         try:
                             result = future.result()
                         except SamestepError as error:
+                            # Now and in the end: the other jobs may take hours.
+                            logger.error("%s; the other jobs run on", error)
                             problems.append(str(error))
                             continue
                         except Exception as error:  # a defect; the other jobs run on
