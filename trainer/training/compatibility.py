@@ -51,7 +51,7 @@ def check_compatibility(
             f"{vocabulary:,}",
             f"{config.vocab_size:,}",
         )
-    _check_lengths(experiment, objectives, model)
+    check_lengths(experiment, objectives, model)
     # As plain values: a strategy knows no class of the experiment, which contains its own.
     experiment.strategy.check(to_tree(experiment))
     for phase, objective in zip(phases, objectives, strict=True):
@@ -77,8 +77,15 @@ def check_dataset(dataset: AnyDataset, objective: Objective, sequence_length: in
         check_rows(source.manifest, source.name, spec)
 
 
-def _check_lengths(experiment: Experiment, objectives: Sequence[Objective], model: Model) -> None:
-    """Rejects sequences longer than the model's position table."""
+def check_lengths(experiment: Experiment, objectives: Sequence[Objective], model: Model) -> None:
+    """Rejects sequences longer than the model's position table.
+
+    Args:
+        objectives: of each phase.
+
+    Raises:
+        ConfigError: names the setting of the length.
+    """
     virtual, most = experiment.model.virtual_tokens, model.max_sequence_length
     without = f", without the {virtual} positions of model.peft" if virtual else ""
     for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):

@@ -379,7 +379,7 @@ def test_the_size_of_a_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> N
 def test_refusals_come_before_any_work(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=message.replace("(", r"\(")) as caught:
         jobs_of(content(tmp_path), tmp_path, override)
-    assert type(caught.value).__module__ == ConfigError.__module__
+    assert type(caught.value) is ConfigError
     assert not (tmp_path / "jobs").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer.config import load, read_tree, recipes
 from trainer.inspect.plan.batch import stand_in
-from trainer.training.compatibility import check_needs
+from trainer.training.compatibility import check_lengths, check_needs
 from trainer.training.experiment import Experiment
 
 EXPERIMENTS = [name for name in recipes.names() if {"model", "objective"} <= set(read_tree(name))]
@@ -20,12 +20,11 @@ def test_model_and_objectives_of_a_recipe(name: str) -> None:
     experiment = load(Experiment, name, ["output=unused"])
     with torch.device("meta"):
         model = experiment.build_model()
-    for phase in experiment.resolved_phases():
-        objective = phase.objective.build(stand_in(experiment.model.vocab_size))
+    vocabulary, phases = stand_in(experiment.model.vocab_size), experiment.resolved_phases()
+    objectives = [phase.objective.build(vocabulary) for phase in phases]
+    for phase, objective in zip(phases, objectives, strict=True):
         check_needs(replace(experiment, objective=phase.objective), objective, model)
-        sides = objective.pack_spec(phase.sequence_length).sides
-        length = phase.sequence_length if sides is None or sides.joined else max(sides.size)
-        assert length <= model.max_sequence_length
+    check_lengths(experiment, objectives, model)
 
 
 def test_there_are_recipes_of_experiments() -> None:

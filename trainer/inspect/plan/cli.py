@@ -167,11 +167,7 @@ def _plan(args: argparse.Namespace) -> int:
         progress.advance()
         for phase in phases:
             planner = Planner(experiment, phase, args.devices, step)
-            plans: list[Plan] = []
-            for name in names:
-                plans.append(planner.plan(name, memory))
-                progress.advance()
-            found.append((phase, plans))
+            found.append((phase, [planner.plan(name, memory) for name in progress.track(names)]))
     needed = work(experiment, args.devices, device, costs.Config())
     if args.json:
         assumed = memory is not None and not args.memory

@@ -74,11 +74,8 @@ def show(
 
     names = list(DEVICES) if device == ALL else [device]
     predictor = Predictor(experiment, step, devices, strategy)
-    found: list[tuple[Phase, list[Prediction]]] = []
     with Progress("running steps without memory", len(phases)) as progress:
-        for each in predictor.predictions(phases, names):
-            found.append(each)
-            progress.advance()
+        found = list(progress.track(predictor.predictions(phases, names)))
     totals = list(_totals(found, devices, price))
     if json_wanted:
         listed = [
