@@ -9,8 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 
+from data_pipeline.order.example_order import Order
+from data_pipeline.reading.config import Config as DataConfig
 from tests.integration import tasks
 from trainer.errors import ConfigError
 from trainer.studies.finetune.page import write_page
@@ -110,6 +113,22 @@ def test_layers_are_unfrozen_by_passes_over_the_rows(
     found = run.experiment["optimizer"]
     assert {name: found.get(name) for name in expected} == expected
     assert ("unfreeze_every" in found) == ("unfreeze_every" in expected)
+
+
+def test_rows_of_a_small_task_are_read_equally_often(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    def reads(*overrides: str) -> list[int]:
+        """How often each of 96 rows is read in 20 passes, without doubles."""
+        plain = replace(task, experiment={"accelerator": "cpu"})
+        (run,) = list_runs(str(finished_run), [plain], folder, range(1), False, overrides)
+        lanes = run.experiment["data"].get("lanes", DataConfig.lanes)
+        order = Order([96], seed=0, lanes=lanes)
+        return sorted(set(np.bincount(order.locate(np.arange(96 * 20)).index).tolist()))
+
+    assert reads() == [20]
+    # 32 of 64 lanes have two rows, and the others have one, which is read twice as often.
+    assert reads("data.lanes=64") == [15, 30]
 
 
 def test_the_table_has_the_results_of_these_runs_alone(

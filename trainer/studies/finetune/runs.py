@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.format.manifest import MANIFEST
+from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.length_groups import can_group
 from data_pipeline.sources import SourceConfig
@@ -351,7 +352,11 @@ def _derived(config: TaskConfig, training: Tree, examples: int) -> Tree:
     if config.evaluations > 1:
         best = {"metric": config.score, "mode": "max", "patience": config.patience}
         derived["best"] = best
-    return {"training": derived, "schedule": {"warmup_steps": int(config.warmup * steps)}}
+    tree: Tree = {"training": derived, "schedule": {"warmup_steps": int(config.warmup * steps)}}
+    if examples < 10 * DataConfig.lanes:
+        # A lane of 4 rows is read 5 times while one of 5 rows is read 4 times.
+        tree["data"] = {"lanes": 1}
+    return tree
 
 
 def _unfreezing(config: TaskConfig, tree: Tree, examples: int) -> Tree:
