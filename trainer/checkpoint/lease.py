@@ -147,8 +147,11 @@ class Lease:
         return files.read_if_there(folder / history.NUMBER) == str(self.number).encode()
 
     def abandoned(self) -> list[Location]:
-        """Folders that killed processes have left while they made them."""
-        return [self.root / name for name in sorted(self._found) if name.startswith(files.CLAIMING)]
+        """Folders that killed processes left while they made them, and that are still there."""
+        found = {name for name in self._found if name.startswith(files.CLAIMING)}
+        if found:  # rarely; an earlier save may have removed them
+            found.intersection_update(files.names(self.root))
+        return [self.root / name for name in sorted(found)]
 
     def _content(self) -> bytes:
         record = self._record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,22 @@ def test_the_name_of_a_save_that_was_interrupted_is_not_used_again(tmp_path: Pat
     save(third, 3)
     assert third.latest() == 3
     assert not (tmp_path / "step-00000002").exists()
+
+
+def test_a_kill_while_the_folder_of_a_step_is_made_fails_no_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, killed = training(tmp_path)
+    with monkeypatch.context() as patch:  # without the clean-up that a kill prevents
+        patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(ZeroDivisionError):
+            killed.claim(2)
+    assert len(list(tmp_path.glob(f"{files.CLAIMING}*"))) == 1
+    second, _ = training(tmp_path)
+    save(second, 2, 4, 6)
+    assert second.steps() == [4, 6]
+    assert not list(tmp_path.glob(f"{files.CLAIMING}*"))
 
 
 def test_a_save_that_fails_keeps_its_name(
