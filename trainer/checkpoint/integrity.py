@@ -9,6 +9,7 @@ which is ignored, or a complete one.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
@@ -27,6 +28,9 @@ FORMAT = 1
 META = "meta.json"
 _CHECKSUMS = "checksums.json"
 _COMMITTED = "COMMITTED"
+# Errors of a file system that say that a file is gone or its bytes are. Others, such as a stale
+# handle, a missing permission or too many open files, say nothing about the bytes.
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 Check = Callable[[Location], None]
 """Raises a CheckpointError if a step is damaged: `check_sizes` or `check_content`."""
@@ -213,16 +217,23 @@ def find_damage(folder: Location, check: Check) -> str | None:
     """Returns the damage that a check finds in a committed step, or None.
 
     Raises:
-        StorageError: the store does not answer. Treating that as damage would make a run resume
-            from an older step and delete this one.
+        CheckpointError: the store does not answer, or the file system cannot read a file now.
+            Treating that as damage would make a run resume from an older step and delete this one.
     """
     try:
         check(folder)
     except CheckpointError as error:
-        if isinstance(error, StorageError) and not isinstance(error, ObjectNotFoundError):
+        if not _is_damage(error):
             raise
         return str(error)
     return None
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    if isinstance(error, StorageError):
+        return isinstance(error, ObjectNotFoundError)
+    cause = error.__cause__
+    return not isinstance(cause, OSError) or cause.errno in _DAMAGE
 
 
 def _check_file(path: Location, expected: Digest) -> None:

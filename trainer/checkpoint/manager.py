@@ -400,7 +400,7 @@ class Checkpointer:
         """Returns the damage of a checkpoint that any rank finds; each file is read by one rank.
 
         Raises:
-            CheckpointError: the store does not answer.
+            CheckpointError: a file cannot be read now, which says nothing about its content.
         """
         if folder in self._verified:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -187,6 +188,38 @@ def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _, stored = checkpointer.open(tmp_path / "step-00000002")
     assert torch.equal(stored.elements("model/weight", 4, 9), torch.full((5,), 2.0))
     assert verified.count("rank-00000.safetensors") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "is_damage"),
+    [
+        (errno.ESTALE, False),
+        (errno.EMFILE, False),
+        (errno.EACCES, False),
+        (errno.EIO, True),
+        (errno.ENOENT, True),
+    ],
+)
+def test_a_file_that_cannot_be_read_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_damage: bool
+) -> None:
+    """Continuing from an older step would remove the newest one, whose bytes are whole."""
+    save(tmp_path, 1, 2)
+    unreadable, open_path = only_file(tmp_path, 2, "rank-00000.safetensors"), Path.open
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == unreadable:
+            raise OSError(code, os.strerror(code))
+        return open_path(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    if is_damage:
+        assert open_at(tmp_path).latest() == 1
+    else:
+        with pytest.raises(CheckpointError, match=os.strerror(code)):
+            open_at(tmp_path).latest()
+    monkeypatch.undo()
+    assert restored(tmp_path) == 2
 
 
 def test_going_back_reads_again_what_was_read_long_ago(tmp_path: Path) -> None:
