@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -202,7 +203,11 @@ def remove_files(urls: Sequence[str]) -> None:
     """Removes objects of one store, if they exist; S3 takes up to 1,000 in a request."""
 
     def remove_once(fs: AbstractFileSystem, _path: str) -> None:
-        fs.rm([fs._strip_protocol(url) for url in urls])
+        paths = [fs._strip_protocol(url) for url in urls]
+        if any(map(has_magic, paths)):
+            _remove_each(fs, paths)
+        else:
+            fs.rm(paths)
 
     if urls:
         with suppress(ObjectNotFoundError):
@@ -211,8 +216,25 @@ def remove_files(urls: Sequence[str]) -> None:
 
 def remove_folder(url: str) -> None:
     """Removes all objects of a folder, if there are any."""
+
+    def remove_once(fs: AbstractFileSystem, path: str) -> None:
+        if has_magic(path):
+            _remove_each(fs, fs.find(path))
+        else:
+            fs.rm(path, recursive=True)
+
     with suppress(ObjectNotFoundError):
-        attempt("remove", url, lambda fs, path: fs.rm(path, recursive=True))
+        attempt("remove", url, remove_once)
+
+
+def _remove_each(fs: AbstractFileSystem, paths: Iterable[str]) -> None:
+    """Removes objects one by one, as `rm` takes a path with `*`, `?` or `[` for a pattern.
+
+    Escaping these characters does not help: `rm` would list the folders beside each object.
+    """
+    for path in paths:
+        with suppress(FileNotFoundError):
+            fs.rm_file(path)
 
 
 class _Object(io.RawIOBase):

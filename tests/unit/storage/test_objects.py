@@ -68,6 +68,23 @@ def test_a_folder_of_many_objects_takes_few_requests(
     storage.remove_files([])
 
 
+@pytest.mark.parametrize("name", ["sweep[1]", "sweep*", "sweep?"])
+def test_an_address_is_no_pattern(s3_folder: str, name: str) -> None:
+    """Removing `sweep[1]` does not remove `sweep1`."""
+    others = [f"{s3_folder}/{other}" for other in ("sweep1", f"{name}0")]
+    for folder in (f"{s3_folder}/{name}", *others):
+        for file in ("a", "b", "deep/c"):
+            storage.write(f"{folder}/{file}", b"x")
+    storage.remove_files([f"{s3_folder}/{name}/{file}" for file in ("none", "b")])
+    assert storage.names(f"{s3_folder}/{name}") == ["a", "deep"]
+    storage.remove_folder(f"{s3_folder}/{name}")
+    storage.remove_folder(f"{s3_folder}/{name}")
+    assert not storage.exists(f"{s3_folder}/{name}")
+    for folder in others:
+        assert storage.names(folder) == ["a", "b", "deep"]
+        assert storage.names(f"{folder}/deep") == ["c"]
+
+
 def test_an_open_object_is_a_file(s3_folder: str) -> None:
     url = f"{s3_folder}/file"
     storage.write(url, CONTENT)
