@@ -108,7 +108,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 def download(
     url: str, file: BinaryIO, size: int | None = None, sha256: str | None = None
 ) -> Digest:
-    """Copies an object to the start of a writable file and hashes it on the way.
+    """Copies an object to a writable file, in place of its content, and hashes it on the way.
 
     Args:
         file: not flushed.
@@ -132,6 +132,7 @@ def download(
                 )
             content.seek(0)
             digest = copy(iter(lambda: content.read(CHUNK_BYTES), b""), file)
+        file.truncate()  # an earlier try may have written more
         if sha256 in (None, digest.sha256):
             return digest
         logger.warning(

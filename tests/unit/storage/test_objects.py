@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import pytest
@@ -20,6 +22,7 @@ from tests.faulty_proxy import Fault, FaultyProxy
 from tests.processes import fork
 from trainer import storage
 from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, StorageError
+from trainer.storage import objects
 
 CONTENT = bytes(range(256)) * 1024
 
@@ -236,6 +239,25 @@ def test_downloads_are_checked(faulty_s3: FaultyProxy, s3_folder: str, tmp_path:
         ):
             storage.download(f"{s3_folder}/x", file, sha256="12ab")
         assert sum(request.startswith("GET") for request in faulty_s3.requests) == 3
+
+
+def test_an_object_that_was_replaced_during_a_download_leaves_no_tail(
+    s3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, copy = f"{s3_folder}/x", objects.copy
+    digest = storage.write(f"{s3_folder}/new", CONTENT[:1000])
+    storage.write(url, CONTENT)
+
+    def copy_and_replace(content: Iterable[bytes], file: BinaryIO) -> storage.Digest:
+        monkeypatch.undo()
+        copied = copy(content, file)
+        storage.write(url, CONTENT[:1000])
+        return copied
+
+    monkeypatch.setattr(objects, "copy", copy_and_replace)
+    with (tmp_path / "x").open("wb") as file:
+        assert storage.download(url, file, sha256=digest.sha256) == digest
+    assert (tmp_path / "x").read_bytes() == CONTENT[:1000]
 
 
 def test_a_write_that_fails_leaves_nothing(s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
