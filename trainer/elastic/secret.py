@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
 from trainer.errors import ConfigError, ObjectNotFoundError, StorageError
-from trainer.storage import make_folder
+from trainer.storage import make_folder, sync_folder
 from trainer.storage.channel import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def read(folder: Location, create: bool) -> bytes | None:
         The secret; None if there is none yet.
 
     Raises:
-        ConfigError: the file of the environment variable does not hold a secret.
+        ConfigError: the file does not hold a secret.
         StorageError: the folder cannot be read or written.
     """
     if name := os.environ.get(ENVIRONMENT):
@@ -46,7 +46,7 @@ def read(folder: Location, create: bool) -> bytes | None:
     if content is None and create:
         _create(place)
         content = _stored(place)
-    return content and _checked(content, str(place), "Remove it.")
+    return None if content is None else _checked(content, str(place), "Remove it.")
 
 
 def _named(path: Path) -> bytes:
@@ -110,7 +110,11 @@ def _create(place: Location) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:
             file.write(content)
+            file.flush()
+            # Sync before the rename, or a power cut may leave an empty file with this name.
+            os.fsync(file.fileno())
         temporary.replace(place)
+        sync_folder(place.parent)
     except OSError as error:
         raise StorageError(
             f"cannot write {place}: {error.strerror}. Set {ENVIRONMENT} to a file with a secret"

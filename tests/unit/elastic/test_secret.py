@@ -35,6 +35,26 @@ def test_the_host_creates_it_and_the_others_wait(tmp_path: Path) -> None:
     assert secret.read(tmp_path / "other", create=True) != created
 
 
+def test_its_content_is_durable_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    fsync, replace = os.fsync, os.replace
+
+    def observed_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def observed_replace(source: Path, target: Path) -> None:
+        assert synced == [source]
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", observed_fsync)
+    monkeypatch.setattr(os, "replace", observed_replace)
+    assert secret.read(tmp_path, create=True) is not None
+    assert synced[1:] == [tmp_path], "a name becomes durable with its folder"
+
+
 def test_one_that_others_can_read_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +92,16 @@ def test_files_that_hold_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="holds no secret of at least 32 bytes") as error:
         secret.read(tmp_path, create=True)
     assert "password" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "\n", 31 * "x"])
+def test_an_empty_or_short_file_in_the_folder_is_no_secret(tmp_path: Path, content: str) -> None:
+    """A power cut may have left it empty; everybody knows the empty key."""
+    (tmp_path / secret.NAME).write_text(content)
+    (tmp_path / secret.NAME).chmod(0o600)
+    for create in (True, False):
+        with pytest.raises(ConfigError, match=r"\.secret holds no secret of .* Remove it"):
+            secret.read(tmp_path, create)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
