@@ -102,7 +102,7 @@ class Rendezvous:
             LaunchError: another program or another run listens at the address.
         """
         self._send(ready=workers)
-        deadline = time.monotonic() + rounds.PATIENCE_SECONDS
+        began = time.monotonic()
         problem, here = "", self.min_agents
         while not cancelled():
             if self._ended is not None:
@@ -112,7 +112,9 @@ class Rendezvous:
                 if error is None:
                     self._send(ready=workers)
                     continue
-                if time.monotonic() > deadline:
+                # The wait for room in a round, which has no end, does not count.
+                lost = max(began, self._heard)
+                if time.monotonic() > lost + rounds.PATIENCE_SECONDS:
                     raise RendezvousError(
                         f"the rendezvous at {self.host}:{self._port} cannot be reached ({error}). "
                         "Set --rendezvous to a machine that takes part in the run, by a name that "

@@ -323,6 +323,31 @@ def test_an_agent_that_is_frozen_is_lost(join: Join) -> None:
     assert [future.result(10) is not None for future in again] == [True, True]
 
 
+@pytest.mark.usefixtures("elsewhere")
+def test_a_spare_that_has_waited_for_long_survives_the_loss_of_the_host(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "PATIENCE_SECONDS", 1.5)
+    monkeypatch.setattr(rounds, "ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(host, "_SILENT_SECONDS", 0.3)
+    first, spare = agents(2, 1, 1)
+    assert join(first, 1).result(5) is not None
+    waiting = join(spare, 1)
+    with pytest.raises(TimeoutError):
+        waiting.result(1.2 * rounds.PATIENCE_SECONDS)
+    # The machine of the host is lost: nobody renews its record, or listens at its address.
+    lost, listen, renewal = first._port, rendezvous._listen, first._renewal
+    monkeypatch.setattr(
+        rendezvous, "_listen", lambda host, port: None if port == lost else listen(host, port)
+    )
+    assert renewal is not None
+    renewal._stopped.set()
+    renewal.join()
+    renewal.is_over = True
+    assert waiting.result(20) is not None
+    assert spare._port != lost
+
+
 @pytest.mark.usefixtures("short_silence")
 def test_a_host_that_is_frozen_is_lost(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     _host, other = agents(2, 1, 1)
