@@ -20,7 +20,7 @@ CHALLENGE_BYTES = len(GREETING) + 32
 REJECTED = bytes(32)
 
 _OLD_MESSAGES = (
-    b'{"token": "", "do": "get", "name": "a", "start": 0, "stop": 9}\n',
+    b'{"token": "", "do": "get", "names": ["a"], "start": 0, "stop": 9}\n',
     b'{"code": 0, "reason": "the end"}\n',
     b'{"ready": 1}\n',
     b"[" * 4000 + b"\n",

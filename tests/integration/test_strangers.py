@@ -99,7 +99,7 @@ def test_strangers_get_nothing_and_break_nothing(ports: Ports, tmp_path: Path, c
     def use_rightfully() -> int:
         served = 0
         while not over.is_set() or not served:
-            assert request(keeper, key, "get", "blob", 0, 10**6)[1] == content
+            assert request(keeper, key, "get", ["blob"], 0, 10**6)[1] == content
             with urllib.request.urlopen(f"{ports.url}data") as response:
                 assert "secret loss" in response.read().decode()
             served += 1

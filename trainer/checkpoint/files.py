@@ -181,11 +181,14 @@ def read_if_there(path: Location) -> bytes | None:
 
 
 def read_all(paths: Sequence[Location]) -> list[bytes]:
-    """Returns the contents of small files, several of which are read at a time.
+    """Returns the contents of small files of one store, several of which are read at a time.
 
     Raises:
         CheckpointError: one cannot be read.
     """
+    urls = [path.url for path in paths if isinstance(path, Url) and keeper.is_keeper_url(path.url)]
+    if urls:
+        return storage.read_from_keepers(urls)
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(read, paths))
 

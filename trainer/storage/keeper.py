@@ -4,15 +4,16 @@ Each agent of an elastic run holds one `Keeper`. Workers write to two keepers, s
 survives the loss of a worker or of one machine, and reads come from the first keeper that answers.
 
 The protocol serves one request per connection, in messages of a `Channel`, so only processes that
-know the secret get an answer. A request is a JSON object such as `{"do": "put", "name": ...}`.
+know the secret get an answer. A request is a JSON object such as `{"do": "put", "names": [...]}`.
 The answer is a JSON object: the size in bytes of each blob that the request matched, by name. After
 a `put` the content follows in messages; an empty one ends it, and the name appears only then. After
-the answer to a `get` follow messages with the requested bytes.
+the answer to a `get` follow messages with the requested bytes, in the order of the names.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import socket
@@ -41,6 +42,7 @@ COPIES = 2
 """Number of keepers that hold each blob."""
 
 _TIMEOUT_SECONDS = 10.0  # without progress by the other side
+_END = 2**63  # of any blob
 
 
 class Keeper(AbstractContextManager["Keeper"]):
@@ -87,22 +89,24 @@ class Keeper(AbstractContextManager["Keeper"]):
             self._answer(channel, _expect_json(channel))
 
     def _answer(self, channel: Channel, request: Message) -> None:
-        do, name = request["do"], request["name"]
+        do, names = request["do"], request["names"]
+        exact, folders = set(names), tuple(f"{name}/" for name in names)
         # `list` copies in one step: other threads add and remove blobs meanwhile.
         matches = {
             key: blob
             for key, blob in list(self._blobs.items())
-            if key == name or key.startswith(f"{name}/")
+            if key in exact or key.startswith(folders)
         }
         if do == "put":
-            self._blobs[name] = _receive_blob(channel)
+            self._blobs[names[0]] = _receive_blob(channel)
         elif do == "remove":
             for key in matches:
                 self._blobs.pop(key, None)
         channel.send_json({key: _length(blob) for key, blob in matches.items()})
         if do == "get":
-            for part in _range(matches.get(name, []), request["start"], request["stop"]):
-                channel.send(part)
+            for name in names:
+                for part in _range(matches.get(name, []), request["start"], request["stop"]):
+                    channel.send(part)
 
 
 def _receive_blob(channel: Channel) -> Blob:
@@ -142,24 +146,24 @@ def _range(blob: Blob, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def request(
-    address: str, secret: bytes, do: str, name: str, start: int = 0, stop: int = 0
+    address: str, secret: bytes, do: str, names: Sequence[str], start: int = 0, stop: int = 0
 ) -> tuple[Sizes, bytes]:
     """Sends a request to the keeper at an address.
 
     Args:
-        do: `find` matches the blob or the folder of this name; `remove` removes the same; `get`
-            reads the bytes [start, stop) of a blob.
-        name: folders are separated by slashes.
+        do: `find` matches the blobs and the folders of these names; `remove` removes the same;
+            `get` reads the bytes [start, stop) of each blob.
+        names: folders are separated by slashes.
 
     Returns:
-        The size of each match by name, and the bytes of a `get`.
+        The size of each match by name, and the bytes of a `get`, those of all blobs together.
 
     Raises:
         OSError: the keeper does not answer, or only in part.
     """
-    with _connect(address, secret, do, name, start=start, stop=stop) as channel:
+    with _connect(address, secret, do, names, start=start, stop=stop) as channel:
         sizes: Sizes = _expect_json(channel)
-        wanted = max(0, min(stop, sizes.get(name, 0)) - start)
+        wanted = sum(max(0, min(stop, sizes.get(name, 0)) - start) for name in names)
         parts: list[Content] = []
         while sum(map(len, parts)) < wanted:
             parts.append(_expect(channel))
@@ -171,7 +175,7 @@ class Upload:
 
     def __init__(self, addresses: tuple[str, ...], secret: bytes, name: str) -> None:
         self.closed = False
-        self._channels = [_connect(address, secret, "put", name) for address in addresses]
+        self._channels = [_connect(address, secret, "put", [name]) for address in addresses]
 
     def write(self, content: bytes | memoryview) -> None:
         """Sends at most CHUNK_BYTES; a memoryview must be of bytes."""
@@ -201,10 +205,10 @@ class Upload:
             channel.close()
 
 
-def _connect(address: str, secret: bytes, do: str, name: str, **details: int) -> Channel:
+def _connect(address: str, secret: bytes, do: str, names: Sequence[str], **details: int) -> Channel:
     host, port = address.split()
     channel = connect(host, int(port), secret, CHUNK_BYTES, _TIMEOUT_SECONDS)
-    channel.send_json({"do": do, "name": name, **details})
+    channel.send_json({"do": do, "names": names, **details})
     return channel
 
 
@@ -250,7 +254,7 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self.keepers, self._secret = tuple(keepers), secret
 
     def info(self, path: str, **_: object) -> dict[str, str | int]:
-        for sizes, _content in self._ask_each("find", path):
+        for sizes, _content in self._ask_each("find", [path]):
             if path in sizes:
                 return {"name": path, "size": sizes[path], "type": "file"}
             if sizes:
@@ -259,7 +263,7 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = True, **_: object) -> list[str] | list[Entry]:
         found: dict[str, int] = {}
-        for sizes, _content in self._ask_each("find", path):
+        for sizes, _content in self._ask_each("find", [path]):
             found |= sizes
         if not found:
             raise FileNotFoundError(path)
@@ -280,21 +284,32 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_: object
     ) -> bytes:
-        stop = 2**63 if end is None else end
-        for sizes, content in self._ask_each("get", path, start or 0, stop):
+        stop = _END if end is None else end
+        for sizes, content in self._ask_each("get", [path], start or 0, stop):
             if path in sizes:
                 return content
         raise FileNotFoundError(path)
 
+    def cat_files(self, paths: Sequence[str]) -> list[bytes]:
+        """Reads several blobs. Each keeper is asked once for all, and not for each one."""
+        found: dict[str, bytes] = {}
+        for sizes, content in self._ask_each("get", paths, 0, _END):
+            file = io.BytesIO(content)
+            found |= {path: file.read(sizes[path]) for path in paths if path in sizes}
+            if len(found) == len(paths):
+                break
+        if missing := [path for path in paths if path not in found]:
+            raise FileNotFoundError(missing[0])
+        return [found[path] for path in paths]
+
     def rm_file(self, path: str) -> None:
-        for _ in self._ask_each("remove", path):
-            pass
+        self.rm(path)
 
     def rm(
         self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
     ) -> None:
-        for each in [path] if isinstance(path, str) else path:
-            self.rm_file(each)
+        for _ in self._ask_each("remove", [path] if isinstance(path, str) else path):
+            pass
 
     def _open(self, path: str, mode: str = "rb", **_: object) -> Upload | _File:
         if mode == "wb":
@@ -302,11 +317,11 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return _File(self, path, cache_type="none")
 
     def _ask_each(
-        self, do: str, path: str, start: int = 0, stop: int = 0
+        self, do: str, paths: Sequence[str], start: int = 0, stop: int = 0
     ) -> Iterator[tuple[Sizes, bytes]]:
         for keeper in self.keepers:
             try:
-                yield request(keeper, self._secret, do, path, start, stop)
+                yield request(keeper, self._secret, do, paths, start, stop)
             except OSError as error:
                 logger.info("the keeper at %s does not answer: %s", keeper, error)
 

@@ -93,6 +93,16 @@ def read(url: str) -> bytes:
     return content
 
 
+def read_from_keepers(urls: Sequence[str]) -> list[bytes]:
+    """Reads the whole contents of small keeper:// objects, with one request of each keeper."""
+
+    def read_once(fs: AbstractFileSystem, _path: str) -> list[bytes]:
+        contents: list[bytes] = fs.cat_files([fs._strip_protocol(url) for url in urls])
+        return contents
+
+    return attempt("read", urls[0], read_once) if urls else []
+
+
 def read_range(url: str, start: int, stop: int) -> bytes:
     """Reads the bytes [start, stop) of an object in one request."""
 

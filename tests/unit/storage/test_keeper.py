@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from trainer import storage
-from trainer.errors import StorageError
+from trainer.errors import ObjectNotFoundError, StorageError
 from trainer.storage import keeper
-from trainer.storage.channel import WrongSecretError
+from trainer.storage.channel import Channel, WrongSecretError
 from trainer.storage.keeper import Keeper, Upload, request
 
 SECRET = bytes(range(32))
@@ -63,6 +64,40 @@ def test_folders(url: str) -> None:
     assert storage.names(f"{url}/step-1") == ["c"]
 
 
+def test_several_blobs_take_one_request_of_each_keeper(
+    keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of a large run reads and removes a note of each rank with every snapshot."""
+    addresses = [each.address for each in keepers]
+    for own in range(3):  # each machine writes to its own keeper and to the next one
+        url = keeper.use(addresses, own, SECRET)
+        for rank in range(4):
+            storage.write(f"{url}/step-1/{own}-{rank}", b"%d" % own * (rank + 1))
+    storage.write(f"{url}/step-1/empty")
+    requests, connect = [], keeper._connect
+
+    def counted(*arguments: Any, **details: Any) -> Channel:
+        requests.append(arguments[0])
+        return connect(*arguments, **details)
+
+    monkeypatch.setattr(keeper, "_connect", counted)
+    names = [f"{own}-{rank}" for rank in range(4) for own in range(3)]
+    urls = [f"{url}/step-1/{name}" for name in (*names, "empty")]
+    assert storage.read_from_keepers(urls) == [
+        b"%d" % own * (rank + 1) for rank in range(4) for own in range(3)
+    ] + [b""]
+    assert len(requests) == 2, "two of the three keepers hold them all"
+    with pytest.raises(ObjectNotFoundError, match="cannot read keeper://snapshots"):
+        storage.read_from_keepers([*urls, f"{url}/step-1/none"])
+    requests.clear()
+    storage.remove_files(urls[1:])
+    assert sorted(requests) == sorted(addresses)
+    assert storage.names(f"{url}/step-1") == [names[0]]
+    requests.clear()
+    assert storage.read_from_keepers([]) == []
+    assert not requests
+
+
 def test_two_keepers_hold_a_blob_and_one_is_enough_to_read_it(
     url: str, keepers: list[Keeper]
 ) -> None:
@@ -84,13 +119,13 @@ def test_a_write_that_breaks_off_leaves_the_former_content(keepers: list[Keeper]
         upload.write(content)
         upload.close() if ends else upload.discard()
     time.sleep(0.1)
-    assert request(keepers[0].address, SECRET, "get", "name", 0, 99) == ({"name": 6}, b"former")
+    assert request(keepers[0].address, SECRET, "get", ["name"], 0, 99) == ({"name": 6}, b"former")
     assert keepers[0].bytes == 6
 
 
 def test_the_secret_is_needed(keepers: list[Keeper]) -> None:
     with pytest.raises(WrongSecretError):
-        request(keepers[0].address, bytes(32), "find", "name")
+        request(keepers[0].address, bytes(32), "find", ["name"])
 
 
 def test_memory_is_freed(url: str, keepers: list[Keeper]) -> None:
