@@ -104,27 +104,40 @@ def lease_numbers(names: Collection[str]) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _LEASE.fullmatch(name)))
 
 
-def read_record(root: Location, number: int) -> Record | None:
-    """Returns a lease, undecided if its holder was killed while it created the file; or None."""
-    content = files.read_if_there(root / lease_name(number))
-    if content is None:
+def read_record(
+    root: Location, number: int, known: dict[str, bytes] | None = None
+) -> Record | None:
+    """Returns a lease, undecided if its holder was killed while it created the file; or None.
+
+    Args:
+        known: the content of decided leases by name, which is not read again; new ones are added.
+    """
+    known, name = {} if known is None else known, lease_name(number)
+    content = known.get(name)
+    if content is None and (content := files.read_if_there(root / name)) is None:
         return None
     try:
         tree = json.loads(content)
-        return Record(number, tree["step"], tree["of"], tree["names_after"])
+        record = Record(number, tree["step"], tree["of"], tree["names_after"])
     except (ValueError, TypeError, KeyError):
         return Record(number)
+    if record.step is not None:  # a lease decides once
+        known[name] = content
+    return record
 
 
-def line(root: Location, names: Collection[str]) -> list[Stretch]:
+def line(
+    root: Location, names: Collection[str], known: dict[str, bytes] | None = None
+) -> list[Stretch]:
     """Returns the line of history, the newest lease first; empty if there are no leases.
 
     Args:
         names: what is in the folder.
+        known: as for `read_record`.
     """
     record = None
     for number in reversed(lease_numbers(names)):
-        record = read_record(root, number)
+        record = read_record(root, number, known)
         if record is not None and record.step is not None:
             break
     if record is None or record.step is None:
@@ -134,10 +147,10 @@ def line(root: Location, names: Collection[str]) -> list[Stretch]:
     stretches = [Stretch(record.number, math.inf)]
     while record.step is not None and record.step >= oldest:
         until = record.step
-        earlier = read_record(root, record.of) if record.of < record.number else None
-        known = earlier is not None and earlier.step is not None
-        stretches.append(Stretch(record.of, until, or_lower=not known))
-        if earlier is None or not known:
+        earlier = read_record(root, record.of, known) if record.of < record.number else None
+        has_record = earlier is not None and earlier.step is not None
+        stretches.append(Stretch(record.of, until, or_lower=not has_record))
+        if earlier is None or not has_record:
             break
         record = earlier
     return stretches

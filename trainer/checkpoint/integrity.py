@@ -103,13 +103,13 @@ def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]
     """Returns all folders of steps, sorted by step, then by lease.
 
     Args:
-        known: the content of `COMMITTED` by folder, which is not read again; new ones are added.
-            The caller takes out folders that it removes.
+        known: the content of `COMMITTED` by folder, and of decided leases by name, which is not
+            read again; new ones are added. The caller takes out folders that it removes.
     """
     names = files.names(root)
     known = {} if known is None else known
     folders = history.folders(names)
-    stretches = history.line(root, names)
+    stretches = history.line(root, names, known)
 
     def look(folder: history.Folder) -> Saved:
         place = root / folder.name

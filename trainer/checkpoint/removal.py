@@ -28,8 +28,9 @@ class Removal:
 
     def __init__(self, root: Location, lease: Lease | None) -> None:
         self._root, self._lease = root, lease
-        # There may be hundreds of checkpoints, and training waits for the look before a save. What
-        # is committed stays so until it is removed, so each `COMMITTED` is read once.
+        # There may be hundreds of checkpoints and leases, and training waits for the look before a
+        # save. What is committed stays so until it is removed, and what a lease has decided does
+        # not change, so each is read once.
         self._known: dict[str, bytes] = {}
 
     def before_save(self, step: int) -> None:

@@ -185,6 +185,33 @@ def test_a_lease_that_was_not_written_to_its_end(tmp_path: Path) -> None:
     assert again.steps() == [2]
 
 
+def test_a_save_does_not_read_the_leases_of_former_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, read_if_there = [], files.read_if_there
+
+    def noted(path: Location) -> bytes | None:
+        if path.name.startswith(".lease-"):
+            read.append(path.name)
+        return read_if_there(path)
+
+    config = Config(keep_every=1)
+    for step in (1, 2, 3):
+        lease = Lease.take(tmp_path)
+        assert lease is not None
+        saver = Checkpointer(tmp_path, config, rank=0, world_size=1, lease=lease)
+        saver.continue_from(saver.latest())
+        monkeypatch.setattr(files, "read_if_there", noted)
+        save(saver, step)
+        monkeypatch.undo()
+    assert sorted(read[-3:]) == [history.lease_name(number) for number in (1, 2, 3)]
+    monkeypatch.setattr(files, "read_if_there", noted)
+    read.clear()
+    save(saver, 4, 5)
+    assert read == []
+    assert saver.steps() == [1, 2, 3, 4, 5]
+
+
 def test_leases_without_checkpoints_do_not_pile_up(tmp_path: Path) -> None:
     for _ in range(5):
         with only_writer(tmp_path) as lease:
