@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -124,6 +124,16 @@ class Owner:
             group=group,
         )
 
+    @classmethod
+    def parse(cls, content: bytes) -> Owner:
+        """Reads a note. Another version may have written it: keys without a field are ignored.
+
+        Raises:
+            ValueError, TypeError: it is not a note.
+        """
+        found = dict(json.loads(content))
+        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+
     def __str__(self) -> str:
         job = "" if self.job is None else f", job {self.job}"
         age, silence = (
@@ -173,8 +183,8 @@ class Lock:
         """
         try:
             content = files.read_if_there(self._note)
-            return None if content is None else Owner(**json.loads(content))
-        except (ValueError, TypeError):  # written by another version
+            return None if content is None else Owner.parse(content)
+        except (ValueError, TypeError):  # not written to its end, or by a very different version
             return None
 
     def follows(self, former: Owner | None) -> bool:

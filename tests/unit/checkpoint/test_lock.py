@@ -100,6 +100,20 @@ def test_another_machine_s_note_counts_while_it_is_renewed(
     first.release()
 
 
+def test_a_note_of_a_newer_version_counts(folder: Location) -> None:
+    """It has a key that this version does not know."""
+    owner = leave_note(folder, host="elsewhere", machine="another")
+    files.write(folder / ".owner", json.dumps({**vars(owner), "new": 1}).encode())
+    assert Lock(folder).owner() == owner
+
+
+@pytest.mark.parametrize("note", [b"", b"1", b"[]", b'{"token": "a"}', b'{"tok'])
+def test_what_is_no_note_has_no_owner(tmp_path: Path, note: bytes) -> None:
+    files.write(tmp_path / ".owner", note)
+    with only_writer(tmp_path):
+        pass
+
+
 def test_a_killed_process_of_this_machine_keeps_nobody_waiting(
     folder: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
