@@ -40,8 +40,14 @@ def check_new(path: Path, option: str) -> None:
 
 
 def line(row: Mapping[str, object]) -> str:
-    """A row as a line of JSON, with its line break."""
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    """A row as a line of JSON, with its line break, which can be encoded as UTF-8."""
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can spell and UTF-8 cannot.
+        text = json.dumps(row)
+    return text + "\n"
 
 
 def compressed(lines: bytes, name: str) -> bytes:

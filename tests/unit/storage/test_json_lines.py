@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     assert [
         load_json(record.data) for record in read_records((str(tmp_path / name),), lines)
     ] == rows
+
+
+def test_half_of_a_surrogate_pair_is_written_with_an_escape(tmp_path: Path) -> None:
+    """As a text that was cut in the middle of an emoji."""
+    rows = [{"text": "é"}, {"text": "é \ud83d"}, {"\udc4d": 1}]
+    json_lines.write(tmp_path / "rows.jsonl", rows)
+    content = (tmp_path / "rows.jsonl").read_text(encoding="utf-8")
+    assert content.splitlines()[:2] == ['{"text": "é"}', r'{"text": "\u00e9 \ud83d"}']
+    assert [json.loads(line) for line in content.splitlines()] == rows
 
 
 def test_a_file_that_fails_does_not_appear(tmp_path: Path) -> None:
