@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,10 @@ from types import FrameType
 from typing import NamedTuple, TypeAlias
 
 import torch
+
+from trainer.errors import EXIT_CRASHED
+
+logger = logging.getLogger(__name__)
 
 Main: TypeAlias = Callable[[list[str]], int]
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -32,7 +37,7 @@ _IGNORED_BY_SERVER = {
 
 
 class Exit(NamedTuple):
-    """A worker that has ended; the code is -N for signal N."""
+    """A worker that has ended, or could not be started; the code is -N for signal N."""
 
     local_rank: int
     code: int
@@ -124,13 +129,30 @@ def _serve(
                     worker = _CONTEXT.Process(
                         target=_work, args=(pipe, main, arguments, environment, handlers)
                     )
-                    worker.start()
-                    workers[worker.sentinel] = local_rank, worker
+                    if _start(worker, environment["RANK"]):
+                        workers[worker.sentinel] = local_rank, worker
+                    else:
+                        pipe.send((local_rank, EXIT_CRASHED))
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     except (EOFError, OSError):  # the agent is gone
         for _, worker in workers.values():
             worker.kill()
             worker.join()
+
+
+def _start(worker: BaseProcess, rank: str) -> bool:
+    """Forks a worker; says why if the system does not let it, which it may do later."""
+    try:
+        worker.start()
+    except OSError as error:
+        logger.error(
+            "error: rank %s cannot be started: %s. Check the limit of processes (ulimit -u, and "
+            "pids.max of a container) and the free memory",
+            rank,
+            error.strerror or error,
+        )
+        return False
+    return True
 
 
 def _work(

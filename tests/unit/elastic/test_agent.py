@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -210,6 +212,32 @@ def test_without_elastic_a_death_ends_the_run(tmp_path: Path) -> None:
     assert "rank 1 was killed by SIGKILL; the kernel does that when memory runs out" in (
         (tmp_path / "stderr").read_text()
     )
+
+
+@pytest.mark.parametrize(("elastic", "code"), [(True, EXIT_DONE), (False, EXIT_FAILED)])
+def test_a_worker_that_cannot_be_started(tmp_path: Path, elastic: bool, code: int) -> None:
+    """The system may have no more processes for a moment."""
+    turns = [[EXIT_REGROUP, 0], [0]]
+    process = CONTEXT.Process(target=limited, args=(tmp_path, turns, elastic))
+    process.start()
+    process.join(30)
+    assert process.exitcode == code
+    messages = (tmp_path / "stderr").read_text()
+    assert "rank 1 cannot be started: Resource temporarily unavailable. Check the" in messages
+    assert "was killed" not in messages
+
+
+def limited(folder: Path, turns: Sequence[Sequence[int]], elastic: bool) -> None:
+    """An agent whose third fork fails: that of rank 1, after the fork server and rank 0."""
+    count, fork = itertools.count(1), os.fork
+
+    def fork_unless_third() -> int:
+        if next(count) == 3:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    os.fork = fork_unless_third
+    agent(folder, turns, len(turns), Elastic() if elastic else None)
 
 
 def test_a_signal_is_passed_on(tmp_path: Path) -> None:
