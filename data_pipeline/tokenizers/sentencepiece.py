@@ -36,7 +36,7 @@ _SPACE = "▁"  # begins the first piece of a word
 _SENTINELS_OF_T5 = 100
 # Tokenizer classes of transformers that use the ids of a model as they are. Others shift the ids,
 # or change the text first.
-_OF_T5 = ("T5Tokenizer", "T5TokenizerFast")
+T5_CLASSES = ("T5Tokenizer", "T5TokenizerFast")
 _OF_ANY = "PreTrainedTokenizerFast"
 _LONGEST_LINE = 2**30  # bytes; SentencePiece skips longer lines, and its default is 4,192
 
@@ -146,7 +146,7 @@ class SentencePiece:
     def __init__(self, content: bytes, settings: Tree) -> None:
         model = parse(content)
         kind = settings.get("tokenizer_class")
-        if kind not in (None, _OF_ANY, *_OF_T5):
+        if kind not in (None, _OF_ANY, *T5_CLASSES):
             raise DataError(
                 f"{kind} of transformers changes the ids of its {MODEL}. Convert it to "
                 "tokenizer.json with AutoTokenizer.from_pretrained(...).save_pretrained(DIR), and "
@@ -155,7 +155,7 @@ class SentencePiece:
         self._content = content
         self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         pieces = [piece.piece for piece in model.pieces]
-        sentinels = settings.get("extra_ids", _SENTINELS_OF_T5 if kind in _OF_T5 else 0)
+        sentinels = settings.get("extra_ids", _SENTINELS_OF_T5 if kind in T5_CLASSES else 0)
         size = len(pieces) + sentinels
         # With 5 pieces and 2 sentinels, <extra_id_0> is 6 and <extra_id_1> is 5.
         self._special = {size - 1 - n: f"<extra_id_{n}>" for n in range(sentinels)}
@@ -181,7 +181,7 @@ class SentencePiece:
         )
         named = ids.keys() & {"pad", "unk", "eos"}
         self.names = {f"{role}_token": pieces[ids[role]] for role in named}
-        kind = _OF_T5[0] if is_of_t5(model) else _OF_ANY
+        kind = T5_CLASSES[0] if is_of_t5(model) else _OF_ANY
         default = {"tokenizer_class": kind, "extra_ids": sentinels}
         self.settings = {**default, **self.names, **settings}
         self._dtype = token_dtype(size)

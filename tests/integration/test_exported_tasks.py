@@ -148,7 +148,7 @@ def test_sources_of_an_exported_bart_are_written_as_in_training(tmp_path: Path) 
     (begin, *ids, end) = before(text)["input_ids"]
     assert (begin, end) == (cls, sep)
     vocabulary = Tokenizer.load(tmp_path).vocabulary
-    adapt(tmp_path, bart.Config(start_token=sep), vocabulary)
+    adapt(tmp_path, bart.Config(start_token=sep), vocabulary, generates_targets=True)
     after = AutoTokenizer.from_pretrained(tmp_path)
     assert after(text)["input_ids"] == [*ids, sep]
     assert after(text, text)["input_ids"] == [*ids, sep, *ids, sep]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers import AutoTokenizer, GPT2LMHeadModel, T5ForConditionalGeneration
 
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.conformance.worker import TASKS
 from tests.integration.commands import Samestep
 from trainer.config import load
@@ -82,16 +83,43 @@ def test_it_becomes_a_model_of_transformers(
     assert torch.isfinite(model(torch.tensor([[5, 6, 1]]), labels=torch.tensor([[7, 1]])).loss)
 
 
-def test_an_exported_decoder_ends_texts_with_the_token_of_its_tokenizer(
-    samestep: Samestep, t5_experiment: str, tmp_path: Path
+DECODER = (
+    "model={kind: gpt2, vocab_size: 700, layers: 1, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 64}"
+)
+
+
+@pytest.mark.parametrize(
+    ("objective", "before", "after"),
+    [("causal_lm", [1], []), ("{kind: span_corruption, layout: language_model}", [], [1])],
+)
+def test_transformers_continues_texts_with_an_exported_decoder_as_the_run_does(
+    samestep: Samestep,
+    t5_experiment: str,
+    tmp_path: Path,
+    objective: str,
+    before: list[int],
+    after: list[int],
 ) -> None:
-    """GPT-2's own is number 50256, which this vocabulary does not have."""
-    model = "model={kind: gpt2, vocab_size: 700, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 64}"  # noqa: E501
-    changes = [f"output={tmp_path / 'run'}", "training.steps=1", model, "objective=causal_lm"]
+    """</s>, 1 in this vocabulary and 50256 in GPT-2's own, begins texts, or ends sources."""
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    changes = [f"output={run}", "training.steps=1", DECODER, f"objective={objective}"]
     assert train(load(Experiment, t5_experiment, changes)) == 0
-    assert samestep("export", tmp_path / "run", tmp_path / "exported").code == 0
-    settings = GPT2LMHeadModel.from_pretrained(tmp_path / "exported").generation_config
+    assert samestep("export", run, exported).code == 0
+    model = GPT2LMHeadModel.from_pretrained(exported)
+    settings = model.generation_config
     assert (settings.pad_token_id, settings.bos_token_id, settings.eos_token_id) == (0, 1, 1)
+
+    ours, theirs = Tokenizer.load(run / "tokenizer"), AutoTokenizer.from_pretrained(exported)
+    assert Tokenizer.load(exported).fingerprint == ours.fingerprint
+    text = "the class of an object"
+    inputs = theirs(text, return_tensors="pt")
+    ids = inputs["input_ids"][0].tolist()
+    assert ids == [*before, *ours.encode_batch([text])[0].tolist(), *after]
+    output = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0].tolist()
+    new = ours.decode([token for token in output[len(ids) :] if token != 1])
+    result = samestep("generate", run, "--max-new-tokens", 6, text)
+    assert result.out.splitlines() == [" ".join(new.splitlines())]
 
 
 def test_it_fills_no_masks(samestep: Samestep, t5_run: Path) -> None:

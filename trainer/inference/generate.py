@@ -47,11 +47,9 @@ class TextGenerator:
         self._prefix = prefix
         self._done = 0
         end = self._generate.end
-        # A decoder that was trained on pairs has a setting `layout` and no start token, either.
-        reads_sources = weights.config.encoder_decoder or "layout" in weights.objective
-        self._after = [end] if reads_sources else []
+        self._after = [end] if weights.generates_targets else []
         start = end if vocabulary.cls is None else vocabulary.cls
-        self._before = [] if reads_sources else [start]
+        self._before = [] if weights.generates_targets else [start]
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         """Returns the generated texts. Texts are numbered across calls, which keys sampling."""

@@ -64,7 +64,9 @@ def export_weights(
     mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
-        padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
+        padding = exported_tokenizer.adapt(
+            Path(files), weights.config, vocabulary, weights.generates_targets
+        )
         ours, parameters = _merged(whole, checkpoint)
         if part is not None:
             ours, parameters = (
@@ -113,7 +115,9 @@ def export_adapter(checkpoint: str, folder: str) -> None:
         tokenizer.save(files)
         # Without a padding token, `adapt` would add one, and the base's embeddings lack its row.
         if tokenizer.vocabulary.pad is not None:
-            exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
+            exported_tokenizer.adapt(
+                Path(files), weights.config, tokenizer.vocabulary, weights.generates_targets
+            )
         packages = model_card.packages(weights.config, Path(files), adapter=True)
         card = model_card.write(weights, checkpoint, own_name, packages, base=base)
         huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)

@@ -19,7 +19,7 @@ from trainer.examples import Vocabulary
 _SPACE = "▁"
 
 
-def convert(folder: Path, vocabulary: Vocabulary) -> None:
+def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     """Writes tokenizer.json beside a spiece.model that T5's classes of `transformers` run.
 
     samestep goes on reading spiece.model, so the ids of a text stay the same to the bit.
@@ -27,10 +27,13 @@ def convert(folder: Path, vocabulary: Vocabulary) -> None:
     Args:
         folder: as `Tokenizer.save` writes it.
         vocabulary: of this tokenizer.
+
+    Returns:
+        Whether it was written.
     """
     model = parse((folder / MODEL).read_bytes())
     if not is_of_t5(model) or vocabulary.pad is None or vocabulary.eos is None:
-        return
+        return False
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     # With 5 pieces and 2 sentinels, <extra_id_1> is 5 and <extra_id_0> is 6.
     names = [f"<extra_id_{n}>" for n in range(len(vocabulary.sentinels))]
@@ -54,3 +57,4 @@ def convert(folder: Path, vocabulary: Vocabulary) -> None:
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8")) | {CONVERTED_FROM: MODEL}
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return True

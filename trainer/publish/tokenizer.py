@@ -9,6 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from data_pipeline.tokenizers.sentencepiece import T5_CLASSES
+from trainer.config import Tree
 from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
 from trainer.publish import fast_tokenizer
@@ -17,7 +19,9 @@ PADDING = "<|pad|>"
 _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 
 
-def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | None:
+def adapt(
+    folder: Path, config: ModelConfig, vocabulary: Vocabulary, generates_targets: bool
+) -> int | None:
     """Adapts the files that `Tokenizer.save` writes to a model, in place.
 
     - For a model with token types, the two texts of a pair get different types.
@@ -27,19 +31,22 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
 
     - For a language model that reads from left to right, a text gets the token that begins it, as
       in `objectives.causal_lm`, and none at its end, where it is continued. Tokenizers without a
-      begin token of their own, as GPT-2's, stay as they are published.
+      begin token of their own, as GPT-2's, stay as they are published; but T5's, which would put
+      </s> after each text, puts it before.
 
-    - For an encoder-decoder that predicts tokens, a source gets the token that ends it and none
-      that begins it, as in `objectives.text_to_text`.
+    - For a model that generates targets, a source gets the token that ends it and none that begins
+      it, as in `objectives.text_to_text`.
 
     - A SentencePiece model of T5's kind gets the tokenizer.json that `transformers` reads first.
+
+    Args:
+        generates_targets: see `Weights.generates_targets`.
 
     Returns:
         The id of the padding token; None if there is none.
     """
     pad = vocabulary.pad
-    if not (folder / _MODEL).is_file():
-        fast_tokenizer.convert(folder, vocabulary)
+    if not (folder / _MODEL).is_file() and not fast_tokenizer.convert(folder, vocabulary):
         return pad
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     if config.type_vocab > 1:
@@ -55,28 +62,38 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
             settings["pad_token"] = PADDING
             _add_names(folder, {"pad_token": PADDING})
         backend.save(str(folder / _MODEL))
-    elif config.encoder_decoder:
+    elif generates_targets:
         backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
         backend.post_processor = _template(backend, None, vocabulary.end)
         backend.save(str(folder / _MODEL))
-    elif config.causal and not config.prefix_lm and vocabulary.cls is not None:
-        backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
-        begin = backend.id_to_token(vocabulary.cls)
-        backend.post_processor = TemplateProcessing(
-            single=f"{begin}:0 $A:0",
-            pair=f"{begin}:0 $A:0 $B:0",
-            special_tokens=[(begin, vocabulary.cls)],
-        )
-        backend.save(str(folder / _MODEL))
-        # Programs that generate or score texts look for tokens of these names.
-        named = {"bos_token": vocabulary.cls, "eos_token": vocabulary.end}
-        added = {
-            name: backend.id_to_token(token) for name, token in named.items() if token is not None
-        }
-        settings |= added
-        _add_names(folder, added)
+    elif config.causal and not config.prefix_lm:
+        _adapt_to_left_to_right(folder, settings, vocabulary)
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return pad
+
+
+def _adapt_to_left_to_right(folder: Path, settings: Tree, vocabulary: Vocabulary) -> None:
+    """Puts the token that begins a text before it; see `adapt`. Changes `settings`."""
+    begins = vocabulary.cls
+    if settings.get("tokenizer_class") in T5_CLASSES:
+        # T5's classes of transformers replace any template by their own, "A </s>".
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        begins = vocabulary.end if begins is None else begins
+    if begins is None:
+        return
+    backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
+    begin = backend.id_to_token(begins)
+    backend.post_processor = TemplateProcessing(
+        single=f"{begin}:0 $A:0",
+        pair=f"{begin}:0 $A:0 $B:0",
+        special_tokens=[(begin, begins)],
+    )
+    backend.save(str(folder / _MODEL))
+    # Programs that generate or score texts look for tokens of these names.
+    named = {"bos_token": begins, "eos_token": vocabulary.end}
+    added = {name: backend.id_to_token(token) for name, token in named.items() if token is not None}
+    settings |= added
+    _add_names(folder, added)
 
 
 def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:

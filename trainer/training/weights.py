@@ -71,6 +71,12 @@ class Weights:
             return self.folder.url
         return self.hub or str(self.folder.absolute())
 
+    @property
+    def generates_targets(self) -> bool:
+        """Whether it reads sources, each with the end token, and generates their targets."""
+        # A decoder that was trained on pairs has a setting `layout` and no token before a source.
+        return self.config.encoder_decoder or "layout" in self.objective
+
     def identity(self) -> str:
         """A digest of the weights. Takes a second for some gigabytes of a Hugging Face folder."""
         # Hugging Face folders have no checksums, so their files are hashed.
