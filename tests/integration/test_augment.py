@@ -11,6 +11,7 @@ import torch
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep
+from trainer.hashing import combine
 from trainer.inference import augment
 from trainer.inference.augment import Augmenter
 from trainer.training.weights import load_weights
@@ -70,6 +71,17 @@ def test_words_are_the_most_likely_ones(finished_run: Path) -> None:
     assert found[2] == words[: len(found[2])]
     assert 3 <= len(found[2]) <= 4
     assert len(found) == 4
+
+
+def test_vowel_signs_and_accents_belong_to_their_word(finished_run: Path) -> None:
+    """A word of Hindi is replaced as a whole, as is one with a decomposed letter."""
+    augmenter = Augmenter(str(finished_run), 1)
+    text = "हिन्दी, cafe\u0301 file"
+    (proposed,) = augmenter([text], 4096)
+    assert len(proposed) == 3
+    settings = augment.Settings(1, 1.0, 1, 0)
+    ((copy,),) = augment._copies([text], [[["one"], ["two"], ["three"]]], settings, combine(0))
+    assert copy == "one, two three"
 
 
 def test_long_texts_are_read_around_the_mask(finished_run: Path) -> None:

@@ -30,11 +30,13 @@ from trainer.inference.resumable import resumable
 from trainer.models.inputs import Inputs
 from trainer.progress import Progress
 from trainer.storage import json_lines, shown
+from trainer.vectors.corpus import MARKS
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 256  # read and written together; an interruption loses at most these
-_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+_LETTERS = rf"(?:[^\W\d_][{MARKS}]*)+"
+_WORD = re.compile(rf"{_LETTERS}(?:'{_LETTERS})?")
 _CHOICE, _WHICH = name_key("augment.choice"), name_key("augment.which")
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,7 +37,21 @@ from trainer.vectors.settings import Units
 Ids: TypeAlias = npt.NDArray[np.int32]
 T = TypeVar("T")
 
-WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+
+def _marks() -> str:
+    """Combining marks, as ranges for a character class of `re`."""
+    every = range(sys.maxunicode + 1)
+    marks = {code for code in every if unicodedata.category(chr(code)).startswith("M")}
+    # Ranges are matched four times as fast as 2,400 single characters.
+    first = sorted(code for code in marks if code - 1 not in marks)
+    last = sorted(code for code in marks if code + 1 not in marks)
+    return "".join(f"{chr(a)}-{chr(b)}" for a, b in zip(first, last, strict=True))
+
+
+MARKS = _marks()
+"""Vowel signs of Hindi, vowels of Arabic, accents behind their letter: \\w has none of them."""
+_PART = rf"\w[\w{MARKS}]*"
+WORD = re.compile(rf"{_PART}(?:['\u2019-]{_PART})*")
 """A word in a text: punctuation belongs to none."""
 END = -1
 """Stands after the words of each document."""

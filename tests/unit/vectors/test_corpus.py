@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.tokenizers.tokenizer import Tokenizer
+from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from tests.unit.vectors.corpora import Algorithm, write_dataset
 from trainer.errors import ConfigError, DataError
 from trainer.vectors import corpus
@@ -59,6 +60,25 @@ def test_words_are_those_of_the_text(tmp_path: Path, algorithm: Algorithm) -> No
     assert np.array_equal(loaded.counts, words.counts)
     assert dict(zip(words.names, words.counts.tolist(), strict=True)) == counts
     assert "cat's" in words.names
+
+
+HINDI, TAMIL, ARABIC = "हिन्दी भाषा सुन्दर है", "தமிழ் மொழி", "مُحَمَّد كِتَاب"
+DECOMPOSED = unicodedata.normalize("NFD", "müller café noël")
+
+
+@pytest.mark.parametrize("text", [HINDI, TAMIL, ARABIC, DECOMPOSED])
+@pytest.mark.parametrize("algorithm", ["wordpiece", "bpe"])
+def test_marks_belong_to_the_letter_before_them(
+    tmp_path: Path, algorithm: Algorithm, text: str
+) -> None:
+    tokenizer = Config("", algorithm, 400).train([text] * 3)
+    folder = write_dataset(tmp_path / "data", [f"{text}, ({text})"], 1, tokenizer=tokenizer)
+    _, documents = read(folder, "words")
+    assert documents == [text.split() * 2]
+
+
+def test_a_mark_behind_no_letter_is_no_word() -> None:
+    assert WORD.findall("a \u2764\ufe0f b \u0301 don\u2019t") == ["a", "b", "don\u2019t"]
 
 
 def test_words_of_the_same_tokens_in_another_order_are_others(tmp_path: Path) -> None:
