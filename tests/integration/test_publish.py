@@ -105,7 +105,9 @@ def test_a_publication_is_continued(
 
     assert samestep("train", run / "config.yaml", f"output={run}").code == 0
     hub.repositories[REPO]["main"]["model-00001-of-00002.safetensors"] = b"of an earlier export"
-    hub.repositories[REPO]["main"]["LICENSE"] = b"free"
+    own = ("LICENSE", "requirements.txt", "results.json", "onnx/model.safetensors", "x/config.json")
+    hub.repositories[REPO]["main"] |= dict.fromkeys(own, b"of the user")
+    hub.repositories[REPO]["main"]["1_Pooling/config.json"] = b"of an earlier export"
     assert samestep("publish", run, REPO).out.splitlines() == [
         "ada/bert step-000000: is there already",
         "ada/bert step-000008: is there already",
@@ -118,8 +120,8 @@ def test_a_publication_is_continued(
         (REPO, "main"): 2,
     }
     files = hub.repositories[REPO]["main"]
-    assert files["LICENSE"] == b"free"
-    assert "model-00001-of-00002.safetensors" not in files
+    assert [files.get(name) for name in own] == [b"of the user"] * len(own)
+    assert b"of an earlier export" not in files.values()
     assert json.loads(files["samestep.json"])["step"] == 12
 
 

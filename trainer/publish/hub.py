@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from trainer.checkpoint import files, integrity, retention
 from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError, ConfigError, MissingExtra, SamestepError, StorageError
+from trainer.publish import sentence_transformers
 from trainer.publish.export import export, export_weights
 from trainer.publish.step_zero import StepZero
+from trainer.storage.hub import MODEL_FILES
 from trainer.training.weights import checkpoints_of
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ Revisions: TypeAlias = Literal["all", "last", "best"]
 _MAIN = "main"
 _MARKER = "samestep.json"
 """In each revision: the step, the checkpoint's digest, and the run's if its start is recorded."""
-_REPLACED = ("*.safetensors", "*.json", "*.txt", "*.model", "README.md")
+_REPLACED = (*MODEL_FILES, *sentence_transformers.FILES)
 """Files of an earlier export, which a commit removes if the new export lacks them."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "spiece.model",
 )
-_MODEL_FILES = (
+MODEL_FILES = (
     "config.json",
     "model.safetensors",
     "model.safetensors.index.json",
@@ -49,7 +49,7 @@ def name_and_revision(path: str) -> tuple[str, str]:
 
 def model_folder(path: str, to: str | None = None) -> Path:
     """Folder with a model's configuration, safetensors weights and tokenizer; see `_folder`."""
-    return _folder(path, _MODEL_FILES, _MODEL_NEEDS, to)
+    return _folder(path, MODEL_FILES, _MODEL_NEEDS, to)
 
 
 def tokenizer_folder(path: str, to: str | None = None) -> Path:
