@@ -180,21 +180,46 @@ def test_step_zero_of_a_run_that_started_from_another_which_went_on(
         assert torch.equal(loaded[name], tensor), name
 
 
+def test_a_run_that_goes_on_with_other_settings_is_published(
+    hub: WritableHub, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Its oldest checkpoint has by then another dropout than when step 0 was published."""
+    settings = ("schedule.warmup_steps=0", "schedule.decay=constant", f"output={tmp_path / 'run'}")
+    train = ("train", experiment_file, *settings, "checkpoint={every: 1, keep_last: 2}")
+    assert samestep(*train, "training.steps=2").code == 0
+    assert samestep("publish", tmp_path / "run", REPO).code == 0
+    assert samestep(*train, "training.steps=4", "model.dropout=0.2").code == 0
+    result = samestep("publish", tmp_path / "run", REPO)
+    assert result.out.splitlines() == [
+        "ada/bert step-000000: is there already",
+        "ada/bert step-000003: push to step-000003",
+        "ada/bert step-000004: push to step-000004 and main",
+    ], result.err
+
+
 def test_main_of_another_run_is_not_replaced(
     hub: WritableHub, finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:
     assert samestep("publish", finished_run, REPO, "--revisions", "last").code == 0
-    other = tmp_path / "other"
+    other, averaged, mean = tmp_path / "other", tmp_path / "averaged", tmp_path / "mean"
     settings = ("training.steps=2", "schedule.warmup_steps=0", f"output={other}")
-    assert samestep("train", experiment_file, *settings).code == 0
-    averaged = tmp_path / "averaged"
+    assert samestep("train", experiment_file, *settings, "checkpoint.every=1").code == 0
     assert samestep("average", finished_run, averaged, "--last", "2").code == 0
+    assert samestep("average", other, mean, "--last", "2").code == 0
     del hub.repositories[REPO]["step-000012"]  # so that only main is in the way of the average
     before = dict(hub.commits)
     for run in (other, averaged):
         message = samestep("publish", run, REPO, "--revisions", "last").message
         assert "ada/bert has a checkpoint of another run in main" in message
     assert dict(hub.commits) == before
+
+    # Neither does an average replace one of another run. It has no start of its own.
+    only = ["ada/mean step-000012: push to step-000012 and main"]
+    assert samestep("publish", averaged, "ada/mean").out.splitlines() == only
+    message = samestep("publish", mean, "ada/mean").message
+    assert "ada/mean has a checkpoint of another run in main" in message
+    assert set(hub.repositories["ada/mean"]) == {"main", "step-000012"}
+    assert samestep("publish", averaged, "ada/mean").out.count("is there already") == 1
 
 
 def test_what_cannot_be_published(

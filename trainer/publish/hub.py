@@ -132,8 +132,8 @@ def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
     steps = integrity.committed_steps(root)
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet. Wait for one, or name another run.")
-    newest = integrity.step_folder(root, steps[-1])
-    name = (integrity.read_meta(newest).get("start") or {}).get("run")
+    meta = integrity.read_meta(integrity.step_folder(root, steps[-1]))
+    name = (meta.get("start") or {}).get("run")
     start: list[_Revision] = []
     if revisions == "last":
         steps = steps[-1:]
@@ -145,7 +145,7 @@ def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
                 "--revisions last or all."
             )
         steps = [best]
-    elif steps[0] > 0:
+    elif steps[0] > 0 and "average" not in meta:  # the start of an average is its run's
         start = _start(integrity.step_folder(root, steps[0]), name)
     folders = ((step, integrity.step_folder(root, step)) for step in steps)
     found = [_Revision(step, integrity.identity(folder), folder, name) for step, folder in folders]
@@ -177,7 +177,7 @@ def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[i
     missing: dict[int, list[str]] = {}
     for revision in chosen:
         there = _marker(api, repository, revision.branch) if revision.branch in branches else None
-        if there == revision.marker:
+        if there == revision.marker or _is_start(there, revision):
             continue
         # Of another step it is when it was made from main, and nothing was pushed to it yet.
         if there is not None and there.get("step") == revision.step:
@@ -189,12 +189,21 @@ def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[i
     newest = chosen[-1]
     main = _marker(api, repository, _MAIN) if _MAIN in branches else None
     if main != newest.marker:
-        if main is not None and main.get("run") != newest.run:
+        # Two averages, or older runs, have no digest of a run and may be of different runs.
+        if main is not None and (newest.run is None or main.get("run") != newest.run):
             raise StorageError(
                 f"{repository} has a checkpoint of another run in {_MAIN}. Name another repository."
             )
         missing.setdefault(newest.step, []).append(_MAIN)
     return missing
+
+
+def _is_start(there: dict[str, object] | None, revision: _Revision) -> bool:
+    """Whether a branch has step 0 of the revision's run, and the revision is that step."""
+    # A run that went on with another dropout, for example, describes its start differently.
+    if there is None or revision.run is None:
+        return False
+    return revision.step == there.get("step") == 0 and there.get("run") == revision.run
 
 
 def _marker(api: HfApi, repository: str, branch: str) -> dict[str, object] | None:
