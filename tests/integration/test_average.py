@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.commands import Samestep
+from tests.integration.commands import Samestep, Start
+from trainer.checkpoint import integrity
+from trainer.publish import average
 from trainer.training.weights import load_weights
 
 
@@ -56,6 +59,10 @@ def test_it_is_evaluated_exported_and_started_from(
     assert [score.code for score in scores] == [0, 0]
     assert scores[0].out != scores[1].out
     assert samestep("export", mean, tmp_path / "exported").code == 0
+    (loss,) = [line.split()[1] for line in scores[0].out.splitlines() if line.startswith("loss")]
+    card = (tmp_path / "exported" / "README.md").read_text()
+    (stored,) = [line.split("|")[2] for line in card.splitlines() if line.startswith("| loss |")]
+    assert float(stored) == pytest.approx(float(loss), rel=1e-3)
     assert samestep("fill", mean, "the [MASK] of the module").code == 0
     more = ("training.steps=2", "schedule.warmup_steps=1", f"output={tmp_path / 'more'}")
     assert samestep("train", experiment_file, f"init_from={mean}", *more).code == 0
@@ -86,3 +93,21 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(
     result = samestep("average", copy, tmp_path / "mean", "--last", "2")
     assert (result.code, "is damaged" in result.message) == (1, True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_of_two_processes_with_one_folder_the_first_writes_it(
+    run: Path, tmp_path: Path, samestep: Samestep, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mean, inner = tmp_path / "mean", average._write
+
+    def overtaken(*arguments: Any) -> None:
+        inner(*arguments)
+        other = start("average", run, mean, "--last", "2").wait()
+        assert other.code == 0, other.err
+
+    monkeypatch.setattr(average, "_write", overtaken)
+    result = samestep("average", run, mean, "--last", "3")
+    assert result.code == 2
+    assert f"{mean} cannot be written" in result.message
+    assert integrity.read_meta(load_weights(mean).folder)["average"]["steps"] == [9, 12]
+    assert not list(tmp_path.glob(".mean*"))

@@ -7,6 +7,7 @@ vision models with exponential ones. Only weights are averaged: no optimizer sta
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +59,17 @@ def average(run: str, folder: str, last: int = 5, decay: float | None = None) ->
         )
     loaded = [load_weights(integrity.step_folder(root, step)) for step in steps]
     fractions = _fractions(len(steps), decay)
-    temporary = target.with_name(f".{target.name}.tmp")
+    # Another process that averages into the same folder has a temporary one of its own.
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         _write(temporary, run, loaded, steps, fractions)
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be written ({error.strerror}). Remove it, or name another folder."
+            ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     logger.info("wrote %s: the average of the steps %s", folder, ", ".join(map(str, steps)))

@@ -340,11 +340,13 @@ def _scores(
     These are the newest scores of training up to the checkpoint's step, and the newest of each
     `samestep evaluate` of this step.
     """
-    run = Path(source)
-    if isinstance(weights.folder, Path) and not (run / "metrics.jsonl").is_file():
-        run = weights.folder.parent.parent  # RUN/checkpoints/step-N
-    if weights.step is None or not (run / "metrics.jsonl").is_file():
+    if weights.step is None:
         return {}
+    run = Path(source)
+    # An average has scores of its own, but no metrics of training.
+    has_scores = any((run / name).is_file() for name in ("metrics.jsonl", "scores.jsonl"))
+    if isinstance(weights.folder, Path) and not has_scores:
+        run = weights.folder.parent.parent  # RUN/checkpoints/step-N
     # Later rows replace earlier ones: the newest of training, and of each evaluated dataset.
     newest: Tree = {}
     for row in read_rows(run / "metrics.jsonl"):
