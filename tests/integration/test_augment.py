@@ -112,8 +112,34 @@ def test_an_interrupted_file_is_continued(
     assert (tmp_path / "parts.jsonl.partial").exists()
     other = samestep("augment", finished_run, file, *options, "--seed", "1", "--output", parts)
     assert (other.code, "begun with another settings" in other.message) == (2, True)
+    content = file.read_text()
+    write(file, rows(25))  # the rows before the interruption stay, and a longer file would follow
+    longer = samestep("augment", finished_run, file, *options, "--output", parts)
+    assert (longer.code, "begun with another files" in longer.message) == (2, True)
+    file.write_text(content)
     assert samestep("augment", finished_run, file, *options, "--output", parts).code == 0
     assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_a_file_that_another_process_writes_meanwhile_is_kept(
+    finished_run: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this one loads its model."""
+    file, output = write(tmp_path / "rows.jsonl", rows(4)), tmp_path / "out.jsonl"
+    command = ("augment", finished_run, file, "--texts", "text", "--output", output, "--copies")
+    inner = Augmenter.__init__
+
+    def overtaken(self: Augmenter, *arguments: Any) -> None:
+        inner(self, *arguments)
+        with monkeypatch.context() as context:
+            context.setattr(Augmenter, "__init__", inner)
+            assert samestep(*command, 1).code == 0
+
+    monkeypatch.setattr(Augmenter, "__init__", overtaken)
+    result = samestep(*command, 2)
+    assert (result.code, "exists already and is complete" in result.message) == (2, True)
+    assert len(read(output)) == 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
 @pytest.mark.parametrize(

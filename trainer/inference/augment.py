@@ -26,7 +26,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, combine, name_key, uniform
 from trainer.inference.fill import join_by_masks, load_masked_lm
 from trainer.inference.hidden_states import batches
-from trainer.inference.resumable import resumable
+from trainer.inference.resumable import resumable, with_sizes
 from trainer.models.inputs import Inputs
 from trainer.progress import Progress
 from trainer.storage import json_lines, shown
@@ -88,7 +88,7 @@ def run(
     augmenter = Augmenter(checkpoint, settings.candidates)
     made_of = {
         "model": augmenter.identity,
-        "files": list(source.files),
+        "files": with_sizes(source.files),
         "texts": list(texts),
         "settings": list(settings),
         "batch_tokens": batch_tokens,

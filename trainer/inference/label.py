@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -30,7 +29,7 @@ from trainer.config import decode
 from trainer.errors import ConfigError, DataError
 from trainer.examples import TaskRow, Vocabulary
 from trainer.inference.hidden_states import batches
-from trainer.inference.resumable import resumable
+from trainer.inference.resumable import resumable, with_sizes
 from trainer.models import Outputs
 from trainer.objectives import classification, regression
 from trainer.objectives.task_rows import Pooled, means_of_rows
@@ -90,11 +89,10 @@ def run(
     source = Unlabeled.open(file, texts, words)
     if column in source.columns:
         raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
-    sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in source.files]
     # The output depends on all of this; resuming with anything else would mix two outputs.
     made_of = {
         "teacher": labeler.identity,
-        "files": [list(file) for file in zip(source.files, sizes, strict=True)],
+        "files": with_sizes(source.files),
         "texts": [*texts, words],
         "column": column,
         "precision": precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,12 +65,23 @@ class Resumable:
         write_text(self._path, json.dumps(progress))
 
 
+def with_sizes(files: Sequence[str]) -> list[list[Any]]:
+    """Each file with its size in bytes, by which a file that has changed is noticed.
+
+    The size is None behind an address.
+    """
+    return [[path, os.path.getsize(path) if os.path.isfile(path) else None] for path in files]
+
+
 @contextmanager
 def resumable(output: Path, made_of: dict[str, Any]) -> Iterator[Resumable]:
     """Opens OUTPUT.partial and OUTPUT.progress; OUTPUT appears once it is complete.
 
+    Args:
+        output: the path given with --output.
+
     Raises:
-        ConfigError: another process writes it, or it was begun with something else.
+        ConfigError: it exists, another process writes it, or it was begun with something else.
     """
     partial = output.with_name(f"{output.name}.partial")
     progress = output.with_name(f"{output.name}.progress")
@@ -78,6 +89,14 @@ def resumable(output: Path, made_of: dict[str, Any]) -> Iterator[Resumable]:
         flock.lock_or_reject(
             file, f"another process writes {output}; wait for it, or name another file"
         )
+        # Another process may have written it since this command began, while a model was loaded.
+        try:
+            json_lines.check_new(output, "--output")
+        except ConfigError:
+            # With content, the file is another process's: a rename keeps it open here.
+            if os.fstat(file.fileno()).st_size == 0:
+                partial.unlink(missing_ok=True)
+            raise
         done = Resumable(file, progress, made_of)
         try:
             yield done
