@@ -85,6 +85,33 @@ def test_the_command_compares_words(runs: dict[str, Path], samestep: Samestep) -
         assert "the names of the class are bound" in result.out
 
 
+def test_texts_are_shown_as_they_are(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Brackets are the markup of the library that prints the tables, and `[/b]` its error."""
+    text = "see [/b] [red] the [MASK] of :key:"
+    shown = samestep("fill", finished_run, text)
+    assert (shown.code, text in shown.out) == (0, True), shown.err
+    shown = samestep("fill", finished_run, text, "--candidates", "class", "file")
+    assert shown.out.count("see [/b] [red] the ") == 3, shown.err
+    row = {"text": text, "candidates": ["class", "file"], "label": "file", "group": "[/b]"}
+    (tmp_path / "probes.jsonl").write_text(json.dumps(row))
+    shown = samestep("fill", finished_run, "--probes", tmp_path / "probes.jsonl")
+    assert "[/b]" in shown.out, shown.err
+
+
+@pytest.mark.parametrize("kind", ["bert", "lstm", "bilm"])
+def test_a_word_that_the_tokenizer_does_not_know_has_no_score(
+    kind: str, runs: dict[str, Path], samestep: Samestep
+) -> None:
+    """In the text around the mask, it is allowed."""
+    result = samestep("fill", runs[kind], TEXT, "--candidates", "class", "猫")
+    assert result.code == 2
+    assert f"does not know the candidate '猫' for '{TEXT}'" in result.message
+    result = samestep("fill", runs[kind], f"猫 {TEXT} 猫", "--candidates", "class", "module")
+    assert result.code == 0, result.err
+
+
 def test_probes_are_counted_by_group(
     runs: dict[str, Path], tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.accelerators.detect import for_any_shapes
@@ -150,6 +151,7 @@ class CandidateScorer:
                 "left-to-right language model."
             )
         self._mask = masked_lm_tokens(vocabulary)[1] if self._fills_masks else None
+        self._unknown = frozenset(vocabulary.special)
         self._before, self._after = special_tokens(weights.config, vocabulary)
         self._batch_tokens = max(1, min(_BATCH_TOKENS, _BATCH_LOGITS // vocabulary.size))
         self._device = for_any_shapes().device
@@ -160,7 +162,8 @@ class CandidateScorer:
         """The logarithm of each candidate's score, float64 [candidates], for each probe.
 
         Raises:
-            ConfigError: a text is too long, or two candidates are the same to the tokenizer.
+            ConfigError: a text is too long, two candidates are the same to the tokenizer, or it
+                does not know one.
         """
         scores = [np.zeros(len(probe.candidates)) for probe in probes]
         make = self._masked if self._fills_masks else self._whole
@@ -187,6 +190,8 @@ class CandidateScorer:
         space = " " if before != before.rstrip() else ""
         texts = [before.rstrip(), after, *(space + word for word in probe.candidates)]
         left, right, *words = [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
+        for word, ids in zip(probe.candidates, words, strict=True):
+            self._check_known(probe, word, ids)
         _check_words(probe, words)
         assert self._mask is not None, "the model fills masks"
         found: dict[int, _Sequence] = {}
@@ -203,7 +208,14 @@ class CandidateScorer:
         """A sequence for each candidate: the text with it."""
         texts = [probe.filled(word) for word in probe.candidates]
         found = []
-        encoded = [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
+        encoded = []
+        begin = len(probe.parts[0])
+        aligned = self._tokenizer.encode_aligned(texts)
+        for word, (ids, spans) in zip(probe.candidates, aligned, strict=True):
+            encoded.append(ids.tolist())
+            # A token may join the word and what is beside it, so the word is not encoded alone.
+            of_word = (spans[:, 0] < begin + len(word)) & (spans[:, 1] > begin)
+            self._check_known(probe, word, ids[of_word].tolist())
         _check_words(probe, encoded)
         for candidate, ids in enumerate(encoded):
             tokens = [*self._before, *ids, *self._after]
@@ -212,6 +224,19 @@ class CandidateScorer:
                 at, labels = at + at, labels + tokens[:-1]
             found.append(_Sequence(tokens, number, at, {candidate: labels}))
         return found
+
+    def _check_known(self, probe: Cloze, word: str, ids: Sequence[int]) -> None:
+        """Rejects a candidate that is [UNK] to the tokenizer, whose score would be that of [UNK].
+
+        Args:
+            ids: tokens of the candidate.
+        """
+        # No text has another special token.
+        if not self._unknown.isdisjoint(ids):
+            raise ConfigError(
+                f"the tokenizer does not know the candidate {word!r} for {probe.text!r}; use "
+                "words that it knows"
+            )
 
     def _scores(self, sequences: Sequence[_Sequence]) -> list[float]:
         """The score of each candidate of each sequence, in order."""
@@ -260,11 +285,13 @@ def fill_candidates(checkpoint: str, texts: Sequence[str], candidates: Sequence[
     console = Console(highlight=False)
     scorer = CandidateScorer(load_weights(checkpoint))
     for probe, scores in zip(probes, scorer(probes), strict=True):
-        table = Table("share", "log p", "text", title=probe.text, title_justify="left")
+        # As `Text`, since brackets in a string are markup.
+        title = Text(probe.text, "table.title")
+        table = Table("share", "log p", "text", title=title, title_justify="left")
         for candidate in np.argsort(-scores, kind="stable").tolist():
             share = _shares(scores)[candidate]
             filled = probe.filled(probe.candidates[candidate])
-            table.add_row(f"{share:.3f}", f"{scores[candidate]:.2f}", filled)
+            table.add_row(f"{share:.3f}", f"{scores[candidate]:.2f}", Text(filled))
         console.print(table)
 
 
@@ -297,7 +324,7 @@ def run_probes(
             groups.setdefault(probe.group, []).append(right)
     table = Table("group", "probes", "right, %")
     for name, own in [*groups.items(), ("all", is_right)]:
-        table.add_row(name, f"{len(own):,}", f"{100 * np.mean(own):.1f}")
+        table.add_row(Text(name), f"{len(own):,}", f"{100 * np.mean(own):.1f}")
     Console(highlight=False).print(table)
     if scores is not None:
         accuracies = {"accuracy": float(np.mean(is_right))}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -33,10 +34,11 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
         masks = fill_masks(model, tokenizer, text, top)
         # Only a text with one mask can be shown with the mask filled in.
         headings = ["probability", "token", "text"][: 3 if len(masks) == 1 else 2]
-        table = Table(*headings, title=text, title_justify="left")
+        table = Table(*headings, title=Text(text, "table.title"), title_justify="left")
         for candidates in masks:
             for each in candidates:
-                row = [f"{each.probability:.3f}", each.token, each.text]
+                # As `Text`, since brackets in a string are markup.
+                row = [Text(f"{each.probability:.3f}"), Text(each.token), Text(each.text)]
                 table.add_row(*row[: len(headings)])
             table.add_section()
         console.print(table)

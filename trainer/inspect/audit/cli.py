@@ -52,7 +52,7 @@ def _verify(args: argparse.Namespace) -> int:
     from trainer.inspect.audit.verify import report, verify
 
     verdict = verify(Run.open(args.run_folder, args.overrides))
-    report(verdict, Console(highlight=False, soft_wrap=True))
+    report(verdict, Console(highlight=False, markup=False, soft_wrap=True))
     return EXIT_FAILED if verdict.problems else EXIT_DONE
 
 
