@@ -44,10 +44,11 @@ def measure(beams: int, size: int, repeats: int) -> Comparison:
     ]
     tokens = pad_sequence([torch.from_numpy(source) for source in sources], batch_first=True)
     lists = [source.tolist() for source in sources]
+    penalty: Any = {"length_penalty": 0.6} if beams > 1 else {}  # it is of beam search
     generate = Generator(
         model,
         VOCABULARY,
-        Config(NEW_TOKENS, NEW_TOKENS - 1, beams=beams, length_penalty=0.6, batch_size=size),
+        Config(NEW_TOKENS, NEW_TOKENS - 1, beams=beams, batch_size=size, **penalty),
     )
 
     def theirs() -> list[list[int]]:
@@ -57,8 +58,8 @@ def measure(beams: int, size: int, repeats: int) -> Comparison:
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS - 1,
             num_beams=beams,
-            length_penalty=0.6,
             do_sample=False,
+            **penalty,
         )
         found: list[list[int]] = generated[:, 1:].tolist()
         return found

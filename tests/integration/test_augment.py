@@ -150,6 +150,7 @@ def test_a_file_that_another_process_writes_meanwhile_is_kept(
         (("--texts", "text", "--copies", "0"), "--copies must be at least 1, not 0"),
         (("--texts", "text", "--probability", "1.5"), "--probability must be in (0, 1], not 1.5"),
         (("--texts", "text", "--batch-tokens", "0"), "--batch-tokens must be at least 1"),
+        (("--texts", "text", "--seed", "-1"), "--seed must lie in 0 .. 2**64 - 1, not -1"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -157,6 +157,18 @@ def test_probes_are_counted_by_group(
             '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "c"}',
             "not among the candidates",
         ),
+        (
+            '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "a", "group": 3}',
+            "group is a text",
+        ),
+        (
+            '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "a", "group": ["a"]}',
+            "group is a text",
+        ),
+        (
+            r'{"text": "\ud83d [MASK]", "candidates": ["a", "b"], "label": "a"}',
+            "surrogates not allowed",
+        ),
     ],
 )
 def test_a_line_that_is_no_probe_is_named(
@@ -181,6 +193,13 @@ def test_wrong_use(finished_run: Path, tmp_path: Path, samestep: Samestep) -> No
     assert "tokens and the model reads at most" in too_long.message
     same = samestep(*fill, "a [MASK]", "--candidates", "Class", "class")
     assert "does not tell the candidates Class, class apart" in same.message
+    for options in (("--candidates", "a", "b"), ("--probes", tmp_path / "none")):
+        text = ["a [MASK]"] * (options[0] == "--candidates")
+        top = samestep(*fill, *text, *options, "--top", 3)
+        assert (top.code, "--top 3 has no effect with" in top.message) == (2, True)
+    # What Python makes of an argument with the byte 0xff.
+    assert "is not UTF-8" in samestep(*fill, "a \udcff [MASK]").message
+    assert "is not UTF-8" in samestep(*fill, "a [MASK]", "--candidates", "a", "\udcff").message
     (tmp_path / "empty.jsonl").write_text("\n")
     assert "has no probes" in samestep(*fill, "--probes", tmp_path / "empty.jsonl").message
     assert "cannot read the probes" in samestep(*fill, "--probes", tmp_path / "none").message

@@ -108,6 +108,7 @@ def test_prompts_with_sentinels_are_read_as_transformers_reads_them(
         ),
         ("a\n", ["--output", "texts"], "--output texts already exists"),
         ("a\n", ["b"], "texts and --input texts are both given"),
+        ("a\n", ["--length-penalty", "2"], "length_penalty and early_stopping have no effect"),
         ("a\n", ["--beams", "many"], "beams must be a whole number, not 'many'"),
         (
             "a\n",
@@ -142,6 +143,18 @@ def test_bad_json_lines(samestep: Samestep, t5_run: Path, tmp_path: Path, line: 
     result = samestep("generate", t5_run, "--input", tmp_path / "in.jsonl")
     assert result.code == 1
     assert "in.jsonl:2: " in result.message
+
+
+def test_texts_that_are_not_utf8(
+    samestep: Samestep, t5_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the byte 0xff, Python makes a surrogate in arguments and, in the C locale, in input."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb \udcff\n"))
+    for arguments, name in (["a \udcff b"], "the texts given"), ([], "standard input"):
+        result = samestep("generate", t5_run, *arguments)
+        assert (result.code, f"{name} is not UTF-8" in result.message) == (1, True)
+    result = samestep("generate", t5_run, "a", "--prefix", "\udcff")
+    assert (result.code, "--prefix: '\\udcff' is not UTF-8" in result.message) == (2, True)
 
 
 def test_a_masked_language_model_is_refused(samestep: Samestep, finished_run: Path) -> None:

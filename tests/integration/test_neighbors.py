@@ -130,6 +130,9 @@ def test_the_texts_given_are_compared_with_each_other(
             "'class' ends at token 41 and the model reads 30",
         ),
         (("class", "--in", "class"), "there is no other word to compare with"),
+        (("cafe", "--in", "a cafe\u0301"), "the word 'cafe' is not in"),
+        (("\udcff", "--in", "a class"), r"WORD: '\udcff' is not UTF-8"),
+        (("class", "--in", "a class \udcff"), "--in: 'a class "),
         (("class", "--in", "a class", "--top", "0"), "--top must be at least 1"),
         (("class", "--in", "a class", "--field", "x"), "--field x needs --corpus"),
         (

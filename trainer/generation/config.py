@@ -63,10 +63,20 @@ class Config:
             raise ConfigError(
                 f"sample and beams={self.beams} exclude each other. Leave one of them out."
             )
-        # They would be ignored without a word.
-        for_sampling = (self.temperature, self.top_k, self.top_p)
-        if not self.sample and for_sampling != (1.0, None, 1.0):
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed}. Use 0 to 2**64 - 1.")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Rejects settings that would be ignored without a word."""
+        for_sampling = (self.temperature, self.top_k, self.top_p, self.seed)
+        if not self.sample and for_sampling != (1.0, None, 1.0, 0):
             raise ConfigError(
-                "temperature, top_k and top_p have no effect without sample. Add it, or leave "
-                "them out."
+                "temperature, top_k, top_p and seed have no effect without sample. Add it, or "
+                "leave them out."
+            )
+        if self.beams == 1 and (self.length_penalty, self.early_stopping) != (1.0, False):
+            raise ConfigError(
+                "length_penalty and early_stopping have no effect without beam search. Set beams "
+                "to 2 or more, or leave them out."
             )

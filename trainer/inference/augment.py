@@ -81,6 +81,8 @@ def run(
             raise ConfigError(f"--{name} must be at least 1, not {value}")
     if not 0 < settings.probability <= 1:
         raise ConfigError(f"--probability must be in (0, 1], not {settings.probability}")
+    if not 0 <= settings.seed < 2**64:
+        raise ConfigError(f"--seed must lie in 0 .. 2**64 - 1, not {settings.seed}")
     json_lines.check_new(output, "--output")
     if templates := [text for text in texts if "{" in text]:
         raise ConfigError(f"--texts {templates[0]!r} is a template; name columns")

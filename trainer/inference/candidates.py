@@ -102,7 +102,12 @@ def read_probes(path: str | Path) -> list[Cloze]:
             if not isinstance(row["candidates"], list) or not isinstance(row["label"], str):
                 raise TypeError("candidates are a list, and label is one of them")
             candidates = tuple(str(word) for word in row["candidates"])
-            probe = Cloze(row["text"], candidates, row["label"], row.get("group", ""))
+            group = row.get("group")
+            if not isinstance(group, str | None):
+                raise TypeError("group is a text")
+            # "\ud83d" in JSON is half of a character: no tokenizer takes it.
+            json.dumps(row, ensure_ascii=False).encode()
+            probe = Cloze(row["text"], candidates, row["label"], group or "")
         except ConfigError as error:
             raise DataError(f"{path}:{number}: {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.command import Commands, add_command
@@ -28,6 +29,22 @@ _GENERATION = {  # options of `samestep generate`: the settings of trainer.gener
     "seed": "seed of sampling (default: 0)",
     "batch_size": "number of texts generated together (default: 32)",
 }
+
+
+def _utf8(texts: Sequence[str], name: str) -> Sequence[str]:
+    """Returns arguments as they are; rejects other bytes, of which Python makes surrogates.
+
+    Raises:
+        ConfigError: an argument is not UTF-8.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{name}: {text!r} is not UTF-8. Convert it, as with iconv."
+            ) from error
+    return texts
 
 
 def register_generate(commands: Commands) -> None:
@@ -76,7 +93,8 @@ def _generate(args: argparse.Namespace) -> int:
         texts = list(generate.checked(args.text, "the texts given"))
     elif args.input:
         texts = list(read_texts(args.input, default="source", blank=True))
-    generator = generate.TextGenerator(args.checkpoint, config, args.prefix)
+    (prefix,) = _utf8([args.prefix], "--prefix")
+    generator = generate.TextGenerator(args.checkpoint, config, prefix)
     generate.write(generator, texts, args.output, config.batch_size)
     return EXIT_DONE
 
@@ -238,10 +256,11 @@ def _neighbors(args: argparse.Namespace) -> int:
         )
     if args.field is not None and args.corpus is None:
         raise ConfigError(f"--field {args.field} needs --corpus; leave it out")
+    (word,) = _utf8([args.word], "WORD")
     neighbors.show(
         args.checkpoint,
-        args.word,
-        args.context,
+        word,
+        _utf8(args.context, "--in"),
         args.corpus,
         args.field,
         -1 if args.layer is None else args.layer,
@@ -427,7 +446,6 @@ def register_fill(commands: Commands) -> None:
     add(
         "--top",
         type=int,
-        default=5,
         metavar="K",
         help="number of predictions for each mask (default: 5); not with --candidates or --probes",
     )
@@ -443,10 +461,15 @@ def _fill(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--scores and --predictions need --probes FILE. Add it, or leave them out."
         )
+    if args.top is not None and (args.candidates or args.probes is not None):
+        raise ConfigError(
+            f"--top {args.top} has no effect with --candidates or --probes. Leave it out."
+        )
+    texts = _utf8(args.text, "the texts")
     if args.probes is not None:
         run_probes(args.checkpoint, args.probes, args.scores, args.predictions)
     elif args.candidates:
-        fill_candidates(args.checkpoint, args.text, args.candidates)
+        fill_candidates(args.checkpoint, texts, _utf8(args.candidates, "--candidates"))
     else:
-        fill(args.checkpoint, args.text, args.top)
+        fill(args.checkpoint, texts, 5 if args.top is None else args.top)
     return EXIT_DONE

@@ -101,8 +101,9 @@ def checked(texts: Iterable[str], name: str) -> Iterator[str]:
         for number, text in enumerate(texts, start=1):
             if not text.strip():
                 raise DataError(f"{name}:{number} is empty; remove the line")
+            text.encode()  # Python makes surrogates of other bytes, as in arguments
             yield text.rstrip("\r\n")
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise DataError(f"{name} is not UTF-8 ({error}); convert it, as with iconv") from error
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
-from trainer.vectors.corpus import WORD
+from trainer.vectors.corpus import MARKS, WORD
 from trainer.vectors.folder import WordVectors, nearest
 
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -106,7 +106,7 @@ def find(word: str, text: str) -> tuple[int, int]:
         ConfigError: the word is not in the text.
     """
     # Not \b, which would not match a word that begins or ends with punctuation, as "C++".
-    pattern = rf"(?<!\w){re.escape(word)}(?!\w)"
+    pattern = rf"(?<![\w{MARKS}]){re.escape(word)}(?![\w{MARKS}])"
     found = re.search(pattern, text) or re.search(pattern, text, re.IGNORECASE)
     if not word.strip() or found is None:
         raise ConfigError(f"the word {word!r} is not in {text!r}; give --in a text that has it")

@@ -247,6 +247,12 @@ def test_models_that_cannot_generate(
         ({"min_new_tokens": 128}, "use 0 to 127"),
         ({"beams": 2, "sample": True}, "exclude each other"),
         ({"top_p": 0.9}, "have no effect without sample"),
+        ({"seed": 7}, "have no effect without sample"),
+        ({"length_penalty": 0.6}, "have no effect without beam search"),
+        ({"early_stopping": "never"}, "have no effect without beam search"),
+        ({"early_stopping": True, "sample": True}, "have no effect without beam search"),
+        ({"seed": -1, "sample": True}, r"seed is -1. Use 0 to 2\*\*64 - 1"),
+        ({"seed": 2**64, "sample": True}, "seed is 18446744073709551616"),
     ],
     ids=str,
 )
