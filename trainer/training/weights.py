@@ -378,7 +378,14 @@ def _with_prefix(stored: StoredTensors, prefix: str) -> StoredTensors:
 
 def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     content, tensors = huggingface.load_folder(folder)
-    schema = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
+    family = content.get("model_type")
+    # The folder may be a stranger's, and a dotted kind would run the code of a module.
+    if isinstance(family, str) and "." in family:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has model_type {family!r}, a Python module, which is not "
+            "imported. Name a folder with a model of transformers, such as bert"
+        )
+    schema = _MODELS.schema(family, f"{folder / 'config.json'}: model_type")
     config: ModelConfig = schema.from_huggingface(content, tensors)
     return config, tensors
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from trainer.checkpoint.layout import StoredTensors
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, bert
-from trainer.training.weights import Weights
+from trainer.training.weights import Weights, load_config, load_weights
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,19 @@ def test_it_must_not_read_columns_that_an_objective_makes() -> None:
     weights, _ = trained(Reading)
     with pytest.raises(ConfigError, match=r"reads the column gap, .* use samestep evaluate"):
         weights.model()
+
+
+def test_a_model_folder_cannot_name_a_module_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working folder holds the folder of a stranger, with a module of the stranger's."""
+    folder = tmp_path / "nice_model"
+    folder.mkdir()
+    (folder / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "nice_model.evil"}))
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for load in (load_weights, load_config):
+        with pytest.raises(CheckpointError, match=r"model_type 'nice_model.evil', a Python module"):
+            load("nice_model")
+    assert not Path("ran").exists()
