@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,28 @@ def test_layers_are_compared_as_in_tinybert(soft: float, wide: int) -> None:
     assert head is not None
     assert bool(head.any()) == (soft > 0)
     assert all(bool(each.grad.isfinite().all()) for each in model.parameters())  # type: ignore[union-attr]
+
+
+def test_pairs_are_counted_without_an_array_of_them() -> None:
+    """Of rows with several sequences; a row of weight 0 has none."""
+    length = 256
+    objective = build(mlm.Config(), student(), attention=1.0, layer_map=(0, 1))
+    packed, _ = pack([9, 17, 90, 120, 200, 3] * 4, objective.pack_spec(length), "best_fit")
+    weight = np.ones_like(packed.weight)
+    weight[-1] = 0
+    examples = dataclasses.replace(packed, weight=weight)
+    tracemalloc.start()
+    batch = objective.collate(examples, length)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < batch["segments"].size * length  # a byte for each pair of positions
+    segments = batch["segments"]
+    assert segments.max() > 2
+    pairs = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, :, None]
+    expected = pairs.sum((1, 2)) * weight
+    assert batch["pair_count"].dtype == np.float32
+    assert batch["pair_count"].tolist() == expected.tolist()
+    assert expected[-1] == 0
 
 
 @pytest.mark.parametrize(
