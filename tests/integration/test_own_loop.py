@@ -72,18 +72,39 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.parent.name[-8:]) for path in folder.glob("checkpoints/*/COMMITTED"))
 
 
+class WithNumber(torch.optim.Optimizer):
+    """Counts steps in a plain number, which its bias correction needs; as transformers' do."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(parameter))
+                state["step"] += 1
+                state["mean"].lerp_(parameter.grad, 0.1)
+                parameter -= group["lr"] / (1 - 0.9 ** state["step"]) * state["mean"]
+
+
 KINDS: dict[str, Any] = {
     "nadam": torch.optim.NAdam,
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
     "adagrad": torch.optim.Adagrad,
     "sgd": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "with_number": WithNumber,
 }
 STRATEGIES = {"rprop": "single"}  # torch's Rprop takes no partitioned parameters
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_optimizers_of_torch_begin_and_resume_as_without_checkpoints(
+def test_optimizers_begin_and_resume_as_without_checkpoints(
     experiment_file: str, tmp_path: Path, kind: str
 ) -> None:
     """Whose state depends on the first gradient or the first rate; a checkpoint before it, too."""

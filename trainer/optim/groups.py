@@ -128,9 +128,7 @@ def prime(optimizer: Optimizer) -> None:
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
     for parameter in new:
-        state = optimizer.state[parameter]  # an empty one if there is none, as in plain SGD
-        if "step" in state:
-            state["step"].fill_(0)
+        _set_count(optimizer.state[parameter], 0)  # an empty state if there is none, as in SGD
 
 
 def stateless(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -146,8 +144,16 @@ def set_step(optimizer: Optimizer, step: int) -> None:
         if "updates" in group:
             group["updates"] = updates
         for parameter in group["params"]:
-            if "step" in (state := optimizer.state.get(parameter, {})):
-                state["step"].fill_(max(0, updates))
+            _set_count(optimizer.state.get(parameter, {}), max(0, updates))
+
+
+def _set_count(state: dict[str, Any], count: int) -> None:
+    """Sets the step count in the state of a parameter, if it has one."""
+    # A tensor in optimizers of torch, a number in some others, such as transformers' Adafactor.
+    if isinstance(state.get("step"), Tensor):
+        state["step"].fill_(count)
+    elif "step" in state:
+        state["step"] = count
 
 
 def state_tensors(
