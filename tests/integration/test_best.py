@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep
+from tests.processes import run_ranks
 from trainer.checkpoint import integrity, retention, writer
+from trainer.checkpoint.files import Location
 from trainer.cli import main
 from trainer.errors import CheckpointError
+from trainer.strategies.world import World
+from trainer.training.weights import load_weights
 
 SETTINGS = [
     "training.evaluate_every=5",
@@ -137,6 +142,40 @@ def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     assert second != best
     assert second in steps(run)
     assert found[second] >= max(score for step, score in found.items() if step < best)
+
+
+def test_all_ranks_take_the_same_best_of_a_run_that_is_still_training(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
+    """A better checkpoint is saved after rank 0 has looked, and before rank 1 does."""
+    run, later = tmp_path / "run", tmp_path / "later"
+    settings = ["training.best={metric: loss}", "training.evaluate_every=4", "checkpoint.every=4"]
+    assert samestep("train", experiment_file, f"output={run}", *settings).code == 0
+    assert retention.best_step(run / "checkpoints") == 12
+    shutil.move(run / "checkpoints" / "step-00000012", later)
+    assert run_ranks(2, open_best, str(run), str(later)) == [8, 8]
+    assert steps(run) == [8, 12]
+
+
+def open_best(run: str, later: str) -> int | None:
+    """The step that one rank opens."""
+    world = World.start(60)
+    world.connect("gloo")
+    find = retention.best_step
+
+    def find_in_turn(root: Location) -> int | None:
+        if world.rank == 0:
+            found = find(root)
+            Path(later).rename(f"{run}/checkpoints/step-00000012")
+            return found
+        while Path(later).exists():
+            time.sleep(0.01)
+        return find(root)
+
+    retention.best_step = find_in_turn
+    weights = load_weights(f"{run}/best", world.rank, world.size)
+    world.close()
+    return weights.step
 
 
 def test_without_a_best_nothing_is_named_so(

@@ -145,11 +145,11 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         CheckpointError: none of these is there, it is damaged, or it cannot be downloaded. If one
             rank raises, all do.
     """
+    folder = _resolve_together(path, world_size)
     # Inside this block, an error of one rank is raised on all of them.
     with raise_on_all_ranks(world_size):
         # The path may be a run, one of its steps, a Hugging Face folder or an adapter; the files in
         # it decide.
-        folder = _resolve(path)
         if _is_huggingface(folder):
             hub = str(path) if is_hub_path(str(path)) else None
             return replace(_from_huggingface(folder), hub=hub)
@@ -326,6 +326,20 @@ def check_weights(start: Location) -> None:
         raise CheckpointError(
             f"init_from={start} has no checkpoint yet; wait for one, or name another run"
         )
+
+
+def _resolve_together(path: str | Location, world_size: int) -> Location:
+    """Returns the folder that `_resolve` returns, on all ranks that of the same step. Collective.
+
+    Raises:
+        CheckpointError: as `_resolve` raises it, on any rank.
+    """
+    with raise_on_all_ranks(world_size):
+        folder = _resolve(path)
+    # Of a run that is still training, RUN/best may be another step a moment later. So the step that
+    # rank 0 has found counts. Models of the Hub are in a folder of each machine.
+    step = gather(folder.name, world_size)[0]
+    return folder if is_hub_path(str(path)) or folder.name == step else folder.parent / step
 
 
 def _resolve(path: str | Location) -> Location:
