@@ -209,14 +209,16 @@ def changes_since(meta: Meta, description: Meta) -> str:
     """Lists the settings that have changed since a checkpoint, as "key: old -> new".
 
     The model (except its dropout and its initial weights), the teacher, the weights of frozen
-    parameters and gradual unfreezing must not change: the run would no longer be one experiment.
+    parameters, gradual unfreezing and the steps of phases that have begun must not change: the run
+    would no longer be one experiment.
 
     Args:
         description: the keys config, base and teacher as they are now.
 
     Raises:
-        ConfigError: the model or gradual unfreezing has changed; `data.exclude` has, but its data
-            order has ended; or what the bits of an exact run depend on has changed.
+        ConfigError: the model, gradual unfreezing or a phase that has begun has changed;
+            `data.exclude` has, but its data order has ended; or what the bits of an exact run
+            depend on has changed.
         CheckpointError: the teacher or the frozen weights have changed.
     """
     # By identity, not by path: the same weights may have been moved.
@@ -258,6 +260,7 @@ def changes_since(meta: Meta, description: Meta) -> str:
             f"layers have begun to train by another setting ({unfreezing}), and their moments "
             "depend on it. Use the former one, or start a new run with init_from"
         )
+    _check_phases(meta["step"], stored, config)
     excluded = merged(stored["data"].get("exclude", ()))
     added = [each for each in config["data"]["exclude"] if merged([*excluded, each]) != excluded]
     if meta.get("order", 0) > 0 and added:
@@ -268,6 +271,30 @@ def changes_since(meta: Meta, description: Meta) -> str:
     if config["training"]["exact"] == "bitwise":
         _check_bitwise(meta, description, texts)
     return ", ".join(texts.values())
+
+
+def _check_phases(step: int, stored: Tree, config: Tree) -> None:
+    """Rejects other steps of the phases that have begun: past steps would be of other phases."""
+    before, now = (
+        [phase["steps"] for phase in settings.get("phases", ())] for settings in (stored, config)
+    )
+    if not before and now and now[0] < step:
+        raise ConfigError(
+            f"phases.0.steps is {now[0]}, and the run has taken {step} steps without phases. "
+            f"Set phases.0.steps to {step} or more."
+        )
+    first = 0
+    for index, steps in enumerate(before):
+        if first >= step:
+            return
+        if index >= len(now) or now[index] != steps:
+            is_now = f"has {now[index]}" if index < len(now) else "is gone"
+            raise ConfigError(
+                f"phases.{index} had {steps} steps and {is_now}, and it has begun: the checkpoint "
+                f"is of step {step}. Restore phases.{index}.steps={steps}; later phases may "
+                "change, and be added."
+            )
+        first += steps
 
 
 def _check_bitwise(meta: Meta, description: Meta, changes: Mapping[str, str]) -> None:

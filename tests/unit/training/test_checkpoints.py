@@ -95,6 +95,42 @@ def test_gradual_unfreezing_goes_on_as_it_began(experiment_file: str) -> None:
             changes_since(stored, now)
 
 
+@pytest.mark.parametrize(
+    ("before", "step", "now", "message"),
+    [
+        ((6, 6), 8, (3, 9), r"phases.0 had 6 steps and has 3, .* Restore phases.0.steps=6"),
+        ((6, 6), 8, (6, 9), r"phases.1 had 6 steps and has 9, .* of step 8. Restore phases.1.st"),
+        ((6, 6), 8, (6,), "phases.1 had 6 steps and is gone"),
+        ((6, 6), 3, (), "phases.0 had 6 steps and is gone"),
+        ((6, 6), 12, (6, 3, 3), "phases.1 had 6 steps and has 3"),
+        ((), 3, (2, 10), r"the run has taken 3 steps without phases. Set phases.0.steps to 3"),
+        ((6, 6), 0, (3, 9), None),
+        ((6, 6), 6, (6, 9), None),
+        ((6, 6), 6, (6, 3, 3), None),
+        ((6, 6), 12, (6, 6, 3), None),
+        ((), 3, (3, 9), None),
+    ],
+)
+def test_phases_that_have_begun_keep_their_steps(
+    experiment_file: str,
+    before: tuple[int, ...],
+    step: int,
+    now: tuple[int, ...],
+    message: str | None,
+) -> None:
+    def with_phases(steps: tuple[int, ...]) -> Tree:
+        phases = ", ".join(f"{{steps: {each}}}" for each in steps)
+        total = f"training.steps={sum(steps) or 12}"
+        return description(experiment_file, total, f"phases=[{phases}]")
+
+    stored = {**with_phases(before), "step": step}
+    if message is None:
+        assert "phases: " in changes_since(stored, with_phases(now))
+        return
+    with pytest.raises(ConfigError, match=message):
+        changes_since(stored, with_phases(now))
+
+
 def test_excluded_examples_are_those_of_the_first_data_order(experiment_file: str) -> None:
     stored = description(experiment_file)
     now = description(experiment_file, "data.exclude=[[3, 5]]")
