@@ -282,15 +282,19 @@ def max_context(begin: Int64, length: Int64, tokens: int) -> Int64:
     equal ones the longer window wins, then the first.
 
     Args:
-        begin, length: int64 [W], of the windows, W at least 1 if there are tokens.
+        begin, length: int64 [W], of the windows, which lie within the text.
         tokens: number of tokens of the text.
     """
-    if not begin.size:
-        return np.zeros(tokens, dtype=np.int64)
     # Example: the windows [0, 5) and [3, 8) share the tokens 3 and 4. Token 3 has 1 token after it
     # in the first and 0 before it in the second, so the first owns it; token 4 has 0 and 1.
-    token = np.arange(tokens)
-    least = np.minimum(token - begin[:, None], (begin + length)[:, None] - 1 - token)
-    context = np.where(least < 0, -np.inf, least + 0.01 * length[:, None])  # as in run_squad.py
-    best: Int64 = context.argmax(axis=0)
-    return best
+    owner = np.zeros(tokens, dtype=np.int64)
+    most = np.full(tokens, -np.inf)
+    # One window at a time: an array of [windows, tokens] would grow with the square of the text.
+    for window, (first, size) in enumerate(zip(begin.tolist(), length.tolist(), strict=True)):
+        place = np.arange(size)
+        context = np.minimum(place, size - 1 - place) + 0.01 * size  # as in run_squad.py
+        own = slice(first, first + size)
+        better = context > most[own]
+        most[own][better] = context[better]
+        owner[own][better] = window
+    return owner

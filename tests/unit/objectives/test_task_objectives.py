@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -617,6 +618,17 @@ def test_a_token_is_of_the_window_with_most_text_around_it(
     assert owner.tolist() == [
         owner_by_definition(token, begins, lengths) for token in range(tokens)
     ]
+
+
+def test_windows_of_a_long_text_take_memory_in_proportion_to_it() -> None:
+    tokens = 20_000
+    begins, lengths = cut(tokens, 316, 128)
+    tracemalloc.start()
+    owner = max_context(np.array(begins), np.array(lengths), tokens)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * tokens
+    assert owner.max() == len(begins) - 1 > 150
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, ROBERTA], ids=["bert", "roberta"])
