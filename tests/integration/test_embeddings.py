@@ -137,3 +137,14 @@ def test_a_model_with_another_head_is_refused(
     model = f"model={json.dumps({**STUDENT, 'head': 'language_model'})}"
     result = samestep("train", folder / "cosine.yaml", f"output={tmp_path}", model)
     assert (result.code, "set model.head=embedding" in result.message) == (2, True), result.message
+
+
+def test_pairs_of_a_label_that_the_dataset_has_not_are_refused(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """No pair would belong together, so nothing would be learned."""
+    settings = (f"output={tmp_path / 'run'}", "objective.positive=2")
+    result = samestep("train", folder / "contrastive.yaml", *settings)
+    assert result.code == 2
+    assert "objective.positive is 2, and the dataset has the labels other, same" in result.message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

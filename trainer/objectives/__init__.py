@@ -213,6 +213,16 @@ class ObjectiveConfig(ABC):
         """Settings (key=value) that avoid `missing` outputs, or need `offers` instead."""
         return ()
 
+    def check_labels(self, labels: Sequence[str]) -> None:  # noqa: B027
+        """Rejects settings that do not fit the labels of a dataset; by default, all fit.
+
+        Args:
+            labels: names of classes or tags; empty for documents and for tasks without any.
+
+        Raises:
+            ConfigError: names the setting and the labels.
+        """
+
     @abstractmethod
     def build(self, vocabulary: Vocabulary) -> Objective:
         """Builds the objective for a tokenizer.

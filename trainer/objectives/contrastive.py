@@ -12,7 +12,7 @@ embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,14 @@ class Config(ObjectiveConfig):
             )
         if self.positive < 0:
             raise ConfigError(f"positive is {self.positive}. Use the index of a label, from 0.")
+
+    def check_labels(self, labels: Sequence[str]) -> None:
+        # Without a pair that belongs together, a run would train nothing.
+        if self.positive >= len(labels):
+            raise ConfigError(
+                f"objective.positive is {self.positive}, and the dataset has the labels "
+                f"{', '.join(labels)}. Use the index of one of them, 0 to {len(labels) - 1}."
+            )
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Contrastive(self, vocabulary)

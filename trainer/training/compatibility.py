@@ -192,14 +192,14 @@ def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: 
 
 
 def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Rejects a head with other labels than the dataset's."""
+    """Rejects a head with other labels than the dataset's, and an objective that needs others."""
     model = experiment.model
-    # The head's outputs are numbered like the labels: another order would train another task.
-    if model.head not in FEWEST_LABELS:
-        return
     for source in named_sources(dataset).values():
         labels = () if source.manifest.task is None else source.manifest.task.labels
-        if labels != model.labels:
+        for phase in experiment.resolved_phases():
+            phase.objective.task.check_labels(labels)
+        # The head's outputs are numbered like the labels: another order would train another task.
+        if model.head in FEWEST_LABELS and labels != model.labels:
             raise ConfigError(
                 f"the labels of {source.name} are {', '.join(labels)}, and model.labels is "
                 f"{', '.join(model.labels)}; set model.labels='{json.dumps(labels)}', in this order"
