@@ -109,7 +109,7 @@ class Classification(PairTask):
 
     kind = "classification"
     predicts = "classification"
-    mean_names = ("loss", "accuracy")
+    mean_names: tuple[str, ...] = ("loss", "accuracy")
 
     config: Config
 
@@ -119,6 +119,7 @@ class Classification(PairTask):
         if config.lm_weight:
             self._outputs |= {"next_tokens"}
             self.needs |= {"next_tokens"}
+            self.mean_names = (*self.mean_names, "class_loss", "lm_loss")
 
     def predictions(self, sequence_length: int) -> int:
         return sequence_length if self.config.lm_weight else super().predictions(sequence_length)

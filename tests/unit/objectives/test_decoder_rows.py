@@ -192,6 +192,7 @@ def test_the_auxiliary_losses_of_micro_batches_add_up() -> None:
     torch.testing.assert_close(
         loss.metrics["loss"][0] / loss.metrics["loss"][1], loss.total.detach()
     )
+    assert set(objective.mean_names) == set(loss.metrics)
 
 
 CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}

@@ -179,8 +179,15 @@ def test_incompatible_parts(model: Any, objective: Any, message: str) -> None:
         check(model, objective)
 
 
-@pytest.mark.parametrize("objective", [tagging.Config(metrics=()), contrastive.Config()])
-def test_evaluations_of_these_tasks_have_an_accuracy(objective: Any) -> None:
+@pytest.mark.parametrize(
+    ("objective", "names"),
+    [
+        (tagging.Config(metrics=()), "loss, accuracy"),
+        (contrastive.Config(), "loss, accuracy"),
+        (classification.Config(lm_weight=0.5), "loss, accuracy, class_loss, lm_loss"),
+    ],
+)
+def test_the_best_is_by_a_metric_that_evaluations_have(objective: Any, names: str) -> None:
     def check(metric: str) -> None:
         data = DataConfig("rows", sequence_length=8)
         training = TrainingConfig(steps=1, global_batch_size=1, evaluate_every=1, best=Best(metric))
@@ -188,6 +195,7 @@ def test_evaluations_of_these_tasks_have_an_accuracy(objective: Any) -> None:
         experiment = Experiment("run", model, objective, data, training, adamw.Config())
         check_best(experiment, [objective.build(VOCABULARY)])
 
-    check("accuracy")
-    with pytest.raises(ConfigError, match="evaluations give loss, accuracy; name"):
+    for name in names.split(", "):
+        check(name)
+    with pytest.raises(ConfigError, match=f"evaluations give {names}; name"):
         check("f1")
