@@ -190,6 +190,44 @@ def test_weights_that_are_not_finite_are_not_saved(experiment_file: str, tmp_pat
     assert checkpoints(loop.folder) == [1, 2]
 
 
+def test_the_notes_of_a_step_are_saved_once(
+    experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(experiment_file, tmp_path / "run", adamw)
+    write = writer.write_step
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise library.CheckpointError("the disk is full")
+
+    def first(parts: Parts) -> None:
+        loop.train(parts, 2, save=False)
+        monkeypatch.setattr(writer, "write_step", fail)
+        parts.checkpoints.save({"lost": True})
+        with pytest.raises(library.CheckpointError, match="the disk is full"):
+            parts.checkpoints.wait()
+        monkeypatch.setattr(writer, "write_step", write)
+        parts.checkpoints.save({"evaluated": False})
+        again(parts)
+
+    def again(parts: Parts) -> None:
+        parts.checkpoints.save()
+        parts.checkpoints.save({"evaluated": False})
+        with pytest.raises(library.SamestepError, match=r"step 2 is saved already, .*false.*true"):
+            parts.checkpoints.save({"evaluated": True})
+
+    def resumed(parts: Parts) -> None:
+        assert parts.checkpoints.notes == {"evaluated": False}
+        again(parts)
+        loop.train(parts, 3, save=False)
+        parts.checkpoints.save({"evaluated": True})
+
+    loop.run(first)
+    loop.run(resumed)
+    found: list[Any] = []
+    loop.run(lambda parts: found.append(parts.checkpoints.notes))
+    assert found == [{"evaluated": True}]
+
+
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_run_does_not_continue_a_loop(
     samestep: Samestep, experiment_file: str, tmp_path: Path, stop: int

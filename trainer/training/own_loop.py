@@ -16,6 +16,7 @@ same steps at any world size, and resumes from its checkpoints.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,25 +195,50 @@ class LoopCheckpoints:
         self._checkpointer, self._strategy, self._optimizer = checkpointer, strategy, optimizer
         self._batches, self._description = batches, description
         self.notes: Mapping[str, Any] = {}
+        # The step that was saved or restored last, and its notes as JSON.
+        self._last: tuple[int, str] | None = None
         # State that is created in the first step, from its gradient or learning rate.
         self._lazy = groups.stateless(optimizer)
 
     def save(self, notes: Mapping[str, Any] | None = None) -> None:
         """Starts a checkpoint of the state after this step. Collective.
 
+        Each step is saved once. Saving the step that was saved or restored last does nothing.
+
         Args:
             notes: what else the loop needs to resume, as JSON; the same on all ranks.
 
         Raises:
-            SamestepError: a parameter is not finite.
+            SamestepError: a parameter is not finite, or the step is saved with other notes.
         """
         position = self._batches.state_dict()
         step, order, data = position["step"], position["order"], position["data"]
+        if self._is_saved(step, notes):
+            return
         self._require_finite(step)
         groups.prime(self._optimizer)
         tensors, meta = capture(self._strategy, self._optimizer, self._description, order, data)
         self._checkpointer.save(step, tensors, {**meta, "notes": dict(notes or {})})
+        self._last = (step, _as_json(notes))
         self._forget_primed()
+
+    def _is_saved(self, step: int, notes: Mapping[str, Any] | None) -> bool:
+        """Whether a step is saved already; its checkpoint is complete then, and stays as it is.
+
+        Raises:
+            SamestepError: it is saved with other notes.
+        """
+        if self._last is None or self._last[0] != step:
+            return False
+        self._checkpointer.settle()
+        if self._checkpointer.failed is not None:
+            return False
+        if notes is not None and _as_json(notes) != self._last[1]:
+            raise SamestepError(
+                f"step {step} is saved already, with the notes {self._last[1]}, and its notes "
+                f"would be {_as_json(notes)} now. Save a step once, when its notes are complete"
+            )
+        return True
 
     def restore(self, step: int | None = None) -> None:
         """Goes back to a checkpoint, the newest by default, of any world size. Collective.
@@ -234,6 +260,7 @@ class LoopCheckpoints:
             )
             self._batches.load_state_dict(meta)
             self._description = {**self._description, "start": meta.get("start")}
+            self._last = (meta["step"], _as_json(meta.get("notes")))
         finally:
             self._forget_primed()
         if changes:
@@ -266,6 +293,10 @@ class LoopCheckpoints:
                     "The checkpoints before it are valid: lower the learning rate or the maximum "
                     "gradient norm, and start again"
                 )
+
+
+def _as_json(notes: Mapping[str, Any] | None) -> str:
+    return json.dumps(dict(notes or {}), sort_keys=True)
 
 
 @dataclass(frozen=True)
