@@ -123,6 +123,19 @@ def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samest
     assert evaluations(run)[best] == max(evaluations(run).values())
 
 
+def test_less_patience_does_not_end_a_run_that_was_cut(
+    stopped: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    shutil.rmtree(run / "checkpoints" / f"step-{max(steps(run)):08d}")
+    settings = [f"output={run}", "training.best.patience=1"]
+    result = samestep("train", run / "config.yaml", *settings)
+    assert result.code == 2
+    changed = "of 150, and with other settings (training.best.patience: 4 -> 1) nothing is left"
+    assert f"is at step {max(steps(run))} {changed}" in result.message
+
+
 def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     stopped: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

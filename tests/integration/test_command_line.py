@@ -113,6 +113,23 @@ def test_finished_run_with_other_settings(samestep: Samestep, finished_run: Path
     assert "nothing to do" in elsewhere.err
 
 
+def test_fewer_steps_than_an_unfinished_run_has_taken(
+    samestep: Samestep, finished_run: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    command = ("train", run / "config.yaml", f"output={run}")
+    for steps in (6, 8):
+        result = samestep(*command, f"training.steps={steps}")
+        assert result.code == 2
+        assert f"is at step 8 of 12, and with other settings (training.steps: 12 -> {steps})" in (
+            result.message
+        )
+        assert "finished" not in result.message
+    assert samestep(*command).code == 0
+    assert "is finished, and was trained" in samestep(*command, "training.steps=8").message
+
+
 def test_moved_run(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
     """A run is evaluated where it lies, not where it was trained."""
     moved = Path(shutil.copytree(finished_run, tmp_path / "moved"))

@@ -6,12 +6,13 @@ import logging
 
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import differences, to_tree
+from trainer.config import Tree, differences, to_tree
 from trainer.config.tree import of_kinds
 from trainer.errors import ConfigError
 from trainer.training.best import Best
 from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment
+from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def check_origin(experiment: Experiment, source: Checkpointer, step: int) -> Non
 def reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
     """Says why nothing is left to do after a step, and what to change; None if there is."""
     if step >= experiment.training.steps:
-        return f"is at step {step}; raise training.steps to train on"
+        more = "add a phase" if experiment.phases else "raise training.steps"
+        return f"is at step {step}; {more} to train on"
     if experiment.training.best is None:
         return None
     best = Best(experiment.training.best)
@@ -48,25 +50,46 @@ def reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> st
 
 
 def check_settings(experiment: Experiment, source: Checkpointer, step: int) -> None:
-    """Rejects other settings than those that a finished run was trained with.
+    """Rejects other settings than those that a run with nothing left to do was trained with.
 
     Where it would run and report does not matter: that changes no result.
 
     Raises:
-        ConfigError: lists the differences.
+        ConfigError: lists the differences, and says whether the run was finished without them.
     """
     trained = integrity.read_meta(integrity.step_folder(source.folder, step))
-    changes = of_kinds(differences(stored_config(trained), to_tree(experiment)))
-    listed = [
+    stored = stored_config(trained)
+    changes = of_kinds(differences(stored, to_tree(experiment)))
+    listed = ", ".join(
         f"{key}: {old} -> {new}"
         for key, (old, new) in changes.items()
         if key.partition(".")[0] not in _FREE
-    ]
-    if listed:
+    )
+    if not listed:
+        return
+    if not _had_ended(trained, stored):
+        steps = stored["training"]["steps"]
         raise ConfigError(
-            f"{experiment.output} is finished, and was trained with other settings "
-            f"({', '.join(listed)}). Set output to a new folder, or use its settings"
+            f"{experiment.output} is at step {step} of {steps}, and with other settings ({listed}) "
+            "nothing is left to train. Use its settings to continue it, or set output to a new "
+            "folder"
         )
+    raise ConfigError(
+        f"{experiment.output} is finished, and was trained with other settings ({listed}). "
+        "Set output to a new folder, or use its settings"
+    )
+
+
+def _had_ended(meta: Meta, stored: Tree) -> bool:
+    """Whether a run had ended at a checkpoint by the settings in that checkpoint.
+
+    Args:
+        stored: the result of `stored_config`.
+    """
+    settings = stored["training"]
+    patience = (settings.get("best") or {}).get("patience")
+    early: bool = patience is not None and meta["best"]["since"] >= patience
+    return early or meta["step"] >= settings["steps"]
 
 
 def report_end(experiment: Experiment, step: int, best: Best) -> None:

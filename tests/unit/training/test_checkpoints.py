@@ -15,6 +15,7 @@ from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.config import Tree, to_tree
 from trainer.errors import ConfigError
 from trainer.training.checkpoints import Checkpoints, changes_since
+from trainer.training.finished import reason_to_end
 from trainer.training.starting import load_experiment
 
 ROBERTA = "model={kind: roberta, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64}"
@@ -129,6 +130,16 @@ def test_phases_that_have_begun_keep_their_steps(
         return
     with pytest.raises(ConfigError, match=message):
         changes_since(stored, with_phases(now))
+
+
+def test_a_finished_run_is_trained_on_by_a_change_that_is_accepted(
+    experiment_file: str, tmp_path: Path
+) -> None:
+    durable = checkpoints(tmp_path, None).durable
+    for settings, fix in (("[]", "raise training.steps"), ("[{steps: 12}]", "add a phase")):
+        experiment = load_experiment(experiment_file, [f"phases={settings}"])
+        assert reason_to_end(experiment, durable, 12) == f"is at step 12; {fix} to train on"
+        assert reason_to_end(experiment, durable, 11) is None
 
 
 def test_excluded_examples_are_those_of_the_first_data_order(experiment_file: str) -> None:
