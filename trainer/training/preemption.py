@@ -32,7 +32,8 @@ class Config:
     Attributes:
         signals: request a checkpoint after the current step or the next one, and exit code 75; 130
             after SIGINT, which is Ctrl-C. A signal more than a second after the first ends the run
-            at once. [] leaves all signals their usual meaning.
+            at once. [] leaves all signals their usual meaning, and is needed to train outside of a
+            program's main thread.
         deadline: seconds from the signal to the exit, checkpoint included. A process that takes
             longer exits with 128 + signal, and the run continues from its newest checkpoint.
     """
@@ -78,6 +79,12 @@ class StopRequest:
         self._pending: dist.Work | None = None
 
     def __enter__(self) -> StopRequest:
+        # Without signals, nothing is taken that only the main thread has.
+        if self._config.signals:
+            self._catch()
+        return self
+
+    def _catch(self) -> None:
         self._receiver, self._sender = socket.socketpair()
         # set_wakeup_fd requires a non-blocking descriptor.
         self._sender.setblocking(False)
@@ -90,9 +97,10 @@ class StopRequest:
         }
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
-        return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._config.signals:
+            return
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)

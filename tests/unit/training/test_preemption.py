@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import cast
 
@@ -63,6 +64,16 @@ def test_background_jobs_ignore_ctrl_c() -> None:
             assert stop.asked is None
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_without_signals_it_may_be_outside_of_the_main_thread() -> None:
+    def train() -> bool:
+        with StopRequest(Config(signals=())) as stop:
+            stop.join(world_size=1)
+            return stop.decide(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(train).result(30)
 
 
 def test_all_ranks_stop_after_the_same_step() -> None:
