@@ -30,6 +30,7 @@ _ZSTD_INPUT = 2**11
 # Text shrinks to a third or a tenth, and a bomb to a thousandth or less.
 _MOST_EXPANSION = 300
 _FREE_BYTES = 2**28  # that any file may expand to
+_COMPRESSIONS = {".gz": ".gz", ".tgz": ".gz", ".zst": ".zst"}
 
 
 def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ...]:
@@ -135,12 +136,12 @@ def _weights(files: tuple[str, ...]) -> list[int]:
 
 
 def _compression(name: str) -> str:
-    """The suffix of a file's name that says how it is compressed; "" if it is plain."""
-    return next((suffix for suffix in (".gz", ".zst") if name.endswith(suffix)), "")
+    """How a file is compressed by its name: ".gz", ".zst", or "" if it is plain."""
+    return next((kind for suffix, kind in _COMPRESSIONS.items() if name.endswith(suffix)), "")
 
 
 def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
-    """Decompresses a file by its suffix: `.gz`, `.zst`, or plain.
+    """Decompresses a file by its suffix: `.gz`, `.tgz`, `.zst`, or plain.
 
     Reading a truncated file raises EOFError where its data end, and reading one that expands like a
     decompression bomb raises BadRecord.

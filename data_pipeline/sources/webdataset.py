@@ -21,7 +21,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: tar files, glob patterns or URLs; `.tar.gz` and `.tar.zst` are decompressed.
+        paths: tar files, glob patterns or URLs; `.tar.gz`, `.tgz` and `.tar.zst` are decompressed.
         member: suffix of the members that are documents, as WebDataset counts it: `text.json` for
             `a/0001.text.json`. All other members are skipped.
         field: key of the text if `member` ends in `json`; dots reach into nested objects.
@@ -55,8 +55,8 @@ class WebDataset(jsonl.JsonLines):
         number = 0
         try:
             # Not the library's own loop: it reads whole a sparse member, of which some bytes may
-            # declare terabytes of zeros.
-            with tarfile.open(fileobj=file, mode="r|*", tarinfo=_Member) as tar:
+            # declare terabytes of zeros. Nor "r|*", which decompresses without a bound.
+            with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
                 for member in tar:
                     tar.members = []  # type: ignore[attr-defined] # or it would remember all
                     suffix = tariterators.base_plus_ext(member.name)[1]

@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import logging
+import lzma
 import random
 import string
 import sysconfig
@@ -25,6 +26,7 @@ def write(path: Path, data: bytes) -> Path:
     """Writes `data`, compressed as the name asks."""
     compress = {
         ".gz": gzip.compress,
+        ".tgz": gzip.compress,
         ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
     }.get(path.suffix, bytes)
     path.write_bytes(compress(data))
@@ -322,20 +324,20 @@ def plain_tar(count: int) -> tuple[bytes, list[int]]:
     return content.getvalue(), headers
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
 def test_a_webdataset_that_is_cut_anywhere_is_noticed(tmp_path, suffix):
     whole, headers = plain_tar(3)
     mark = headers[-1] + 3 * tarfile.BLOCKSIZE  # a header and two blocks of data are before it
     end = mark + 2 * tarfile.BLOCKSIZE
     cuts = {*range(0, end, tarfile.BLOCKSIZE), *(begin + 100 for begin in headers), end - 1}
-    source = webdataset.Config((str(write(tmp_path / f"a.tar{suffix}", whole)),)).build()
+    source = webdataset.Config((str(write(tmp_path / f"a{suffix}", whole)),)).build()
     assert [record.problem for record in source.records()] == [None] * 3
     for cut in sorted(cuts):
-        write(tmp_path / f"a.tar{suffix}", whole[:cut])
+        write(tmp_path / f"a{suffix}", whole[:cut])
         *documents, last = source.records()
         assert last.problem == "truncated file", cut
         assert {len(record.data) for record in documents} <= {600}
-    write(tmp_path / f"a.tar{suffix}", whole[:end])
+    write(tmp_path / f"a{suffix}", whole[:end])
     assert [record.problem for record in source.records()] == [None] * 3
 
 
@@ -369,6 +371,27 @@ def test_a_decompression_bomb_ends_before_it_fills_the_memory(tmp_path, monkeypa
     assert first.problem is None
     assert last.problem == "decompression bomb"
     assert peak < len(zeros), "a part of it was enough"
+
+
+@pytest.mark.parametrize(
+    ("name", "compress", "problem"),
+    [
+        ("a.tar.gz", gzip.compress, "decompression bomb"),
+        ("a.tgz", gzip.compress, "decompression bomb"),
+        ("a.tar", gzip.compress, "corrupt file"),
+        ("a.tar", lzma.compress, "corrupt file"),
+    ],
+)
+def test_a_tar_cannot_hide_a_decompression_bomb(tmp_path, monkeypatch, name, compress, problem):
+    monkeypatch.setattr(files, "_FREE_BYTES", 2**20)
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        member = tarfile.TarInfo("0.txt")
+        member.size = 2**23
+        tar.addfile(member, io.BytesIO(bytes(member.size)))
+    (tmp_path / name).write_bytes(compress(content.getvalue()))
+    (record,) = webdataset.Config((str(tmp_path / name),)).build().records()
+    assert record.problem == problem
 
 
 def one_line(suffix: str) -> bytes:
