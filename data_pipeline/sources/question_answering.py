@@ -106,7 +106,11 @@ def _answers(value: Any, name: str) -> list[tuple[str, int]]:
     try:
         if isinstance(value, dict):
             texts = value["text"]
-            pairs = list(zip(texts, value.get("answer_start") or [0] * len(texts), strict=True))
+            starts = value.get("answer_start") or [0] * len(texts)
+            # A text, too, can be iterated over: its letters would be the answers.
+            if not isinstance(texts, list) or not isinstance(starts, list):
+                raise TypeError
+            pairs = list(zip(texts, starts, strict=True))
         else:
             pairs = [(answer["text"], answer.get("answer_start", 0)) for answer in value]
     except (AttributeError, KeyError, TypeError, ValueError):

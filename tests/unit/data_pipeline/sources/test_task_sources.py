@@ -527,6 +527,11 @@ CONTEXT = "a bee, a bee and a bee"
             "column 'answers' holds no answers, as [{text, answer_start}]",
         ),
         (["bee"], "column 'answers' holds no answers, as [{text, answer_start}]"),
+        ({"text": "bee"}, "column 'answers' holds no answers, as [{text, answer_start}]"),
+        (
+            {"text": ["a", "b"], "answer_start": "02"},
+            "column 'answers' holds no answers, as [{text, answer_start}]",
+        ),
         (None, "column 'answers' holds no answers, as [{text, answer_start}]"),
     ],
 )
