@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
@@ -21,7 +22,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files, glob patterns or URLs.
+        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed in memory.
         field: column of the text; dots reach into structs.
     """
 
@@ -74,6 +75,7 @@ def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterat
     """Yields the rows of a file, part of a row group at a time.
 
     Args:
+        file: read whole if it cannot seek, as a decompressed one: its index is at its end.
         columns: chooses the columns to read; raises BadRecord if the schema lacks one.
 
     Raises:
@@ -83,6 +85,8 @@ def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterat
     from pyarrow import parquet
 
     try:
+        if not file.seekable():
+            file = io.BytesIO(file.read())
         # With pre_buffer, the default, whole row groups would be read at once.
         with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
             yield from table.iter_batches(_ROWS, columns=columns(table.schema_arrow))

@@ -5,8 +5,11 @@ What cannot be read is named.
 
 from __future__ import annotations
 
+import gzip
+
 import pyarrow as pa
 import pytest
+import zstandard as zstd
 from pyarrow import parquet as pq
 
 from data_pipeline.sources import BadRecord, parquet
@@ -120,3 +123,16 @@ def test_a_damaged_row_group_loses_what_is_behind_it(tmp_path):
     *found, last = parsed(source_of(tmp_path / "a.parquet"))
     assert 1000 <= len(found) < 4000
     assert last == ("a.parquet", len(found) + 1, "! corrupt file")
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd.compress)])
+def test_a_compressed_file_is_read_like_a_plain_one(tmp_path, suffix, compress):
+    texts = [f"{i} words" for i in range(3000)]
+    write(tmp_path / "a.parquet", {"text": texts}, row_group_size=700)
+    plain = (tmp_path / "a.parquet").read_bytes()
+    name = f"a.parquet.{suffix}"
+    (tmp_path / name).write_bytes(compress(plain))
+    whole = [(name, row, text) for row, text in enumerate(texts, start=1)]
+    assert parsed(source_of(tmp_path / name)) == whole
+    (tmp_path / name).write_bytes(compress(plain)[:-9])
+    assert parsed(source_of(tmp_path / name)) == [(name, 1, "! truncated file")]

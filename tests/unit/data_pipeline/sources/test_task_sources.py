@@ -98,6 +98,7 @@ def parquet_of(rows: list[dict[str, Any]]) -> bytes:
         ),
         ("a.TSV", 'b\ta\tlabel\none, two\tsay "hi"\tyes\ndrei\tgrößer\tno\n x \t5\t1\n', [2, 3, 4]),
         ("a.parquet", parquet_of(ROWS), [1, 2, 3]),
+        ("a.parquet.gz", parquet_of(ROWS), [1, 2, 3]),
     ],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name, data, lines):
