@@ -21,6 +21,7 @@ from data_pipeline.sources import BadRecord, SourceConfig
 from trainer.config import Kinds, Tree
 from trainer.errors import ConfigError
 from trainer.hashing import mix
+from trainer.storage import shown
 
 _WORD = re.compile(r"\w+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number
@@ -60,9 +61,10 @@ class Config:
             try:
                 texts.append(source.parse(record))
             except BadRecord as error:
+                file = shown(source.files[record.file])
                 raise ConfigError(
-                    f"decontaminate.source: {source.files[record.file]}:{record.line}: {error}. "
-                    "Correct the file, or name another field."
+                    f"decontaminate.source: {file}:{record.line}: {error}. Correct the file, or "
+                    "name another field."
                 ) from None
         matcher = Matcher(texts, self.ngram, self.shortest)
         if not matcher.hashes:

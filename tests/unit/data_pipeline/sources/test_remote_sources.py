@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from data_pipeline.building import build
+from data_pipeline.building import build, decontamination
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.sources import huggingface, jsonl, parquet, text
@@ -73,6 +73,15 @@ def test_the_signature_of_an_address_does_not_get_into_the_dataset(hub, tmp_path
     assert [file.rpartition("/")[2] for file in built.files] == ["b.jsonl.gz"]
     assert "5ec7e7" not in (tmp_path / "dataset" / "manifest.json").read_text()
     assert build.build(signed("another")) == built
+
+
+def test_the_signature_of_a_test_does_not_get_into_an_error(hub):
+    hub.write("datasets/owner/corpus/test.jsonl", b'{"text": ""}')
+    address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/test.jsonl"
+    test = decontamination.Config(jsonl.Config((f"{address}?X-Amz-Signature=5ec7e7",)))
+    with pytest.raises(ConfigError) as caught:
+        test.build()
+    assert f"decontaminate.source: {address}:1: empty document. " in str(caught.value)
 
 
 def test_a_pattern_matches_files_not_folders(hub):
