@@ -228,8 +228,9 @@ class _Build:
             )
 
     def _find_duplicates(self, config: dedup.Config) -> None:
+        workers = self.config.workers or _cores()
         found = duplicates.find(
-            self._all_units(), self.folder, self.source, config, self.config.workers or _cores()
+            self._all_units(), self.folder, self.source, config, workers, self.test
         )
         self.left_out = found.records
         with atomic_write(self.folder / "duplicates.jsonl") as file:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.building import pool
+from data_pipeline.building.decontamination import Matcher
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.units import Unit
 from data_pipeline.dedup import Config
@@ -31,7 +32,7 @@ class _Signatures:
     """The signatures of a unit.
 
     Attributes:
-        record: int64 [N], position in the unit of each record with a document.
+        record: int64 [N], position in the unit of each record that is compared.
         origin: int64 [N, 2], its file and line.
         values: uint64 [N, K].
     """
@@ -66,25 +67,31 @@ def count_repeated(hashes: Sequence[npt.NDArray[np.uint64]]) -> int:
 
 
 def find(
-    units: Iterable[Unit], folder: Path, source: Source, config: Config, workers: int
+    units: Iterable[Unit],
+    folder: Path,
+    source: Source,
+    config: Config,
+    workers: int,
+    test: Matcher | None = None,
 ) -> Duplicates:
     """Compares all documents of a source.
 
     Args:
         units: all of the source.
         folder: of the dataset in the making.
+        test: documents that it matches will be left out of the dataset, so nothing repeats them.
     """
     tags: list[str] = []
 
     def missing(meter: Meter) -> Iterator[Unit]:
         for unit in units:
-            tags.append(_tag(unit, config))
+            tags.append(_tag(unit, config, test))
             if _load(folder, unit.index, tags[-1]) is None:
                 yield unit
             else:
                 meter.advance(unit.share, 0, len(unit.records))
 
-    start = partial(_Signer, folder, source, config)
+    start = partial(_Signer, folder, source, config, test)
     with Meter("comparing") as meter, closing(pool.process(missing(meter), start, workers)) as done:
         for unit, count in done:
             meter.advance(unit.share, unit.size, count)
@@ -106,8 +113,8 @@ def find(
 class _Signer:
     """Computes and stores the signatures of units; each worker process has one."""
 
-    def __init__(self, folder: Path, source: Source, config: Config) -> None:
-        self._folder, self._source, self._config = folder, source, config
+    def __init__(self, folder: Path, source: Source, config: Config, test: Matcher | None) -> None:
+        self._folder, self._source, self._config, self._test = folder, source, config, test
 
     def __call__(self, unit: Unit) -> int:
         record, origin, values = list[int](), list[tuple[int, int]](), []
@@ -116,6 +123,8 @@ class _Signer:
                 text = self._source.parse(each)
             except BadRecord:  # the build itself reports it
                 continue
+            if self._test is not None and self._test.matches(text):
+                continue
             record.append(number)
             origin.append((each.file, each.line))
             values.append(self._config.signature(text))
@@ -123,7 +132,7 @@ class _Signer:
         with atomic_write(_path(self._folder, unit.index)) as file:
             np.savez(
                 file,
-                tag=np.array(_tag(unit, self._config)),
+                tag=np.array(_tag(unit, self._config, self._test)),
                 record=np.array(record, np.int64),
                 origin=np.array(origin, np.int64).reshape(-1, 2),
                 values=np.array(values, np.uint64).reshape(-1, width),
@@ -135,8 +144,9 @@ def _path(folder: Path, index: int) -> Path:
     return folder / ".build" / f"{index:06d}.signatures"
 
 
-def _tag(unit: Unit, config: Config) -> str:
-    settings = json.dumps(config.settings(), sort_keys=True)
+def _tag(unit: Unit, config: Config, test: Matcher | None) -> str:
+    tree = config.settings() | ({} if test is None else test.settings())
+    settings = json.dumps(tree, sort_keys=True)
     return hashlib.sha256(f"{unit.digest} {settings}".encode()).hexdigest()
 
 

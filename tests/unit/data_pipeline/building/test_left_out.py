@@ -17,7 +17,7 @@ from data_pipeline.building import decontamination, duplicates
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
 from data_pipeline.building.slices import Slice
-from data_pipeline.building.units import CONTAMINATED, DUPLICATE
+from data_pipeline.building.units import CONTAMINATED, DUPLICATE, cut
 from data_pipeline.dedup import exact, minhash
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.sources import classification, jsonl
@@ -186,6 +186,38 @@ def test_text_of_a_test_is_left_out(corpus, tmp_path):
     assert [row["line"] for row in rejected] == [8, 81]
     # The manifest tells it from a dataset without, and from one with another test.
     assert Manifest.load(tmp_path / "out").settings["decontaminate"]["ngram"] == 13
+
+
+QUESTION = "Which of the four seasons by this old calendar brings the first of the rains"
+
+
+def test_a_document_does_not_repeat_one_that_is_left_out_for_text_of_a_test(corpus, tmp_path):
+    texts = [make_text(i) for i in range(DOCUMENTS)]
+    clean = " ".join(f"word{i}" for i in range(400))
+    texts[7], texts[8], texts[80] = f"{clean} {QUESTION}", clean, f"{QUESTION} {clean}"
+    texts[90] = texts[8]
+    (tmp_path / "test").mkdir()
+    test = decontamination.Config(write(tmp_path / "test", [QUESTION]))
+    source = write(tmp_path, texts)
+    config = config_of(corpus, source, tmp_path / "out", decontaminate=test, dedup=minhash.Config())
+    assert build(config).documents_rejected == {CONTAMINATED: 2, DUPLICATE: 1}
+    assert lines_of(tmp_path / "out") == set(range(1, DOCUMENTS + 1)) - {8, 81, 91}
+
+
+def test_documents_are_compared_again_if_the_test_changes(texts, tmp_path):
+    source = write(tmp_path, texts).build()
+    (tmp_path / ".build").mkdir()
+
+    def found(test):
+        units = cut(source.records(), 2000)
+        return duplicates.find(units, tmp_path, source, exact.Config(), 1, test).pairs.tolist()
+
+    def repeated(pairs):
+        return [[0, again + 1, 0, earlier + 1] for again, earlier in pairs]
+
+    assert found(None) == repeated([(40, 3), (41, 3), (90, 3), (119, 118)])
+    test = decontamination.Matcher([texts[3]], ngram=13, shortest=8)
+    assert found(test) == repeated([(119, 118)])
 
 
 def test_a_matcher_finds_what_a_search_in_the_text_finds():
