@@ -350,6 +350,8 @@ class _Build:
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
+        if self.config.dedup is None:  # an earlier build may have had it
+            (self.folder / "duplicates.jsonl").unlink(missing_ok=True)
         counts = f"{documents_in} read, {reasons.total()} rejected"
         if reasons:
             counts += f" ({dict(reasons)})"

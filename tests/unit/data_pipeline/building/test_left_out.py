@@ -156,6 +156,10 @@ def test_a_document_that_repeats_another_one_now_is_taken_out_of_a_finished_unit
     write(tmp_path, texts)
     assert build(config, force=True).documents_rejected == {DUPLICATE: 4}
     assert 120 not in lines_of(output)
+    assert len((output / "duplicates.jsonl").read_text().splitlines()) == 4
+    build(dataclasses.replace(config, dedup=None), force=True)
+    assert 120 in lines_of(output)
+    assert not (output / "duplicates.jsonl").exists()
 
 
 def test_dedup_needs_all_documents_of_a_corpus(corpus, texts, tmp_path):
