@@ -52,7 +52,7 @@ from data_pipeline.format.manifest import (
     ShardInfo,
     token_dtype,
 )
-from data_pipeline.sources import PairSource, Source, TaskSource
+from data_pipeline.sources import PairSource, Source, TaskSource, fault
 from data_pipeline.tokenizers.sentences import splitter_version
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Tree, renamed, to_tree
@@ -345,7 +345,7 @@ class _Build:
                     splits[split].append(shard)
                     self.examples[split].append(outcome.examples.get(split, {}))
                 for name, line, reason in outcome.rejected:
-                    reasons[reason] += 1
+                    reasons[fault(reason)] += 1
                     entry = {"file": self.files[name], "line": line, "reason": reason}
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:

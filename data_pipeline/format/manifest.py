@@ -70,7 +70,7 @@ class Manifest:
         files: the source files; the first column of a shard's `origin` indexes it.
         documents_in: records read; the sum of the documents in all shards and of
             `documents_rejected`.
-        documents_rejected: reason -> number of records.
+        documents_rejected: reason, without the values of records -> number of records.
         splits: "train" and "heldout" -> shards, in order.
         settings: the other settings of the build that shape the shards.
         duplicates: number of documents with the text of an earlier one; None: not counted.

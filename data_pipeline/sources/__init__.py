@@ -21,9 +21,17 @@ from trainer.tasks import TaskKind
 class BadRecord(Exception):
     """A record without a usable document.
 
-    The message is a short reason, the same for all records with the same fault: the manifest counts
-    records by reason.
+    The message is a short reason, the same for all records with the same fault. Only what follows
+    the first ": " differs, as the value at fault. See `fault`.
     """
+
+
+def fault(reason: str) -> str:
+    """The part of a record's reason by which the manifest counts records, without its values.
+
+    For example, "label is not one of no, yes: 'maybe'" counts as "label is not one of no, yes".
+    """
+    return reason.partition(": ")[0]
 
 
 class Problem(bytes):

@@ -142,9 +142,9 @@ class Classification(TextsSource):
             probability = math.nan if isinstance(value, (bool, str)) else number(value)
             # `not ... >= 0` rejects NaN, too, which also stands for an integer beyond all floats.
             if not probability >= 0:
-                raise BadRecord(f"{name} {brief(values)} holds what is no probability")
+                raise BadRecord(f"{name} holds what is no probability: {brief(values)}")
             numbers.append(probability)
         # Not renormalized: a sum far from 1 means that the numbers are something else.
         if not abs(sum(numbers) - 1) <= _SLACK:
-            raise BadRecord(f"probabilities of {name} sum to {sum(numbers):.6g} and not to 1")
+            raise BadRecord(f"probabilities of {name} do not sum to 1: {sum(numbers):.6g}")
         return tuple(numbers)

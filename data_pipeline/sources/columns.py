@@ -55,7 +55,7 @@ def column(row: Row, name: str) -> object:
 
 def no_column(name: str, names: Iterable[str]) -> str:
     """The reason for rejecting a row, or a whole table, that lacks a column."""
-    return f"no column {name!r}; there are: {listed(names)}"
+    return f"no column {name!r}: there are {listed(names)}"
 
 
 def text(row: Row, name: str) -> str:
@@ -134,7 +134,7 @@ def index_of(
     # must not be taken for an index.
     index = None if any(whole(label) is not None for label in labels) else whole(value)
     if index is None or not 0 <= index < len(labels):
-        raise BadRecord(f"{name} {brief(value)} is not one of: {listed(labels)}")
+        raise BadRecord(f"{name} is not one of {listed(labels)}: {brief(value)}")
     return index
 
 

@@ -108,7 +108,7 @@ class MultipleChoice(TableSource, TaskSource):
             number = first + ord(label) - ord("A")
         if number is None or not first <= number < first + count:
             raise BadRecord(
-                f"{self.config.label} {brief(label)} is not the number of a choice, {first} to "
-                f"{first + count - 1}, nor its letter"
+                f"{self.config.label} is not the number of a choice, {first} to "
+                f"{first + count - 1}, nor its letter: {brief(label)}"
             )
         return number - first

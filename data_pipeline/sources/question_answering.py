@@ -119,7 +119,9 @@ def _answers(value: Any, name: str) -> list[tuple[str, int]]:
     for answer, start in pairs:
         begin = whole(start)
         if not isinstance(answer, str) or begin is None:
-            raise BadRecord(f"{name} {brief((answer, start))} is not a text and where it begins")
+            raise BadRecord(
+                f"an item of {name} is not a text and where it begins: {brief((answer, start))}"
+            )
         if not answer.strip():
             raise BadRecord("empty answer")
         found.append((answer, begin))
@@ -141,5 +143,5 @@ def _nearest(
     around = (context.rfind(answer, 0, start + len(answer)), context.find(answer, start))
     found = [begin for begin in around if begin >= 0]
     if not found:
-        raise BadRecord(f"answer {brief(answer)} is not in the context")
+        raise BadRecord(f"an answer is not in the context: {brief(answer)}")
     return min(found, key=lambda begin: abs(begin - start))

@@ -46,5 +46,5 @@ class Regression(TextsSource):
         # To Python, JSON's true is the number 1.
         label = math.nan if isinstance(value, bool) else number(value)
         if not math.isfinite(label):
-            raise BadRecord(f"{self.config.label} {brief(value)} is not a finite number")
+            raise BadRecord(f"{self.config.label} is not a finite number: {brief(value)}")
         return TaskRow(texts, label)

@@ -327,7 +327,7 @@ def _csv_rows(
                 raise BadRecord(f"two columns are named {twice!r}")
         elif len(cells) != len(header):
             names_of = "header" if names else "the line of names"
-            problem = f"{len(cells)} cells and not {len(header)}, as {names_of} has"
+            problem = f"not as many cells as {names_of} has: {len(cells)}, not {len(header)}"
             yield line, Problem.of(problem)
         else:
             yield line, encoded(dict(zip(header, cells, strict=True)), "invalid UTF-8")

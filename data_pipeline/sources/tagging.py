@@ -81,7 +81,8 @@ class Tagging(TableSource, TaskSource):
         tokens, tags = items(row, self.config.tokens), items(row, self.config.tags)
         if len(tokens) != len(tags):
             raise BadRecord(
-                f"{len(tokens)} {self.config.tokens} and {len(tags)} {self.config.tags}"
+                f"{self.config.tokens} and {self.config.tags} differ in number: {len(tokens)} and "
+                f"{len(tags)}"
             )
         words = _words(tokens)
         # "Jo ran" with the tags B-PER and O has the spans (0, 2, 1) and (3, 6, 0).
@@ -94,7 +95,7 @@ class Tagging(TableSource, TaskSource):
     def _index(self, tag: object) -> int:
         # "4" is an index, as CSV writes it.
         if isinstance(tag, str) and not tag.isdecimal() and not _BIO.fullmatch(tag):
-            raise BadRecord(f"tag {brief(tag)} is not BIO")
+            raise BadRecord(f"tag is not BIO: {brief(tag)}")
         return index_of(tag, self.labels, "tag")
 
     def _sentences(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -135,12 +136,12 @@ def _words(tokens: list[object]) -> list[str]:
     words = list[str]()
     for token in tokens:
         if not isinstance(token, str):
-            raise BadRecord(f"word {brief(token)} is not text")
+            raise BadRecord(f"a word is not text: {brief(token)}")
         words.append(token)
     # Words are joined by spaces, and spans are counted in the joined text. A word with a space
     # inside would be two words to a reader of that text.
     for word in words:
         if word.split() != [word]:
-            blank = "empty word" if not word.strip() else f"white space in the word {brief(word)}"
+            blank = "empty word" if not word.strip() else f"white space in a word: {brief(word)}"
             raise BadRecord(blank)
     return words

@@ -227,7 +227,7 @@ def _word(
 ) -> str:
     value = label_text(column(row, name))
     if value not in words[name]:
-        raise BadRecord(f"{name} {brief(value)} is not one of: {listed(words[name])}")
+        raise BadRecord(f"{name} is not one of {listed(words[name])}: {brief(value)}")
     return words[name][value]
 
 
@@ -239,7 +239,7 @@ def _marked(
     """Puts asterisks around the word of a text with this number, counted from 0."""
     places = [match.span() for match in re.finditer(r"\S+", plain)]
     if index is None or not 0 <= index < len(places):
-        raise BadRecord(f"{name} is not the number of a word, 0 to {len(places) - 1}")
+        raise BadRecord(f"{name} is not the number of a word: there are {len(places)} words")
     begin, end = places[index]
     return f"{plain[:begin]}*{plain[begin:end]}*{plain[end:]}"
 
@@ -256,6 +256,6 @@ def _rounded(
     try:
         multiple = round(number(value) / step) * step
     except (ValueError, OverflowError):  # NaN or infinite
-        raise BadRecord(f"{name} {brief(value)} is not a finite number") from None
+        raise BadRecord(f"{name} is not a finite number: {brief(value)}") from None
     decimals = len(str(step).rstrip("0").partition(".")[2])
     return f"{multiple:.{decimals}f}"

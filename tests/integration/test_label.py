@@ -238,7 +238,7 @@ def test_what_cannot_be_labeled_is_named(
     file, output = tasks.write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     ask = ("label", teacher, file, "--output", output)
     assert (
-        "rows.jsonl:1: no column 'body'; there are: id, text"
+        "rows.jsonl:1: no column 'body': there are id, text"
         in samestep(*ask, "--texts", "body").message
     )
     assert not list(tmp_path.glob("out*"))

@@ -351,6 +351,21 @@ def test_rows_to_evaluate_on_are_a_dataset_of_their_own(corpus, tmp_path, caplog
         PackedSplit(dataset, "train", SPECS["classification"], "padded", 0)
 
 
+def test_reasons_are_counted_without_the_values_of_rows(corpus, tmp_path, caplog):
+    """Or the manifest would have an entry, and texts, of every bad row."""
+    rows = [row_of("question_answering", number) for number in range(TRAIN)]
+    for number, row in enumerate(rows[:5]):
+        row["answers"] = [{"text": f"person {number}", "answer_start": 0}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = question_answering.Config(paths=(str(tmp_path / "rows.jsonl"),))
+    output = tmp_path / "data"
+    built = build(config_of(corpus, "question_answering", output, source=source, on_error="skip"))
+    assert built.documents_rejected == {"an answer is not in the context": 5}
+    assert "rejected 5: an answer is not in the context (see" in caplog.text
+    listed = [json.loads(line)["reason"] for line in (output / "rejected.jsonl").open()]
+    assert listed == [f"an answer is not in the context: 'person {n}'" for n in range(5)]
+
+
 def test_files_that_hold_no_rows_out_are_named(corpus, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n" * 3)

@@ -112,7 +112,7 @@ def test_tables_name_what_was_rejected(text_dataset) -> None:
 
 def test_reasons_with_brackets_are_printed_as_they_are(text_dataset) -> None:
     manifest = Manifest.load(text_dataset)
-    reasons = {"label '[/neg]' is not one of: [red], pos": 1}
+    reasons = {"label is not one of [/neg], pos": 1}
     dataclasses.replace(manifest, documents_rejected=reasons).save(text_dataset)
     console = Console(file=io.StringIO(), width=120)
     report(inspect(Dataset.open(text_dataset)), console)

@@ -129,7 +129,7 @@ def test_cells_of_csv_hold_line_breaks_and_lines_are_those_of_the_file(tmp_path)
     ).build()
     assert parsed(source) == [
         (2, TaskRow(("two\nlines, and\n\nmore",), 1.0)),
-        (7, "3 cells and not 2, as the line of names has"),
+        (7, "not as many cells as the line of names has: 3, not 2"),
         (8, "invalid UTF-8"),
         (9, "invalid CSV: ',' expected after '\"'"),
         (10, "empty text"),
@@ -145,8 +145,8 @@ def test_files_without_a_line_of_names(tmp_path, name, mark):
     assert parsed(source) == [
         (1, TaskRow(("text",), 0.0)),
         (2, TaskRow(("the first",), 1.0)),
-        (3, "1 cells and not 2, as header has"),
-        (4, "3 cells and not 2, as header has"),
+        (3, "not as many cells as header has: 1, not 2"),
+        (4, "not as many cells as header has: 3, not 2"),
     ]
 
 
@@ -178,9 +178,9 @@ def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path)
         (
             "a.parquet",
             parquet_of([{"x": "1", "y": "2"}]),
-            [(1, "no column 'text'; there are: x, y")],
+            [(1, "no column 'text': there are x, y")],
         ),
-        ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text'; there are: x, y")]),
+        ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text': there are x, y")]),
         ("a.csv", "text,text,label\n1,2,3\n", [(1, "two columns are named 'text'")]),
         (
             "a.jsonl",
@@ -317,10 +317,10 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
     assert found.files == (f"{tmp_path}/d train", f"{tmp_path}/d dev")
     assert found.first_heldout == 1
     assert [record.file for record in found.records()] == [0, 0, 0, 1]
-    reasons = [(2, "empty s.text"), (3, "label -1 is not one of: no, yes")]
+    reasons = [(2, "empty s.text"), (3, "label is not one of no, yes: -1")]
     assert parsed(found) == [(1, TaskRow(("x",), 1.0)), *reasons, (1, TaskRow(("x",), 1.0))]
     assert set(json.loads(next(found.records()).data)) == {"s", "label"}
-    assert parsed(source(("t",), heldout=None)) == [(1, "no column 't'; there are: s, label, n")]
+    assert parsed(source(("t",), heldout=None)) == [(1, "no column 't': there are s, label, n")]
     with pytest.raises(ConfigError, match=r"single holds a single split, so 'dev' is not in it"):
         source(path=f"{tmp_path}/single")
     monkeypatch.setattr(huggingface.Config, "open", lambda *_, **__: train.select([]))
@@ -334,19 +334,19 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
         (0, 0.0),
         ("1", 1.0),
         (1.0, 1.0),
-        (2, "label 2 is not one of: no, yes"),
-        ("-1", "label '-1' is not one of: no, yes"),
-        (True, "label True is not one of: no, yes"),
-        (None, "label None is not one of: no, yes"),
-        ("Yes", "label 'Yes' is not one of: no, yes"),
+        (2, "label is not one of no, yes: 2"),
+        ("-1", "label is not one of no, yes: '-1'"),
+        (True, "label is not one of no, yes: True"),
+        (None, "label is not one of no, yes: None"),
+        ("Yes", "label is not one of no, yes: 'Yes'"),
         ([0.25, 0.75], (0.25, 0.75)),
         ("[1, 0]", (1.0, 0.0)),
-        ([0.25, 0.7], "probabilities of label sum to 0.95 and not to 1"),
+        ([0.25, 0.7], "probabilities of label do not sum to 1: 0.95"),
         ([1.0], "label has 1 probabilities for 2 labels"),
-        ([-0.5, 1.5], "label [-0.5, 1.5] holds what is no probability"),
-        ([float("nan"), 1], "label [nan, 1] holds what is no probability"),
-        (["1", 0], "label ['1', 0] holds what is no probability"),
-        ([10**400, 0], f"label [1{'0' * 95}... holds what is no probability"),
+        ([-0.5, 1.5], "label holds what is no probability: [-0.5, 1.5]"),
+        ([float("nan"), 1], "label holds what is no probability: [nan, 1]"),
+        (["1", 0], "label holds what is no probability: ['1', 0]"),
+        ([10**400, 0], f"label holds what is no probability: [1{'0' * 95}..."),
     ],
 )
 def test_a_class_is_a_name_or_an_index_or_a_distribution(file, label, expected):
@@ -370,7 +370,7 @@ def test_labels_are_names_or_indices_of_names_and_ignored_ones_are_no_rows(tmp_p
         (1, 1.0),
         (2, 0.0),
         (3, 2.0),
-        (6, "label '2' is not one of: 1, 0, true"),
+        (6, "label is not one of 1, 0, true: '2'"),
         (7, "invalid JSON"),
     ]
     named = parsed(
@@ -391,7 +391,7 @@ def test_names_of_groups_and_columns_that_no_text_can_hold_are_bad_records(file,
     path = write(tmp_path / "a.jsonl", json.dumps({"\ud83d": 1}))
     items = classification.Config((path,), labels=LABELS, each="of").build()
     (record,) = items.records()
-    assert record.problem == "no column 'of'; there are: ?"
+    assert record.problem == "no column 'of': there are ?"
 
 
 @pytest.mark.parametrize(
@@ -399,12 +399,12 @@ def test_names_of_groups_and_columns_that_no_text_can_hold_are_bad_records(file,
     [
         ({"s": {"one": " ", "two": "x"}, "label": 1}, "empty s.one"),
         ({"s": {"one": "x", "two": "\ud83d"}, "label": 1}, "invalid Unicode in s.two"),
-        ({"s": {"one": "x"}, "label": 1}, "no column 's.two'; there are: s, label"),
-        ({"s": "x", "label": 1}, "no column 's.one'; there are: s, label"),
-        ({"s.one": "x", "s.two": "y"}, "no column 'label'; there are: s.one, s.two"),
+        ({"s": {"one": "x"}, "label": 1}, "no column 's.two': there are s, label"),
+        ({"s": "x", "label": 1}, "no column 's.one': there are s, label"),
+        ({"s.one": "x", "s.two": "y"}, "no column 'label': there are s.one, s.two"),
         (
             {f"a{n:03}": n for n in range(99)},
-            f"no column 's.one'; there are: {', '.join(f'a{n:03}' for n in range(16))}, a...",
+            f"no column 's.one': there are {', '.join(f'a{n:03}' for n in range(16))}, a...",
         ),
     ],
 )
@@ -433,12 +433,12 @@ def test_classes_that_cannot_be_are_refused(settings, words):
         (3.8, 3.8),
         (-2, -2.0),
         ("4.25", 4.25),
-        ("high", "score 'high' is not a finite number"),
-        (True, "score True is not a finite number"),
-        (None, "score None is not a finite number"),
-        ("nan", "score 'nan' is not a finite number"),
-        (float("inf"), "score inf is not a finite number"),
-        pytest.param(10**400, f"score {str(10**400)[:97]}... is not a finite number", id="huge"),
+        ("high", "score is not a finite number: 'high'"),
+        (True, "score is not a finite number: True"),
+        (None, "score is not a finite number: None"),
+        ("nan", "score is not a finite number: 'nan'"),
+        (float("inf"), "score is not a finite number: inf"),
+        pytest.param(10**400, f"score is not a finite number: {str(10**400)[:97]}...", id="huge"),
     ],
 )
 def test_a_number_is_finite(file, value, expected):
@@ -459,9 +459,12 @@ SWAG = {"sent1": "They sit.", "sent2": "He ", "ending0": "runs.", "ending1": "sl
         ({"ending1": " "}, "empty ending1"),
         ({"sent1": ""}, "empty sent1"),
         ({"sent2": None}, "column 'sent2' is not text"),
-        ({"label": 2}, "label 2 is not the number of a choice, 0 to 1, nor its letter"),
-        ({"label": "C"}, "label 'C' is not the number of a choice, 0 to 1, nor its letter"),
-        ({"label": "runs."}, "label 'runs.' is not the number of a choice, 0 to 1, nor its letter"),
+        ({"label": 2}, "label is not the number of a choice, 0 to 1, nor its letter: 2"),
+        ({"label": "C"}, "label is not the number of a choice, 0 to 1, nor its letter: 'C'"),
+        (
+            {"label": "runs."},
+            "label is not the number of a choice, 0 to 1, nor its letter: 'runs.'",
+        ),
     ],
 )
 def test_choices_are_columns_behind_a_question(file, changed, expected):
@@ -478,7 +481,7 @@ def test_choices_are_columns_behind_a_question(file, changed, expected):
     [
         (["x", "y", "z"], "C", TaskRow(("text", "x", "y", "z"), 2.0)),
         ('["x", "y"]', "1", TaskRow(("text", "x", "y"), 0.0)),
-        (["x", "y"], 0, "answer 0 is not the number of a choice, 1 to 2, nor its letter"),
+        (["x", "y"], 0, "answer is not the number of a choice, 1 to 2, nor its letter: 0"),
         (["x", ""], 1, "empty options[1]"),
         (["x"], 1, "fewer than 2 options"),
         (["x", 3], 1, "options holds what is not text"),
@@ -517,11 +520,11 @@ CONTEXT = "a bee, a bee and a bee"
         ),
         ({"text": ["bee"]}, [(2, 5)]),
         ('[{"text": "and", "answer_start": 13}]', [(13, 16)]),
-        ([{"text": "wasp", "answer_start": 2}], "answer 'wasp' is not in the context"),
+        ([{"text": "wasp", "answer_start": 2}], "an answer is not in the context: 'wasp'"),
         ([{"text": " ", "answer_start": 1}], "empty answer"),
         (
             [{"text": "bee", "answer_start": "x"}],
-            "answers ('bee', 'x') is not a text and where it begins",
+            "an item of answers is not a text and where it begins: ('bee', 'x')",
         ),
         (
             {"text": ["bee"], "answer_start": [1, 2]},
@@ -571,7 +574,7 @@ def test_the_nested_format_of_squad_is_flattened(tmp_path, indent):
     assert parsed(source) == [
         (1, TaskRow(("what?", CONTEXT), spans=((2, 5, 0),), answers=("bee",), group="q1")),
         (2, TaskRow(("why?", CONTEXT), group="q2")),
-        (3, "no column 'answers'; there are: id, question, context"),
+        (3, "no column 'answers': there are id, question, context"),
         (4, "not in the format of SQuAD: no 'context'"),
     ]
     rows = [json.loads(record.data) for record in source.records() if not record.problem]
@@ -605,15 +608,15 @@ def test_spans_of_tags_are_those_of_the_words(file):
 @pytest.mark.parametrize(
     ("tokens", "tags", "reason"),
     [
-        (["a", "b"], ["O"], "2 tokens and 1 ner"),
+        (["a", "b"], ["O"], "tokens and ner differ in number: 2 and 1"),
         ([], [], "empty tokens"),
         (["a", ""], ["O", "O"], "empty word"),
-        (["a", "b\u00a0c"], ["O", "O"], "white space in the word 'b\\xa0c'"),
-        (["a", 3], ["O", "O"], "word 3 is not text"),
-        (["a"], ["PER"], "tag 'PER' is not BIO"),
-        (["a"], ["B-"], "tag 'B-' is not BIO"),
-        (["a"], ["B-ORG"], "tag 'B-ORG' is not one of: O, B-PER, I-PER, B-LOC"),
-        (["a"], [4], "tag 4 is not one of: O, B-PER, I-PER, B-LOC"),
+        (["a", "b\u00a0c"], ["O", "O"], "white space in a word: 'b\\xa0c'"),
+        (["a", 3], ["O", "O"], "a word is not text: 3"),
+        (["a"], ["PER"], "tag is not BIO: 'PER'"),
+        (["a"], ["B-"], "tag is not BIO: 'B-'"),
+        (["a"], ["B-ORG"], "tag is not one of O, B-PER, I-PER, B-LOC: 'B-ORG'"),
+        (["a"], [4], "tag is not one of O, B-PER, I-PER, B-LOC: 4"),
         ("a b", ["O"], "column 'tokens' is not a list"),
     ],
 )
@@ -658,8 +661,8 @@ def test_conll_files_hold_a_word_a_line(tmp_path):
         (8, "fewer than 2 columns"),
         (12, "invalid UTF-8"),
         (15, TaskRow(("Bonn",), spans=((0, 4, 3),))),
-        (19, "tag 'PER' is not BIO"),  # the first bad line of its sentence
-        (23, "tag '4' is not one of: O, B-PER, I-PER, B-LOC"),
+        (19, "tag is not BIO: 'PER'"),  # the first bad line of its sentence
+        (23, "tag is not one of O, B-PER, I-PER, B-LOC: '4'"),
         (25, TaskRow(("met Jo",), spans=((0, 3, 0), (4, 6, 1)))),
     ]
     assert json.loads(next(source.records()).data) == {

@@ -50,10 +50,10 @@ def test_what_templates_write(template: str, text: str):
         ("{nothing}", "no column 'nothing'"),
         ("{b}", "column 'b' holds what is no text"),
         ("{list.2}", r"no column 'list\.2'"),
-        ("{a:*score}", "score is not the number of a word, 0 to 1"),
+        ("{a:*score}", "score is not the number of a word: there are 2 words"),
         ("{a:@x=n}", "column 'a' has no '@x'"),
-        ("{a:0.2}", "a 'one  two' is not a finite number"),
-        ("{n}", "n '1' is not one of: 0, 2"),
+        ("{a:0.2}", "a is not a finite number: 'one  two'"),
+        ("{n}", "n is not one of 0, 2: '1'"),
     ],
 )
 def test_rows_that_a_template_does_not_fit_have_a_reason(template: str, message: str):
@@ -89,7 +89,7 @@ def test_words_say_what_labels_values_mean(tmp_path):
     assert rows == [
         (("Fine. Buy it",), 1.0),
         (("Poor. Do not",), 0.0),
-        "stars '3' is not one of: 1, 5",
+        "stars is not one of 1, 5: '3'",
     ]
     pairs = table_pairs.Config(
         source="{title}. {body}", target="stars", prefix="review: ", **where
