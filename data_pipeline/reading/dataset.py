@@ -44,7 +44,7 @@ from trainer.storage import flock, is_url, shown
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need about 320
-MAX_PLAN_BYTES = 2**31
+MAX_PLAN_BYTES = 2**31  # per split
 _OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
 _FEW_SHARDS = 128  # where the limit of open files is unknown
@@ -318,6 +318,7 @@ class PackedSplit:
         self._policy: Policy = policy
         self._seed = seed
         self._open: OrderedDict[int, PackedShard] = OrderedDict()
+        self._plan_bytes = 0  # of the shards in `_open`
         self._lock = threading.Lock()
         self.most_open = MAX_OPEN_SHARDS
         self.counts = self._cached_counts(split)
@@ -433,13 +434,16 @@ class PackedSplit:
 
     def _keep(self, number: int, packed: PackedShard) -> PackedShard:
         with self._lock:
+            if number in self._open:  # another thread has opened it, too
+                self._plan_bytes -= self._open.pop(number).bytes
             self._open[number] = packed
+            self._plan_bytes += packed.bytes
             # Evict by number and by memory, but never the shard just opened.
             while len(self._open) > 1 and (
                 len(self._open) > min(self.most_open, max_open_shards())
-                or sum(p.bytes for p in self._open.values()) > MAX_PLAN_BYTES
+                or self._plan_bytes > MAX_PLAN_BYTES
             ):
-                self._open.popitem(last=False)
+                self._plan_bytes -= self._open.popitem(last=False)[1].bytes
         return packed
 
     def _key(self, number: int) -> int:

@@ -23,8 +23,9 @@ from data_pipeline.reading import batches
 from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module
 from data_pipeline.reading.config import Config
-from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.packed_shard import PackedShard
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
     Rows,
@@ -367,6 +368,27 @@ def test_a_small_cache_of_shards_changes_nothing(write_dataset, monkeypatch) -> 
     loader = make_loader(folder, threads=3)
     assert_same(expected, [valid_rows(next(loader)) for _ in range(5)])
     assert len(loader._packed._splits[0]._open) <= 2
+
+
+def test_plans_take_a_bounded_memory_and_none_is_added_up_again(write_dataset, monkeypatch) -> None:
+    folder = write_dataset(shards=9)
+    expected = global_batches(folder, 5)
+    asked = 0
+
+    def count_bytes(shard: PackedShard) -> int:
+        nonlocal asked
+        asked += 1
+        return 2**29 - 1 + len(shard.start)  # three of them fit
+
+    monkeypatch.setattr(PackedShard, "bytes", property(count_bytes))
+    opened = []
+    pack = PackedSplit._pack
+    monkeypatch.setattr(PackedSplit, "_pack", lambda *a: opened.append(a) or pack(*a))
+    loader = make_loader(folder, threads=3)
+    assert_same(expected, [valid_rows(next(loader)) for _ in range(5)])
+    loader.close()
+    assert len(loader._packed._splits[0]._open) == 3
+    assert len(opened) < asked <= 2 * len(opened), "once when it is opened, once when closed"
 
 
 def test_counts_are_cached_and_a_damaged_or_impossible_cache_does_no_harm(write_dataset) -> None:
