@@ -237,6 +237,38 @@ class Shard(ShardIndex):
             return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
 
 
+def check_pairs(shard: ShardIndex, name: str) -> None:
+    """Checks that each document of a shard is a pair of texts.
+
+    Args:
+        shard: with sentences.
+        name: path or address of the shard, for messages.
+
+    Raises:
+        CorruptError: one is not; the SHA-256 in a stranger's manifest fits any content.
+    """
+    with _failure_explained(name):
+        document = np.searchsorted(np.cumsum(shard.length), shard.sentences, side="right")
+        if not np.array_equal(document, np.repeat(np.arange(len(shard.length)), 2)):
+            raise ValueError("a document is no pair of two texts")
+
+
+def check_tokens(shard: Shard, name: str, vocab_size: int) -> None:
+    """Checks that all tokens of a shard are in the vocabulary: on a GPU, others stop the process.
+
+    Raises:
+        CorruptError: one is not.
+    """
+    # The documents of a chunk follow each other in the file, so chunks are a few long slices.
+    end = shard.start + shard.length
+    bounds = [0, *np.flatnonzero(shard.start[1:] != end[:-1]) + 1, len(end)]
+    with _failure_explained(name):
+        for first, behind in itertools.pairwise(bounds if len(end) else []):
+            largest = shard.tokens[shard.start[first] : end[behind - 1]].max(initial=0)
+            if largest >= vocab_size:
+                raise ValueError(f"it has the token {largest} of a vocabulary of {vocab_size}")
+
+
 @contextmanager
 def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
     """Opens the file of a shard; checks its SHA-256 first, if given.

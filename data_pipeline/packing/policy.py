@@ -134,10 +134,8 @@ def plan_shard(
     return documents.plan(shard.length, spec, policy, key)
 
 
-def count_shard(
-    shard: ShardIndex, spec: PackSpec, policy: Policy, key: int, files: Sequence[str]
-) -> int:
-    """Validates a shard and returns the number of examples of `plan_shard`.
+def check_shard(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
+    """Checks that the pairs or rows of a shard can be packed.
 
     Args:
         files: names of the source files that `shard.origin` refers to.
@@ -148,9 +146,21 @@ def count_shard(
     """
     if spec.text_pairs:
         text_pairs.check(shard, spec, files)
+    elif spec.parts is not None:
+        task_rows.check(shard, spec, files)
+
+
+def count_shard(
+    shard: ShardIndex, spec: PackSpec, policy: Policy, key: int, files: Sequence[str]
+) -> int:
+    """Checks a shard and returns the number of examples of `plan_shard`.
+
+    Arguments and errors as for `check_shard`.
+    """
+    check_shard(shard, spec, files)
+    if spec.text_pairs:
         return text_pairs.count_examples(shard, spec, policy)
     if spec.parts is not None:
-        task_rows.check(shard, spec, files)
         return task_rows.count_examples(shard, spec)
     if policy == "pairs":
         return segment_pairs.count_examples(shard.length, shard.sentences, spec, key)

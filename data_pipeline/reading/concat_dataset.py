@@ -18,7 +18,8 @@ from data_pipeline.order.mixture import Source
 from data_pipeline.packing.plan import Int64, ranges
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.corruption import CorruptShardError
-from data_pipeline.reading.dataset import Dataset, PackedSplit, max_open_shards
+from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.open_files import max_open_shards
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Examples, Labels, PackSpec, Policy

@@ -19,11 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.manifest import SPLIT_UP, Manifest, ShardInfo
-from data_pipeline.format.shards import Shard, ShardIndex, open_file, read_rows
+from data_pipeline.format.shards import (
+    Shard,
+    ShardIndex,
+    check_pairs,
+    check_tokens,
+    open_file,
+    read_rows,
+)
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
 from data_pipeline.packing.policy import (
     check_policy,
+    check_shard,
     count_digest,
     count_shard,
     layout_of,
@@ -33,6 +41,7 @@ from data_pipeline.packing.policy import (
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.counts import cached_counts, counts_name, read_counts
+from data_pipeline.reading.open_files import MAX_OPEN_SHARDS, max_open_shards
 from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
 from data_pipeline.reading.remote import INDEX_READERS, RemoteDataset, load_manifest
 from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -43,37 +52,11 @@ from trainer.storage import flock, is_url, shown
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need about 320
 MAX_PLAN_BYTES = 2**31  # per split
 _OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
-_FEW_SHARDS = 128  # where the limit of open files is unknown
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
-
-
-@functools.cache
-def max_open_shards() -> int:
-    """Maximum number of open shards per split: `MAX_OPEN_SHARDS`, or less if the system says so.
-
-    Each needs a file descriptor, and a process may start with as few as 256. The first call raises
-    the limit to three times `MAX_OPEN_SHARDS`: for training, for evaluation, and for all else.
-    """
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return _FEW_SHARDS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * MAX_OPEN_SHARDS
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft == resource.RLIM_INFINITY:
-        return MAX_OPEN_SHARDS
-    if soft < wanted:
-        with suppress(OSError, ValueError):  # macOS grants less than its hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return max(1, min(MAX_OPEN_SHARDS, soft // 3))
 
 
 @dataclass(frozen=True)
@@ -157,6 +140,11 @@ class Dataset:
                 f"dataset was built with {self.manifest.tokenizer_fingerprint[:12]}. Restore that "
                 "tokenizer, or build the dataset again."
             )
+        if tokenizer.vocabulary.size < self.manifest.vocab_size:  # a forged manifest
+            raise DataError(
+                f"{self.path / 'tokenizer'} has {tokenizer.vocabulary.size} tokens, and the "
+                f"manifest says {self.manifest.vocab_size}. Build the dataset again."
+            )
         return tokenizer
 
     def _has_tokenizer(self) -> bool:
@@ -191,21 +179,28 @@ class Dataset:
     ) -> Shard:
         """Memory-maps a shard, with its `sentences` and `labels` if asked for.
 
-        A remote shard is downloaded first, and always verified; `verify` also verifies a local one,
-        by reading all of it.
+        A remote shard is downloaded first, and its SHA-256 always compared; `verify` also compares
+        a local one's, and looks for tokens beyond the vocabulary, by reading all of it.
 
         Raises:
             DataError: it is missing or damaged, or cannot be downloaded or cached.
         """
+        dtype, name = self.manifest.token_dtype, self._location(info)
         if self.remote is None:
             sha256 = info.sha256 if verify else None
-            return Shard.open(
-                self.path / info.name, self.manifest.token_dtype, sentences, sha256, labels
-            )
-        with self.remote.open(info) as file:
-            return Shard.map(
-                file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences, labels
-            )
+            shard = Shard.open(self.path / info.name, dtype, sentences, sha256, labels)
+        else:
+            with self.remote.open(info) as file:
+                shard = Shard.map(file, name, dtype, sentences, labels)
+        if sentences and self.manifest.target_file is not None:
+            check_pairs(shard, name)
+        if verify:
+            check_tokens(shard, name, self.manifest.vocab_size)
+        return shard
+
+    def _location(self, info: ShardInfo) -> str:
+        """Path or address of a shard, for messages."""
+        return shown(self.remote.address(info)) if self.remote else str(self.path / info.name)
 
     def read_index(self, info: ShardInfo, sentences: bool = False) -> ShardIndex:
         """Reads the document lengths of a shard, without downloading a remote one.
@@ -215,13 +210,15 @@ class Dataset:
         """
         if self.remote is None:
             return self.open_shard(info, sentences)
-        address = shown(self.remote.address(info))
+        name = self._location(info)
         with self.remote.open_parts(info) as file:
-            index = ShardIndex.read(file, address, self.manifest.token_dtype, sentences)
+            index = ShardIndex.read(file, name, self.manifest.token_dtype, sentences)
         if (len(index.length), index.length.sum()) != (info.documents, info.tokens):
             raise DataError(
-                f"{address} differs from the shard in the manifest. Push the dataset again."
+                f"{name} differs from the shard in the manifest. Push the dataset again."
             )
+        if sentences and self.manifest.target_file is not None:
+            check_pairs(index, name)
         return index
 
     def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
@@ -245,12 +242,12 @@ class Dataset:
         return rows
 
     def _read_rows(self, info: ShardInfo) -> list[TaskRow]:
+        name = self._location(info)
         if self.remote is None:
-            path = self.path / info.name
-            with open_file(path, info.sha256) as file:
-                return read_rows(file, str(path), info.documents)
+            with open_file(self.path / info.name, info.sha256) as file:
+                return read_rows(file, name, info.documents)
         with self.remote.open(info) as file:
-            return read_rows(file, shown(self.remote.address(info)), info.documents)
+            return read_rows(file, name, info.documents)
 
     @contextmanager
     def small_file(self, name: str) -> Iterator[Path]:
@@ -452,6 +449,8 @@ class PackedSplit:
     def _plan(self, number: int, epoch: int) -> tuple[Shard, PackPlan]:
         texts, labels = needs_parts(self._spec, self._policy), self._spec.parts is not None
         shard = self._dataset.open_shard(self._shards[number], texts, verify=True, labels=labels)
+        # Again: the counts may come from a file, which a stranger can have written.
+        check_shard(shard, self._spec, self._dataset.manifest.files)
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> PackedShard:

@@ -33,8 +33,9 @@ from data_pipeline.reading.batches import BatchLayout, BatchMaker
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, named_sources
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
-from data_pipeline.reading.dataset import Dataset, max_open_shards
+from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.length_groups import GROUPS, LengthGroups, check_groups
+from data_pipeline.reading.open_files import max_open_shards
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
 from trainer.errors import ConfigError, DataError

@@ -1,16 +1,26 @@
-"""Whatever happens to the bytes of a shard, none of them is fed."""
+"""Whatever happens to the bytes of a shard, or is forged in it, none of that is fed."""
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data_pipeline.format import shards
+from data_pipeline.format.manifest import FORMAT, Manifest
+from data_pipeline.format.shards import write_shard
+from data_pipeline.order.example_order import Location
+from data_pipeline.packing.policy import count_digest
 from data_pipeline.reading.cache import ShardCache
-from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.corruption import CorruptShardError
+from data_pipeline.reading.counts import counts_name, write_counts
+from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.damage import damaged
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
@@ -21,7 +31,8 @@ from tests.unit.data_pipeline.loaders import (
     valid_rows,
 )
 from tests.web import WebServer
-from trainer.errors import DataError
+from trainer.errors import CorruptError, DataError
+from trainer.examples import PackSpec, Policy, Sides
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(250, marks=pytest.mark.chaos)])
@@ -74,3 +85,80 @@ def test_a_shard_that_the_cache_s_disk_has_damaged_is_fetched_again(
                 assert file.read() == (folder / shard.name).read_bytes()
             assert web.contents.total() > before
             assert "was damaged on this disk; downloading it again" in caplog.text
+
+
+def forge(
+    folder: Path,
+    documents: Sequence[Sequence[int]],
+    parts: Sequence[Sequence[int]] | None = None,
+    fingerprint: str = "none",
+    vocab_size: int = 100,
+) -> Dataset:
+    """A dataset whose manifest fits its shard, whatever is in it."""
+    info = write_shard(
+        folder / "train-000000.tar",
+        [np.array(document, np.uint16) for document in documents],
+        np.zeros((len(documents), 2), np.uint32),
+        np.dtype(np.uint16),
+        None if parts is None else [np.array(starts, np.int64) for starts in parts],
+    )
+    splits = {"train": (info,), "heldout": ()}
+    settings = {} if parts is None else {"target_file": 0}
+    numbers = (fingerprint, vocab_size, "uint16", {}, ("a",), len(documents), {})
+    Manifest(FORMAT, *numbers, splits, settings).save(folder)
+    return Dataset.open(folder)
+
+
+def read(dataset: Dataset, spec: PackSpec, policy: Policy) -> None:
+    zeros = np.zeros(1, np.int64)
+    packed = PackedSplit(dataset, "train", spec, policy, 0)
+    packed.read(Location(zeros, zeros, zeros), np.ones(1, np.float32))
+
+
+def store_counts(dataset: Dataset, spec: PackSpec, policy: Policy, count: int) -> None:
+    name = counts_name(dataset.manifest.digest, "train", count_digest(spec, policy))
+    write_counts(dataset.path / name, [count])
+
+
+PAIRS = PackSpec(16, 0, 0, sides=Sides((16, 16), ()), text_pairs=True)
+
+
+@pytest.mark.parametrize("policy", ["padded", "best_fit"])
+@pytest.mark.parametrize("parts", [[[0, 1], [0]], [[0], [0, 1, 2]], [[0], [0]]])
+def test_forged_pairs_have_two_texts(tmp_path: Path, parts: list[list[int]], policy: Policy):
+    dataset = forge(tmp_path, [[1, 2, 3], [4, 5, 6]], parts)
+    with pytest.raises(CorruptError, match=r"000000\.tar .*a document is no pair of two texts"):
+        read(dataset, PAIRS, policy)
+    store_counts(dataset, PAIRS, policy, 1)
+    with pytest.raises(CorruptShardError, match=r"000000\.tar .*no pair of two texts") as caught:
+        read(dataset, PAIRS, policy)
+    assert caught.value.shard == 0
+
+
+def test_forged_counts_do_not_hide_a_pair_that_is_too_long(tmp_path: Path):
+    dataset = forge(tmp_path, [range(40)], [[0, 20]])
+    store_counts(dataset, PAIRS, "best_fit", 1)
+    with pytest.raises(DataError, match="the target has 21 tokens"):
+        read(dataset, PAIRS, "best_fit")
+
+
+@pytest.mark.parametrize("place", [0, 5, 12])
+def test_forged_tokens_are_in_the_vocabulary(tmp_path: Path, monkeypatch, place: int):
+    monkeypatch.setattr(shards, "CHUNK_TOKENS", 5)
+    tokens = np.full(13, 99)
+    documents = np.split(tokens, [3, 4, 7, 7])
+    read(forge(tmp_path, documents), PackSpec(16, 1, 1), "padded")
+    tokens[place] = 100
+    dataset = forge(tmp_path, documents)
+    with pytest.raises(CorruptShardError, match="it has the token 100 of a vocabulary of 100"):
+        read(dataset, PackSpec(16, 1, 1), "padded")
+
+
+def test_a_forged_vocabulary_is_not_larger_than_the_tokenizer(tmp_path: Path):
+    tokenizer = TokenizerConfig("", vocab_size=40).train(["some words", "and others"])
+    tokenizer.save(tmp_path / "tokenizer")
+    size = tokenizer.vocabulary.size
+    assert forge(tmp_path, [[1]], None, tokenizer.fingerprint, size).tokenizer is not None
+    dataset = forge(tmp_path, [[1]], None, tokenizer.fingerprint, size + 1)
+    with pytest.raises(DataError, match=f"has {size} tokens, and the manifest says {size + 1}"):
+        _ = dataset.tokenizer

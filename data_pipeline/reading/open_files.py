@@ -1,0 +1,33 @@
+"""How many shards a process may have open."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+
+MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need about 320
+_FEW_SHARDS = 128  # where the limit of open files is unknown
+
+
+@functools.cache
+def max_open_shards() -> int:
+    """Maximum number of open shards per split: `MAX_OPEN_SHARDS`, or less if the system says so.
+
+    Each needs a file descriptor, and a process may start with as few as 256. The first call raises
+    the limit to three times `MAX_OPEN_SHARDS`: for training, for evaluation, and for all else.
+    """
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return _FEW_SHARDS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3 * MAX_OPEN_SHARDS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_SHARDS
+    if soft < wanted:
+        with suppress(OSError, ValueError):  # macOS grants less than its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return max(1, min(MAX_OPEN_SHARDS, soft // 3))
