@@ -29,6 +29,7 @@ _SAMPLE = name_key("sample")
 # nothing here has to be secure.
 _FEISTEL_ROUNDS = 4
 _NEXT_ROUNDS = np.uint64(0x9E3779B97F4A7C15)
+_OFFSETS = 16  # see `Lanes.offsets`
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +72,12 @@ class ExampleOrder(Protocol):
         """Returns how many shards replica `index` of `count` has open, for batches of `size`."""
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """Returns shards to prefetch for a replica from `start` on, the current window first.
+        """Returns shards to prefetch for a replica, the current window first.
 
         Shards may appear twice; their order within a window is not the order of reading.
+
+        Args:
+            start: first example of a global batch.
         """
 
 
@@ -83,7 +87,7 @@ class Lanes:
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
         self._by_lane = functools.lru_cache(maxsize=8)(self._sort_by_lane)
-        self.lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
+        self._lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
 
     def batch(self, start: int, size: int) -> Int64:
         """Returns a global batch sorted by lane, so that a replica's rows come from few lanes.
@@ -103,15 +107,24 @@ class Lanes:
         """Returns how many examples of each lane come before global example `start`."""
         return -((lane - start) // self.lanes)
 
-    def _find_lanes(self, size: int, index: int, count: int) -> Int64:
-        """The lanes that replica `index` of `count` reads, for global batches of `size`."""
+    def lanes_of(self, start: int, size: int, index: int, count: int) -> Int64:
+        """The lanes that replica `index` of `count` reads in global batches from `start` on."""
+        return self._lanes_of(start % math.gcd(size, self.lanes), size, index, count)
+
+    def _find_lanes(self, start: int, size: int, index: int, count: int) -> Int64:
         # 4 lanes and batches of 6: two batches have 12 examples, three turns of all lanes, so the
-        # third batch uses the same lanes as the first.
+        # third batch uses the same lanes as the first. Batches from example 1 on use others.
         # The lanes of batches repeat every lanes / gcd(size, lanes) batches. One such cycle is
         # looked at, but at most about 2**20 examples; beyond that a lane may be missed.
         batches = min(self.lanes // math.gcd(size, self.lanes), 2**20 // size)
-        number = np.arange(max(1, batches) * size).reshape(-1, size)
+        number = start + np.arange(max(1, batches) * size).reshape(-1, size)
         return np.unique(np.sort(number % self.lanes)[:, share(size, index, count)])
+
+    def offsets(self, size: int) -> range:
+        """Examples to begin at from which batches of `size` use different lanes; a few of many."""
+        # A batch of whole turns has equally many examples of each lane, wherever it begins.
+        different = math.gcd(size, self.lanes) if size % self.lanes else 1
+        return range(0, different, -(-different // _OFFSETS))
 
 
 class Order(Lanes):
@@ -165,14 +178,19 @@ class Order(Lanes):
         return len(self._counts)
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        examples_of_window = self._span / self._windows
-        shards_of_window = examples_of_window * len(self._counts) / self.examples
-        # A window that does not start at a shard boundary overlaps one more.
-        open_shards = len(self.lanes_of(size, index, count)) * (shards_of_window + 1)
-        return min(len(self._counts), math.ceil(open_shards))
+        # Windows over small shards overlap more of them. All lanes are in the same window at a
+        # time, so the largest sum over lanes counts. Epochs differ little in it: take the first.
+        lanes = np.arange(self.lanes)[:, None]
+        first, last = self._overlap(0, lanes, np.arange(self._windows))
+        shards = last - first + 1  # [lanes, windows]
+        most = max(
+            int(shards[self.lanes_of(start, size, index, count)].sum(axis=0).max())
+            for start in self.offsets(size)
+        )
+        return min(len(self._counts), most)
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        lane = self.lanes_of(size, index, count)
+        lane = self.lanes_of(start, size, index, count)
         return np.concatenate(self.ahead(lane, self.turn(lane, start)))
 
     def ahead(self, lane: Int64, turn: Int64) -> list[Int64]:
@@ -186,22 +204,24 @@ class Order(Lanes):
         span = self._span + (lane < self._longer_spans)
         epoch, position = np.divmod(turn, span)
         window = self._window_of(position, span)
-        first = self._first_of_lane(lane)
         windows = []
         for _ in range(2):
-            begin = first + window * span // self._windows
-            last = first + (window + 1) * span // self._windows - 1
             found = []
             for e in sorted(set(epoch.tolist())):
-                shards, ends = self._line(e)
                 in_epoch = epoch == e
-                # The shards whose examples overlap [begin, last].
-                first_shard = np.searchsorted(ends, begin[in_epoch], side="right")
-                last_shard = np.searchsorted(ends, last[in_epoch], side="right")
-                found.append(shards[ranges(first_shard, last_shard - first_shard + 1)])
+                first, last = self._overlap(e, lane[in_epoch], window[in_epoch])
+                found.append(self._line(e)[0][ranges(first, last - first + 1)])
             windows.append(np.concatenate(found))
             epoch, window = epoch + (window + 1) // self._windows, (window + 1) % self._windows
         return windows
+
+    def _overlap(self, epoch: int, lane: Int64, window: Int64) -> tuple[Int64, Int64]:
+        """The first and the last shard on an epoch's line that windows of lanes overlap."""
+        ends = self._line(epoch)[1]
+        first, span = self._first_of_lane(lane), self._span + (lane < self._longer_spans)
+        begin = first + window * span // self._windows
+        last = first + (window + 1) * span // self._windows - 1
+        return np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, last, side="right")
 
     def locate(self, number: npt.ArrayLike) -> Location:
         # Which lane, which epoch of it, and which example of its span is this?

@@ -310,7 +310,7 @@ class MixedOrder(Lanes):
         )
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        lane = self.lanes_of(size, index, count)
+        lane = self.lanes_of(start, size, index, count)
         number = self.turn(lane, start) * self.lanes + lane
         part = np.searchsorted(self._first, number, side="right") - 1
         current, following = list[Int64](), list[Int64]()

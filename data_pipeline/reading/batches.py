@@ -136,7 +136,9 @@ class BatchMaker:
         if self._prefetcher is not None and len(number):
             # Units are not the equal shares that an order knows of: all shards of the batch.
             replica = (0, 1) if self._units else (self._replica.index, self._replica.count)
-            ahead = self.order.shards_ahead(int(number.min()), self._batch_size, *replica)
+            # From the next block on: excluded examples in this one shift the batches behind them.
+            after = excluded.after(starts[-1], self._batch_size)
+            ahead = self.order.shards_ahead(after, self._batch_size, *replica)
             self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
         made: list[Batch] = []
         for cut, width in self._blocks(starts, len(number), excluded):

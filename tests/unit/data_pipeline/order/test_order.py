@@ -2,6 +2,8 @@
 never changes.
 """
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -199,6 +201,40 @@ def test_the_working_set_is_what_a_replica_reads_from_at_a_time(
         ]
         found = len(np.unique(order.locate(np.concatenate(rows)).shard))
         assert found <= order.working_set(batch_size, index, count) <= min(512, 2 * found)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[100] * 256, [1, 200] * 128, [1] * 200 + [500] * 56, [10, 300, 20, 70] * 64],
+    ids=["equal", "alternating", "skewed", "mixed"],
+)
+def test_shards_of_any_sizes_are_opened_about_once_an_epoch(counts: list[int]) -> None:
+    order = Order(counts, seed=0, lanes=16)
+    most, opened, numbers = order.working_set(64, 0, 1), 0, np.arange(order.examples)
+    held: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+    for batch in np.split(numbers, numbers[64::64]):
+        for shard in np.unique(order.locate(batch).shard).tolist():
+            opened += shard not in held
+            held[shard] = None
+            held.move_to_end(shard)
+        while len(held) > most:
+            held.popitem(last=False)
+    assert 256 <= opened < 1.1 * 256
+
+
+def test_the_working_set_covers_batches_that_begin_anywhere() -> None:
+    """With batches of 48 and 64 lanes, a replica reads more lanes from some examples than others.
+
+    It may continue from there after batches of another size.
+    """
+    order = Order([100] * 512, seed=0, lanes=64, window=2)
+    window = 2 * 100 * 64 - 48  # examples in which each lane goes through one window
+    found = [
+        [order.batch(start, 48)[share(48, 1, 8)] for start in range(first, first + window, 48)]
+        for first in (0, 8)
+    ]
+    shards = [len(np.unique(order.locate(np.concatenate(rows)).shard)) for rows in found]
+    assert shards[0] < shards[1] <= order.working_set(48, 1, 8)
 
 
 def test_the_working_set_of_few_shards_is_all_of_them() -> None:

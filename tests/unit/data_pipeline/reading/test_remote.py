@@ -33,7 +33,7 @@ from trainer.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
 
 SHARDS, BATCH = 12, 12
-WORKING_SET = 4  # shards: two lanes with windows of one shard, each of which may overlap two
+WORKING_SET = 5  # shards: two lanes with windows of one shard, which overlap two or three
 
 
 def lay_out(examples: Examples, sequence_length: int) -> Batch:
@@ -180,7 +180,7 @@ def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
         assert digests(loader, steps) == expected
     assert 0 < sum(sizes(tmp_path / "cache" / "shards").values()) <= enough
     with pytest.raises(
-        ConfigError, match=r"data.cache_size.* read up to 4 shards"
+        ConfigError, match=rf"data.cache_size.* read up to {WORKING_SET} shards"
     ):  # not the local ones
         make_loader(
             None,
@@ -257,7 +257,29 @@ def test_shards_are_fetched_before_they_are_needed(
                 == {shards[number].sha256 for number in ahead.tolist()}
             )
         )
-    assert len(set(ahead.tolist())) > WORKING_SET
+    window, _ = order.ahead(np.arange(2), np.zeros(2, np.int64))
+    assert set(ahead.tolist()) > set(window.tolist()), "those of the next window, too"
+
+
+def test_shards_are_fetched_before_they_are_needed_though_excluded_examples_shift_the_batches(
+    remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_BLOCK_POSITIONS", 1)  # one step at a time
+    expected: list[set[int]] = []
+    expect = Prefetcher.expect
+
+    def record(prefetcher: Prefetcher, shards: np.ndarray) -> None:
+        expected.append(set(shards.tolist()))
+        expect(prefetcher, shards)
+
+    monkeypatch.setattr(Prefetcher, "expect", record)
+    settings = {"lanes": 24, "exclude": ((0, 5),)}
+    with make_loader(remote, tmp_path / "cache", Replica(2, 3), **settings) as loader:
+        order = Order(loader._packed.counts, seed=3, lanes=24, window=1)
+        numbers = [np.concatenate([each["number"] for each in next(loader)]) for _ in range(20)]
+    read = [set(order.locate(each[each >= 0]).shard.tolist()) for each in numbers]
+    assert all(now <= before for now, before in zip(read[1:], expected, strict=False))
+    assert len(read) == len(expected)
 
 
 @pytest.mark.parametrize("epochs", [0.99, 700.5])
@@ -343,17 +365,18 @@ def order_of(lanes: int, window: int, is_mixed: bool) -> Order | MixedOrder:
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
-@pytest.mark.parametrize("lanes", [1, 3, 16])
+@pytest.mark.parametrize(("lanes", "size"), [(1, 2), (3, 6), (16, 32), (16, 8), (16, 12), (16, 24)])
 @pytest.mark.parametrize("window", [1, 4])
 def test_the_shards_ahead_are_those_that_batches_come_from(
-    lanes: int, window: int, is_mixed: bool
+    lanes: int, size: int, window: int, is_mixed: bool
 ) -> None:
+    """Wherever the batches begin: after a part of the run with batches of another size, too."""
     order = order_of(lanes, window, is_mixed)
-    for start in range(0, 3 * order.examples, 5 * lanes):
+    for start in range(0, 3 * order.examples, 5 * lanes + 1):
         for index in range(2):
-            ahead = order.shards_ahead(start, 2 * lanes, index, 2)
+            ahead = order.shards_ahead(start, size, index, 2)
             for step in range(2):
-                batch = order.batch(start + 2 * step * lanes, 2 * lanes)[share(2 * lanes, index, 2)]
+                batch = order.batch(start + step * size, size)[share(size, index, 2)]
                 assert set(order.locate(batch).shard.tolist()) <= set(ahead.tolist())
 
 
