@@ -24,6 +24,8 @@ from trainer.models import (
     albert,
     bart,
     bert,
+    deberta,
+    deberta_v2,
     distilbert,
     electra,
     gpt2,
@@ -31,6 +33,7 @@ from trainer.models import (
     openai_gpt,
     roberta,
     t5,
+    xlnet,
 )
 from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.peft.huggingface import export_adapter
@@ -64,10 +67,18 @@ CONFIGS: dict[str, Any] = {
     "bart": bart.Config(**SHAPE, **PLACES),
     "bart-classes": bart.Config(**SHAPE, **PLACES, **CLASSES),
 }
+# Families with relative attention, which have no place for added positions: LoRA alone.
+RELATIVE: dict[str, Any] = {
+    "deberta": deberta.Config(**SHAPE, **PLACES, **CLASSES),
+    "deberta_v2": deberta_v2.Config(**SHAPE, **PLACES, **CLASSES, position_buckets=8, conv_width=3),
+    "xlnet": xlnet.Config(**SHAPE, **PLACES, **CLASSES),
+}
 TEXT_TO_TEXT = ("t5", "bart")
 TARGETS = {
     "bert": ("query", "value", "out", "down"),
     "roberta": ("key", "up"),
+    "modernbert": ("query", "value", "up"),
+    "xlnet": ("up", "down"),
     "gpt2": ("query", "value", "out", "up"),
     "t5": ("query", "cross_value", "cross_query", "up"),
     "t5-gated": ("value", "gate", "cross_out"),
@@ -94,7 +105,7 @@ def auto(config: Any, folder: Path) -> Any:
 
 def make(family: str, added: Any) -> tuple[Any, dict[str, Tensor]]:
     """A model with something added, all of it random: B is not zero."""
-    config = replace(CONFIGS[family], peft=added)
+    config = replace((CONFIGS | RELATIVE)[family], peft=added)
     model = config.build().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -181,6 +192,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.mark.parametrize("family", CONFIGS | RELATIVE)
 @torch.no_grad()
 def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_path: Path) -> None:
     wanted = TARGETS.get(family, ("query", "value", "out", "down"))
@@ -359,6 +371,30 @@ def test_a_prompt_of_both_stacks_is_refused(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "adapter")
     with pytest.raises(
         CheckpointError, match=r"is 6 x 32, not 3 x 32.* Train with num_transformer_submodules=1"
+    ):
+        load_weights(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "module"),
+    [
+        ("xlnet", "key", "transformer.layer.0.rel_attn.k"),
+        ("deberta_v2", "convolution", "deberta.encoder.conv.conv"),
+    ],
+)
+def test_lora_of_what_is_no_linear_layer_in_transformers_is_refused(
+    family: str, target: str, module: str, tmp_path: Path
+) -> None:
+    model, tensors = make(family, lora.Config(targets=("down", target)))
+    with pytest.raises(ConfigError, match=f"has {target}, .*no linear layer.* without --adapter"):
+        export_adapter(model.config, tensors, "base")
+    model, tensors = make(family, lora.Config(targets=("down",)))
+    base = save_base(model.config, tensors, tmp_path / "base")
+    content, found = export_adapter(model.config, tensors, str(base))
+    found |= {f"base_model.model.{module}.lora_{each}.weight": torch.zeros(4, 4) for each in "AB"}
+    save_folder(tmp_path / "adapter", content, found, adapter=True)
+    with pytest.raises(
+        CheckpointError, match=f"LoRA of {module} is not supported. Train it on lin"
     ):
         load_weights(tmp_path / "adapter")
 

@@ -291,6 +291,8 @@ class ModelConfig(ABC):
         position_offset: unused rows at the start of the position table (RoBERTa).
         prefix_in_peft: whether Hugging Face's `peft` can insert a prefix: transformers' models of
             this family take one as a key-value cache.
+        targets_not_in_peft: targets of LoRA that `peft` lacks, since transformers' models of this
+            family have no linear layer there.
         vocab_size: rows of the token table.
         width: D, of the hidden states.
     """
@@ -298,6 +300,7 @@ class ModelConfig(ABC):
     model_type: ClassVar[str] = ""
     position_offset: ClassVar[int] = 0
     prefix_in_peft: ClassVar[bool] = False
+    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset()
 
     vocab_size: int
     width: int
@@ -463,6 +466,14 @@ class ModelConfig(ABC):
             CheckpointError: parameters are missing, unexpected or have another shape.
         """
         raise self._unpublished()
+
+    def import_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Puts the rows of transformers' matrix `name`, or of LoRA's B for it, in our order."""
+        return rows
+
+    def export_rows(self, name: str, rows: Tensor) -> Tensor:
+        """The inverse of `import_rows`."""
+        return rows
 
     def _unpublished(self) -> ConfigError:
         return ConfigError(

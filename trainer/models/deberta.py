@@ -186,17 +186,23 @@ class Config(bert.Config):
         return {name: self._export(name, each) for name, each in exported.items()}
 
     def _import(self, name: str, tensor: Tensor) -> Tensor:
-        if not name.endswith("in_proj.weight"):
-            return tensor
-        # Rows of each head: its queries, keys and values. Ours are all queries, keys, then values.
-        by_head = tensor.view(self.heads, 3, self.head_width, self.width)
-        return by_head.transpose(0, 1).reshape(3 * self.width, self.width)
+        return self.import_rows(name, tensor)
 
     def _export(self, name: str, tensor: Tensor) -> Tensor:
+        return self.export_rows(name, tensor)
+
+    def import_rows(self, name: str, rows: Tensor) -> Tensor:
         if not name.endswith("in_proj.weight"):
-            return tensor
-        by_part = tensor.view(3, self.heads, self.head_width, self.width)
-        return by_part.transpose(0, 1).reshape(3 * self.width, self.width)
+            return rows
+        # Rows of each head: its queries, keys and values. Ours are all queries, keys, then values.
+        by_head = rows.view(self.heads, 3, self.head_width, -1)
+        return by_head.transpose(0, 1).reshape(rows.shape)
+
+    def export_rows(self, name: str, rows: Tensor) -> Tensor:
+        if not name.endswith("in_proj.weight"):
+            return rows
+        by_part = rows.view(3, self.heads, self.head_width, -1)
+        return by_part.transpose(0, 1).reshape(rows.shape)
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         table = super().tensor_names()

@@ -46,6 +46,7 @@ class Config(deberta.Config):
         **deberta.Config.layer_names,
         "attention.qkv": tuple(f"attention.self.{part}_proj" for part in ("query", "key", "value")),
     }
+    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset({"convolution"})
 
     vocab_size: int = 128100
     position_buckets: int = 256

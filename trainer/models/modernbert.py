@@ -260,20 +260,19 @@ class Config(bert.Config):
         }
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._swapped(super().import_tensors(tensors))
+        ordered = {name: self.import_rows(name, each) for name, each in tensors.items()}
+        return super().import_tensors(ordered)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return super().export_tensors(self._swapped(parameters))
+        exported = super().export_tensors(parameters)
+        return {name: self.export_rows(name, each) for name, each in exported.items()}
 
-    def _swapped(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Exchanges the halves of gated projections: here the second is activated, there the first.
+    def import_rows(self, name: str, rows: Tensor) -> Tensor:
+        # The halves of a gated projection: here the second is activated, there the first.
+        return torch.cat(rows.chunk(2)[::-1]) if name.endswith("mlp.Wi.weight") else rows
 
-        The function is its own inverse.
-        """
-        return {
-            name: torch.cat(value.chunk(2)[::-1]) if name.endswith("ffn.up.weight") else value
-            for name, value in parameters.items()
-        }
+    def export_rows(self, name: str, rows: Tensor) -> Tensor:
+        return self.import_rows(name, rows)  # exchanging the halves is its own inverse
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         modules = {

@@ -90,6 +90,10 @@ class Config(bert.Config):
     }
 
     fewest_types: ClassVar[int] = 0
+    # In transformers these are parameters of the layer, not linear layers.
+    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset(
+        {"query", "key", "value", "out", "relative"}
+    )
 
     vocab_size: int = 32000
 

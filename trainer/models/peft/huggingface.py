@@ -81,7 +81,7 @@ def export_adapter(
         "modules_to_save": modules or None,
     }
     if isinstance(added, lora.Config):
-        own, found = _export_lora(added, model, names, tensors)
+        own, found = _export_lora(config, model, names, tensors)
         own["fan_in_fan_out"] = config.model_type in ("gpt2", "openai-gpt")  # Conv1D
         return content | own, _prefixed({**found, **saved}, _LORA)
     if not can_export(config):
@@ -186,16 +186,19 @@ class _SavedLora:
         changes: module of transformers -> the parts of our projections that it holds. BERT's
             `query` is one part of our fused projection, GPT-2's `c_attn` all three.
         content: of adapter_config.json.
+        base: the `Config` of the model without LoRA.
     """
 
     found: Mapping[str, Tensor]
     changes: Mapping[str, list[lora.Change]]
     content: Tree
+    base: AnyConfig
 
     def rows(self, module: str, change: lora.Change) -> Tensor:
         """The rows of B that belong to a part."""
-        b = self.found[f"{module}.lora_B.weight"]
-        return b.chunk(change.parts)[change.part] if len(self.changes[module]) > 1 else b
+        b = self.base.import_rows(f"{module}.weight", self.found[f"{module}.lora_B.weight"])
+        rows: Tensor = b.chunk(change.parts)[change.part] if len(self.changes[module]) > 1 else b
+        return rows
 
     def is_used(self, module: str, change: lora.Change) -> bool:
         """Whether a part is changed at all; a fused matrix may have rows of zeros."""
@@ -245,20 +248,22 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) ->
         model = base.build_base()
     names = base.tensor_names()
     # Start from LoRA of every projection, and keep the targets that the file changes.
-    everything = lora.Config(targets=lora.known_targets(model))
+    targets = (each for each in lora.known_targets(model) if each not in base.targets_not_in_peft)
+    everything = lora.Config(targets=tuple(targets))
     place: dict[str, list[lora.Change]] = {}
     for change in everything.changes(model):
         theirs = [name.removesuffix(".weight") for name in names[f"{change.linear}.weight"]]
         place.setdefault(theirs[change.part if len(theirs) > 1 else 0], []).append(change)
     if unknown := sorted(ranks.keys() - place.keys()):
         raise CheckpointError(
-            f"LoRA of {unknown[0]} is not supported. Train it on the layers' projections."
+            f"LoRA of {unknown[0]} is not supported. Train it on linear layers, such as "
+            f"{next(iter(place))}."
         )
-    saved = _SavedLora(found, place, content)
+    saved = _SavedLora(found, place, content, base)
     used = {c.target for module in ranks for c in place[module] if saved.is_used(module, c)}
-    targets = tuple(target for target in everything.targets if target in used)
+    changed = tuple(target for target in everything.targets if target in used)
     added = lora.Config(
-        max(ranks.values()), float(content["lora_alpha"]), targets or everything.targets[:1]
+        max(ranks.values()), float(content["lora_alpha"]), changed or everything.targets[:1]
     )
     parameters: dict[str, Tensor] = {}
     for module, changes in place.items():
@@ -315,7 +320,7 @@ _READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], AnyConfig],
 
 
 def _export_lora(
-    added: lora.Config,
+    config: AnyConfig,
     model: nn.Module,
     names: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, Tensor],
@@ -323,6 +328,12 @@ def _export_lora(
     """Converts LoRA to one A and B per matrix of transformers."""
     found: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    added = config.peft
+    if unknown := [target for target in added.targets if target in config.targets_not_in_peft]:
+        raise ConfigError(
+            f"model.peft.targets has {unknown[0]}, where {config.model_type} in transformers has "
+            "no linear layer, which peft needs. Export without --adapter: this merges LoRA."
+        )
     changes = added.changes(model)
     for linear in dict.fromkeys(change.linear for change in changes):
         own = [change for change in changes if change.linear == linear]
@@ -346,7 +357,7 @@ def _export_lora(
             block[:, column * added.rank : (column + 1) * added.rank] = b
         ranks[module] = added.rank * len(own)
         found[f"{module}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
-        found[f"{module}.lora_B.weight"] = merged
+        found[f"{module}.lora_B.weight"] = config.export_rows(f"{module}.weight", merged)
     other = {module: rank for module, rank in ranks.items() if rank != added.rank}
     content = {
         "peft_type": "LORA",
