@@ -142,6 +142,20 @@ def test_heads_are_those_of_transformers(
     assert exported.keys() == theirs.state_dict().keys()
 
 
+def test_dropout_after_the_last_layer_is_the_last() -> None:
+    """As in transformers, whose taggers have none of their own."""
+    model = replace(CONFIG, head="tagging", labels=("O", "B", "I"), dropout=0.5).build()
+    fill_randomly(model)
+    seen: list[Tensor] = []
+    for module in (model.head, model.head.classifier):
+        module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    keys = torch.arange(3, dtype=torch.int32)
+    outputs(model.train(), "tagging", tokens=rows(False)["tokens"], dropout_key=keys)
+    finished, read = seen
+    assert 0.45 < (finished == 0).float().mean() < 0.55
+    assert torch.equal(read, finished)
+
+
 def test_packed_sequences_do_not_see_each_other() -> None:
     """A packed sequence gets the logits that it gets alone, whatever else is in its row."""
     model = CONFIG.build().eval()

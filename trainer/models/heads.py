@@ -197,13 +197,14 @@ class PooledHead(nn.Module):
         super().__init__()
         self.dropout = config.head_dropout
         self.dropout_first = dropout_first
+        self.below = 2 * config.head_lstm  # keys that an LSTM below splits off the same key
         self.activation = _POOLINGS[activation]
         self.pooler = nn.Linear(config.width, config.width)
         self.classifier = nn.Linear(config.width, classes)
 
     def forward(self, hidden: Tensor, _embedding: Tensor, key: Tensor | None = None) -> Tensor:
         """[B, P, D] -> logits [B, P, C]; key: int32 [B], None means no dropout."""
-        before, after = (None, None) if key is None else split_key(key, 2)
+        before, after = (None, None) if key is None else split_key(key, self.below + 2)[-2:]
         if self.dropout_first:
             hidden = dropout(hidden, self.dropout, before)
         pooled = dropout(self.activation(self.pooler(hidden)), self.dropout, after)

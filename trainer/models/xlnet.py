@@ -89,6 +89,8 @@ class Config(bert.Config):
         "tie_word_embeddings": True,
     }
 
+    # The dropout after the last layer is the last: heads that score each position have none.
+    heads_with_dropout: ClassVar[frozenset[str]] = frozenset()
     fewest_types: ClassVar[int] = 0
     # In transformers these are parameters of the layer, not linear layers.
     targets_not_in_peft: ClassVar[frozenset[str]] = frozenset(

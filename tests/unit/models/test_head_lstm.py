@@ -54,6 +54,23 @@ def test_is_a_bidirectional_lstm(family: str) -> None:
     assert all(bool(each.grad.any()) for each in trained)
 
 
+@pytest.mark.parametrize("family", ["roberta", "electra"])
+def test_dropout_of_the_lstm_and_of_the_head_are_independent(family: str) -> None:
+    """Half of what half leaves is a quarter, of the forward and of the backward direction."""
+    one = config(family, head="classification", head_lstm=1, crf=False, dropout=0.5)
+    model = make(one).train()
+    seen: list[torch.Tensor] = []
+    model.head.pooler.register_forward_pre_hook(lambda _, given: seen.append(given[0] == 0))
+    tokens = torch.randint(4, 60, (200, 6), generator=torch.Generator().manual_seed(0))
+    keys = torch.arange(200, dtype=torch.int32)
+    first = torch.zeros(200, 1, dtype=torch.long)
+    positions = torch.arange(6).expand(200, -1)
+    given = {"tokens": tokens, "positions": positions, "predicted": first, "dropout_key": keys}
+    outputs(model, "classification", **given)
+    for direction in seen[0].chunk(2, -1):
+        assert 0.7 < direction.float().mean() < 0.8
+
+
 def test_padding_counts_for_nothing() -> None:
     """Rows of a task hold one sequence and padding."""
     model = make(config())
