@@ -247,6 +247,13 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         deberta_v2.Config(**settings)
 
 
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_a_head_with_another_activation_is_refused(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "words", pooler_hidden_act="tanh")
+    with pytest.raises(ConfigError, match="pooler_hidden_act 'tanh', but a classification head"):
+        make(kind, tmp_path / "classes", "SequenceClassification", pooler_hidden_act="tanh")
+
+
 def test_other_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pos_att_type"):
         deberta_v2.Config.from_huggingface({"model_type": "deberta-v2", "pos_att_type": ["c2p"]})

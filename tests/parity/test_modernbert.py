@@ -214,7 +214,13 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
     ("change", "message"),
     [
         ({"attention_bias": True}, "attention_bias True"),
-        ({"classifier_pooling": "mean"}, "classifier_pooling 'mean'"),
+        (
+            {
+                "architectures": ["ModernBertForSequenceClassification"],
+                "classifier_pooling": "mean",
+            },
+            "classifier_pooling 'mean', but a classification head needs 'cls'",
+        ),
         ({"embedding_dropout": 0.1}, "embedding_dropout 0.1"),
         (
             {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"]},
@@ -226,6 +232,20 @@ def test_other_architectures_are_refused(change: dict[str, Any], message: str | 
     tree = {**ModernBertConfig(**SHAPE).to_dict(), **change}
     with pytest.raises(ConfigError, match=message or "do not repeat"):
         modernbert.Config.from_huggingface(tree)
+
+
+def test_the_released_settings_are_accepted() -> None:
+    """Pooling of a head that is not there; and no base of local layers: the global one."""
+    released = {
+        **ModernBertConfig(**SHAPE).to_dict(),
+        "architectures": ["ModernBertForMaskedLM"],
+        "classifier_pooling": "mean",
+        "rope_parameters": None,
+        "global_rope_theta": 80_000.0,
+        "local_rope_theta": None,
+    }
+    config = modernbert.Config.from_huggingface(released)
+    assert (config.head, config.local_theta) == ("language_model", 80_000.0)
 
 
 def test_objectives_accept_it() -> None:

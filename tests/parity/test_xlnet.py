@@ -224,10 +224,23 @@ def test_released_sizes() -> None:
         assert count == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-def test_a_head_that_pools_another_position_is_refused(tmp_path: Path) -> None:
-    kind = transformers.XLNetForSequenceClassification
-    with pytest.raises(ConfigError, match="summary_type 'last', and heads pool the first"):
-        make(tmp_path, kind, summary_type="last")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"summary_type": "last"}, "summary_type 'last', but a classification head needs 'first'"),
+        ({"summary_activation": "gelu"}, "summary_activation 'gelu', .* needs 'tanh'"),
+    ],
+)
+def test_a_head_that_pools_in_another_way_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "words", **settings)
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path / "classes", transformers.XLNetForSequenceClassification, **settings)
+    tree, tensors = load_folder(tmp_path / "classes")
+    del tree["summary_type"]  # its default is "last"
+    with pytest.raises(ConfigError, match="summary_type 'last'"):
+        xlnet.Config.from_huggingface(tree, tensors)
 
 
 @pytest.mark.parametrize(

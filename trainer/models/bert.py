@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
+from trainer.models.base import POOLED
 from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead, check_task_parts
 from trainer.models.family import Family
 from trainer.models.heads import (
@@ -142,6 +143,8 @@ class Config(Family):
         "position_embedding_type": "absolute",
         "add_cross_attention": False,
     }
+    # What their heads that pool one position need besides.
+    pooled_constants: ClassVar[Mapping[str, object]] = {}
     embedding_names: ClassVar[Mapping[str, str]] = _EMBEDDINGS
     layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = _LAYER
     pair_head: ClassVar[re.Pattern[str]] = _PAIR_HEAD
@@ -266,6 +269,8 @@ class Config(Family):
             for head in _TASKS
         }
         head, labels = huggingface.read_task(config, names, heads)
+        if head in POOLED:
+            huggingface.check_head(config, head, cls.pooled_constants)
         nsp = {f"{name}.weight" for name in cls.nsp_names.values()}
         return replace(
             decoded,

@@ -71,6 +71,7 @@ class Config(bert.Config):
         "position_biased_input": False,
         "max_relative_positions": -1,
     }
+    pooled_constants: ClassVar[Mapping[str, object]] = {"pooler_hidden_act": "gelu"}
     embedding_names: ClassVar[Mapping[str, str]] = {
         name: theirs
         for name, theirs in bert.Config.embedding_names.items()
@@ -168,7 +169,7 @@ class Config(bert.Config):
             "pos_att_type": ["c2p", "p2c"],
             "pooler_hidden_size": self.width,
             "pooler_dropout": 0.0,
-            "pooler_hidden_act": "gelu",
+            **self.pooled_constants,
             "legacy": True,
         }
 

@@ -88,6 +88,24 @@ def read_task(
     return head, labels
 
 
+def check_head(config: ConfigJson, head: Head, needed: Mapping[str, object]) -> None:
+    """Rejects a task's head that computes something else than ours.
+
+    Args:
+        config: the content of `config.json`.
+        needed: required values of keys that may be absent.
+
+    Raises:
+        ConfigError: a key has another value.
+    """
+    for key, value in needed.items():
+        if config.get(key, value) != value:
+            raise ConfigError(
+                f"config.json has {key} {config[key]!r}, but a {head} head needs {value!r} here. "
+                "Fine-tune from a language model instead."
+            )
+
+
 def _check_problem(kind: str | None, labels: tuple[str, ...]) -> None:
     """Rejects a classifier whose outputs are not one number, or the logits of one softmax."""
     problem = {

@@ -78,10 +78,10 @@ class Config(bert.Config):
         "attention_bias": False,
         "mlp_bias": False,
         "decoder_bias": True,
-        "classifier_pooling": "cls",
         "classifier_bias": False,
         "classifier_activation": "gelu",
     }
+    pooled_constants: ClassVar[Mapping[str, object]] = {"classifier_pooling": "cls"}
     their_activations: ClassVar[Mapping[str, Activation]] = {
         "gelu": "geglu",
         "gelu_pytorch_tanh": "geglu_tanh",
@@ -202,6 +202,8 @@ class Config(bert.Config):
                 )
             # Older files have "global_rope_theta" and "local_rope_theta" beside the other settings.
             old = config.get(ours.replace("_theta", "_rope_theta"), getattr(cls, ours))
+            if old is None:  # null for local layers: as in global ones
+                old = thetas.get("global_theta", cls.global_theta)
             thetas[ours] = float(settings.get("rope_theta", old))
         # Newer files list the kind of every layer; older ones have the number.
         every = config.get("global_attn_every_n_layers", 3)
@@ -243,6 +245,7 @@ class Config(bert.Config):
             "model_type": self.model_type,
             **fields,
             **self.their_constants,
+            **self.pooled_constants,
             "hidden_activation": names[self.activation],
             "layer_types": self._layer_types(),
             "rope_parameters": {

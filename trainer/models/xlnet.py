@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.models import Outputs, Start, Stored, bert, huggingface
 from trainer.models.attention import segment_mask
-from trainer.models.base import POOLED
 from trainer.models.config import Head
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
@@ -88,7 +87,10 @@ class Config(bert.Config):
         "same_length": False,
         "tie_word_embeddings": True,
     }
-
+    pooled_constants: ClassVar[Mapping[str, object]] = {
+        "summary_type": "first",
+        "summary_activation": "tanh",
+    }
     # The dropout after the last layer is the last: heads that score each position have none.
     heads_with_dropout: ClassVar[frozenset[str]] = frozenset()
     fewest_types: ClassVar[int] = 0
@@ -167,13 +169,7 @@ class Config(bert.Config):
 
     @classmethod
     def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
-        found = super().from_huggingface(config, tensors)
-        kind = config.get("summary_type", "last")
-        if found.head in POOLED and kind != "first":
-            raise ConfigError(
-                f"config.json has summary_type {kind!r}, and heads pool the first position here. "
-                "Fine-tune from a language model instead."
-            )
+        found = super().from_huggingface({"summary_type": "last", **config}, tensors)
         # transformers has one rate for both.
         return replace(found, attention_dropout=found.dropout)
 
@@ -200,9 +196,8 @@ class Config(bert.Config):
             # No memory from call to call: rows are independent of each other.
             "mem_len": None,
             "use_mems_eval": False,
-            "summary_type": "first",
+            **self.pooled_constants,
             "summary_use_proj": True,
-            "summary_activation": "tanh",
             "summary_last_dropout": self.dropout,
             **self.special_ids,
             **huggingface.name_labels(self.labels),
