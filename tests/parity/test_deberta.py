@@ -16,7 +16,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 
 from tests.outputs import fill, outputs, parameters
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.models import deberta, deberta_v2
 from trainer.models.disentangled import place_table
 
@@ -97,6 +97,29 @@ def test_masked_lm(kind: str, legacy: bool, tmp_path: Path) -> None:
     once_more = again(input_ids=columns["tokens"], attention_mask=columns["segments"]).logits
     torch.testing.assert_close(once_more[real], found[real], rtol=1e-6, atol=1e-6)
     assert load(KINDS[kind][0], folder)[0] == config
+
+
+HEAD_OF_V3 = {
+    f"mask_predictions.{part}.{kind}"
+    for part in ("dense", "LayerNorm", "classifier")
+    for kind in ("weight", "bias")
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("v1", {"deberta.embeddings.position_embeddings.weight"}), ("v2", HEAD_OF_V3)],
+)
+def test_released_checkpoints_have_tensors_that_nothing_reads(
+    kind: str, names: set[str], tmp_path: Path
+) -> None:
+    _, config, ours = make(kind, tmp_path)
+    tensors = load_folder(tmp_path)[1]
+    released = tensors | {name: torch.ones(3) for name in names}
+    assert KINDS[kind][0].Config.from_huggingface(load_folder(tmp_path)[0], released) == config
+    torch.testing.assert_close(config.import_tensors(released), parameters(ours), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match=r"mask_predictions\.other\.weight is unexpected"):
+        config.import_tensors(released | {"mask_predictions.other.weight": torch.ones(3)})
 
 
 @pytest.mark.parametrize("kind", KINDS)

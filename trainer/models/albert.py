@@ -74,7 +74,7 @@ class Config(bert.Config):
         "ffn.down": ("ffn_output",),
         "ffn_norm": ("full_layer_layer_norm",),
     }
-    pair_head: ClassVar[re.Pattern[str]] = re.compile(
+    optional_names: ClassVar[re.Pattern[str]] = re.compile(
         r"((albert\.)?pooler|sop_classifier\.classifier)\.(weight|bias)"
     )
 

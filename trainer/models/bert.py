@@ -76,7 +76,8 @@ _TASKS: tuple[TaskHead, ...] = (
     "tagging",
     "question_answering",
 )
-# The pooler belongs to the next-sentence head: "bert.pooler.dense.weight".
+# Many checkpoints have a next-sentence head that a model may lack, to which the pooler belongs:
+# "bert.pooler.dense.weight".
 _PAIR_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
 # Stored by older versions of transformers.
 _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")
@@ -147,7 +148,7 @@ class Config(Family):
     pooled_constants: ClassVar[Mapping[str, object]] = {}
     embedding_names: ClassVar[Mapping[str, str]] = _EMBEDDINGS
     layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = _LAYER
-    pair_head: ClassVar[re.Pattern[str]] = _PAIR_HEAD
+    optional_names: ClassVar[re.Pattern[str]] = _PAIR_HEAD
     their_activations: ClassVar[Mapping[str, Activation]] = huggingface.ACTIVATIONS
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.", "pooler.")
     pooler_activation: ClassVar[Pooling] = "tanh"
@@ -340,11 +341,10 @@ class Config(Family):
         # Names of older versions, and names without the family's prefix, are recognized.
         table = self.tensor_names()
         own = {name for names in table.values() for name in names}
-        # Many checkpoints have a pooler and next-sentence head that this model may not want.
         unused = [
             name
             for name in tensors
-            if self.pair_head.fullmatch(name) and self._canonical(name) not in own
+            if self.optional_names.fullmatch(name) and self._canonical(name) not in own
         ]
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
         if ignored:

@@ -40,6 +40,12 @@ _DEFAULTS = {
 }
 # Released checkpoints name the masked-LM head so; it computes the same function.
 _OTHER_HEAD = re.compile(r"lm_predictions\.lm_head\.(?:(dense|LayerNorm)\.(\w+)|bias)")
+# Released checkpoints have these too, which transformers skips: absolute positions, which no layer
+# reads, and the head that detects replaced tokens (version 3).
+_SKIPPED = re.compile(
+    r"(\w+\.)?embeddings\.position_embeddings\.weight"
+    r"|mask_predictions\.(dense|LayerNorm|classifier)\.(weight|bias)"
+)
 _POOLED = {"pooler": "pooler.dense", "classifier": "classifier"}
 
 
@@ -81,6 +87,9 @@ class Config(bert.Config):
     layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         name: theirs for name, theirs in bert.Config.layer_names.items() if "qkv" not in name
     }
+    optional_names: ClassVar[re.Pattern[str]] = re.compile(
+        f"{bert.Config.optional_names.pattern}|{_SKIPPED.pattern}"
+    )
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.")
     pooler_activation: ClassVar[Pooling] = "gelu"
     fewest_types: ClassVar[int] = 0
