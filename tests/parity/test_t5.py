@@ -178,6 +178,19 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
         )
 
 
+def test_v1_1_saved_by_transformers_5_has_one_matrix(tmp_path: Path):
+    theirs = T5ForConditionalGeneration(T5Config(**SHAPE, **VERSIONS["v1.1"])).eval()
+    theirs.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_folder(tmp_path)[1]
+    weights = load_weights(tmp_path)
+    model = weights.config.build().eval()
+    model.load_state_dict(dict(weights.tensors))
+    tokens, targets = padded(20, 20)[0], shift(padded(7, 7)[0])
+    logits = theirs(input_ids=tokens, decoder_input_ids=targets).logits
+    ours = predict(model, tokens=tokens, target_tokens=targets)
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+
+
 def test_configurations_of_published_models_are_understood():
     """Keys as in the config.json of t5-small and t5-v1_1-small."""
     common = {

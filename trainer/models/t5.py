@@ -314,10 +314,15 @@ class Config(Family):
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {name.removeprefix(_PREFIX): tensors[name] for name in tensors}
         found.pop(_UNUSED, None)
+        table = self._table()
         for name in list(found):
             if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight"):
                 huggingface.drop_copy(found, name, "shared.weight")
-        return huggingface.join_tensors(found, self._table(), self)
+        has_own_head = "head.decoder.weight" in table
+        if has_own_head and "lm_head.weight" not in found and "shared.weight" in found:
+            # transformers 5 ties new models of v1.1, too, and then stores the matrix once.
+            found["lm_head.weight"] = found["shared.weight"].clone()
+        return huggingface.join_tensors(found, table, self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return huggingface.split_tensors(parameters, self.tensor_names(), self)
