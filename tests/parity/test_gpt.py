@@ -163,6 +163,14 @@ def test_other_architectures_are_refused(change: dict[str, object], message: str
         gpt2.Config.from_huggingface({**GPT2Config(**SHAPE).to_dict(), **change})
 
 
+def test_an_absent_rate_of_the_embeddings_is_that_of_transformers():
+    tree = GPT2Config(**SHAPE).to_dict()
+    del tree["embd_pdrop"]
+    assert gpt2.Config.from_huggingface(tree).dropout == GPT2Config().embd_pdrop == 0.1
+    with pytest.raises(ConfigError, match=r"embd_pdrop 0\.1, .* needs 0\.0"):
+        gpt2.Config.from_huggingface({**tree, "resid_pdrop": 0.0})
+
+
 def test_what_transformers_lacks_is_not_exported():
     with pytest.raises(ConfigError, match="ffn_width 80 cannot be exported"):
         openai_gpt.Config(ffn_width=80).to_huggingface()

@@ -117,6 +117,7 @@ class Config(Family):
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
         """
+        config = {"embd_pdrop": 0.1, **config}  # transformers' default
         fixed = {
             "model_type": cls.model_type,
             # samestep has one dropout rate for embeddings and branches.
