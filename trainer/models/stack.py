@@ -177,12 +177,37 @@ class Stack(nn.ModuleList):
         for index in range(through):
             kept: list[Tensor] | None = [] if index + 1 in attention else None
             own = replace(self.of_layer(context, index), scores=kept)
-            hidden = self[index](hidden, memory, bias, own)
+            hidden = self.run_layer(index, hidden, memory, bias, own)
             if index + 1 in wanted:
                 found[index + 1] = hidden
             if kept:
                 scores[index + 1] = kept[0]
         return hidden, found, scores
+
+    def run_layer(
+        self,
+        index: int,
+        hidden: Hidden,
+        memory: Tensor | None,
+        bias: Tensor | None,
+        context: Context,
+    ) -> Hidden:
+        """Runs one layer, in its own context; other arguments as for `run`.
+
+        With `checkpointing` it recomputes its activations in the backward pass, unless its
+        attention scores are kept.
+        """
+        layer = self[index]
+        # Another runner recomputes by itself: outside of its loop, XLA would undo it.
+        recomputes = self.checkpointing and self.training and self.runner is one_by_one
+        if not recomputes or context.scores is not None:
+            found: Hidden = layer(hidden, memory, bias, context)
+            return found
+        # Dropout masks are functions of keys, so there is no generator state to restore.
+        recomputed: Hidden = checkpoint(
+            layer, hidden, memory, bias, context, use_reentrant=False, preserve_rng_state=False
+        )
+        return recomputed
 
     def scan_groups(self, name: str) -> list[ScanGroup]:
         """Groups of consecutive layers with equal static configuration.
@@ -230,15 +255,9 @@ def one_by_one(
     cache: Cache | None,
 ) -> Hidden:
     """Calls the layers in order."""
-    for index, layer in enumerate(stack):
+    for index in range(len(stack)):
         own = stack.of_layer(context, index, positions, cache)
-        if stack.checkpointing and stack.training:
-            # Dropout masks are functions of keys, so there is no generator state to restore.
-            hidden = checkpoint(
-                layer, hidden, memory, bias, own, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            hidden = layer(hidden, memory, bias, own)
+        hidden = stack.run_layer(index, hidden, memory, bias, own)
     return hidden
 
 
