@@ -165,7 +165,7 @@ class TransformerModel(Model):
         first = name.partition(".")[0]
         owner, _, own = name.rpartition(".")
         # Norms are found by their module, since their parameters are called weight and bias too.
-        kind = "bias" if own == "bias" else "weight"
+        kind = "bias" if own.endswith("bias") else "weight"
         if self.config.peft is not None and self.config.peft.owns(name):
             kind = "adapter"
         elif isinstance(self.get_submodule(owner), nn.LayerNorm | nn.RMSNorm):

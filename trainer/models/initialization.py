@@ -27,7 +27,7 @@ def initial_values(
     (`truncated_normal_initializer`).
     """
     module, _, kind = name.rpartition(".")
-    if kind == "bias":
+    if kind.endswith("bias"):  # "query_bias", too
         return torch.zeros(stop - start)
     if module.endswith("norm"):
         return torch.ones(stop - start)

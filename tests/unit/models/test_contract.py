@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from tests.outputs import outputs, predict
-from trainer.models import Model, Start, Stored, albert, bart, bert, gpt2, openai_gpt, roberta, t5
+from trainer.models import (
+    Model,
+    Start,
+    Stored,
+    albert,
+    bart,
+    bert,
+    deberta,
+    gpt2,
+    openai_gpt,
+    roberta,
+    t5,
+)
 from trainer.models.config import TransformerConfig
 from trainer.models.inputs import Inputs
 from trainer.models.peft import adapters, lora, prefix, prompt
@@ -147,6 +159,9 @@ ROLES = {  # of parameters whose names these patterns match
     r"prompt\.weight": ("embedding", ADAPTER),
     rf"(layers|encoder|decoder)\.\d\.{PROJECTION}\.weight": ("layer", WEIGHT),
     rf"(layers|encoder|decoder)\.\d\.{PROJECTION}\.bias": ("layer", BIAS),
+    r"layers\.\d\.attention\.place_(query|key)\.weight": ("layer", WEIGHT),
+    r"layers\.\d\.attention\.(place_query\.bias|query_bias|value_bias)": ("layer", BIAS),
+    r"relative\.weight": ("shared", WEIGHT),
     r"(layers|encoder|decoder)\.\d\.(attention|cross_attention|ffn)_norm\.(weight|bias)": (
         "layer",
         NORM,
@@ -164,6 +179,7 @@ ROLES = {  # of parameters whose names these patterns match
     "config",
     [
         *MODELS.values(),
+        deberta.Config(**SHAPE, max_positions=24),
         replace(BERT, nsp=True),
         replace(BERT, peft=lora.Config()),
         replace(GPT2, peft=adapters.Config(width=4)),

@@ -49,6 +49,7 @@ def test_names_and_seeds_give_unrelated_values():
         ("head.bias", 0),
         ("layers.3.attention.qkv.bias", 0),
         ("layers.3.ffn_norm.bias", 0),
+        ("layers.3.attention.query_bias", 0),
         ("embeddings.norm.weight", 1),
         ("layers.3.attention_norm.weight", 1),
         ("final_norm.weight", 1),
