@@ -272,6 +272,18 @@ def test_samples_depend_on_key_and_position_alone() -> None:
     assert equal == pytest.approx(float((share**2).sum()), abs=0.01)
 
 
+@pytest.mark.parametrize("divisor", [0, 2])
+def test_the_head_of_a_gated_model_has_no_gate(divisor: int) -> None:
+    """As heads for tokens: dense, GELU, and one number for each position."""
+    config = replace(CONFIG, activation="geglu", generator_divisor=divisor)
+    model: Any = config.build().eval()
+    randomized(model)
+    given = {"tokens": torch.arange(5, 17)[None], "positions": torch.arange(12)[None]}
+    hidden, logits = outputs(model, "hidden", "replaced", **given)
+    expected = model.head.out(F.gelu(model.head.dense(hidden)))[..., 0]
+    torch.testing.assert_close(logits, expected)
+
+
 def test_released_sizes() -> None:
     """13.5M and 109.5M parameters, which the paper calls 14M and 110M (table 6)."""
     base = {"width": 768, "heads": 12, "ffn_width": 3072, "embedding_width": 768}

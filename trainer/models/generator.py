@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.models import Outputs, Start, Stored
 from trainer.models.base import matrix_flops
-from trainer.models.config import TransformerConfig
+from trainer.models.config import Activation, TransformerConfig
 from trainer.models.dropout import split_key
 from trainer.models.inputs import Inputs
 from trainer.models.layers import activate
@@ -41,7 +41,8 @@ class ReplacedTokenHead(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        # Never gated: the gate would halve the width that `out` reads.
+        self.activation: Activation = "gelu" if config.gated else config.activation
         self.dense = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, 1)
 
