@@ -156,6 +156,9 @@ def test_what_the_experiment_says_as_well_is_fine(path: Path) -> None:
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
             "warmup_num_steps .set schedule",
         ),
+        ({"scheduler": {"type": "WarmupLR", "params": None}}, "scheduler.type .set schedule"),
+        ({"scheduler": {"type": "WarmupLR", "params": []}}, "scheduler.params .set schedule"),
+        ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params .not supported"),
         (
             {"activation_checkpointing": {"partition_activations": True}},
             "set training.activation_checkpointing=true",
@@ -207,6 +210,7 @@ def test_sizes_are_those_of_the_phases(path: Path) -> None:
             "communication_data_type": None,
         },
         {"communication_data_type": "fp32", "optimizer": {"type": "auto"}},
+        {"optimizer": {"type": "AdamW", "params": None}},
         {"prescale_gradients": False, "zero_optimization": {"zero_quantized_weights": False}},
         {
             "activation_checkpointing": {"enabled": False},

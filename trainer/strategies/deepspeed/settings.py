@@ -187,7 +187,8 @@ def _enabled(key: str, section: object) -> object:
     if section.get("enabled") in (False, "auto"):
         return {"enabled": False} if section["enabled"] is False else None
     # Hugging Face's Trainer fills in a scheduler whose numbers are all "auto".
-    is_open = all(value == "auto" for value in section.get("params", {"": None}).values())
+    params = section.get("params")
+    is_open = isinstance(params, dict) and all(value == "auto" for value in params.values())
     return None if key == "scheduler" and is_open else section
 
 
