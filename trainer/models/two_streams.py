@@ -165,8 +165,9 @@ class TwoStreamLayer(nn.Module):
             return self._finish(hidden, mixed, context, context.positions)
         content, predicted = hidden
         query, keys = self.attention.project(content, context)
-        # The second half of the dropout keys is the query stream's. Its masks are those of its
-        # positions in the row, whatever else is predicted.
+        # The second half of the dropout keys is the query stream's. A predicted position has the
+        # masks of its place in the row, whatever else is predicted; but in attention probabilities,
+        # the masks of its place among the predicted positions, which depend on their number, too.
         own = replace(
             context,
             sites=SITES,
