@@ -104,7 +104,9 @@ class Startup:
 
     def _code(self) -> list[str]:
         lines = [
-            'if present "$staging/versions"; then',
+            "local found",
+            'found=$(again listed "$staging/versions") || return',
+            'if [ -n "$found" ]; then',
             '  fetch "$staging/versions" "$home/versions" || return',
             "fi",
         ]
@@ -205,7 +207,15 @@ gcloud() { limited 300 gcloud "$@"; }
 
 fetch() { again gcloud storage cp --quiet "$1" "$2"; }
 
-present() { gcloud storage ls "$1" >/dev/null 2>&1; }
+listed() {  # what a pattern finds in a bucket; nothing is an answer, and no answer is a failure
+  local said
+  if said=$(gcloud storage ls "$1" 2>&1); then
+    printf '%s\n' "$said"
+  elif [[ $said != *"matched no objects"* ]]; then
+    say "$said"
+    return 1
+  fi
+}
 
 secret() { again gcloud secrets versions access latest --secret="$1" --project="$project" --quiet; }
 
@@ -288,7 +298,7 @@ watch_machine() {  # a spot machine has 30 seconds from here
 
 watch_bucket() {
   while sleep 20; do
-    if present "$staging/stop"; then note stop; fi
+    if [ -n "$(listed "$staging/stop")" ]; then note stop; fi
     keep
   done
 }
@@ -318,7 +328,8 @@ worker=$(again metadata attributes/agent-worker-number) || { worker=$(hostname);
 endpoints=$(again metadata attributes/worker-network-endpoints) || finish 1
 mapfile -t hosts < <(tr , '\n' <<<"$endpoints" | cut -d : -f 3)
 say "this is machine $worker of ${#hosts[@]}"
-if present "$staging/exit-$worker"; then
+found=$(again listed "$staging/exit-$worker") || finish 1
+if [ -n "$found" ]; then
   say "the run has ended already"
   exit
 fi
@@ -342,9 +353,13 @@ fi
 mounts || finish 1
 setup || finish 1
 cd "$place" || finish 1
-if [ "$worker" = 0 ] && [ ! -e "$output" ] && present "$kept/**"; then
-  say "bringing back the run's folder"
-  bring_back || finish 1
+if [ "$worker" = 0 ] && [ ! -e "$output" ]; then
+  # A run that began anew for want of an answer would overwrite what was kept.
+  found=$(again listed "$kept/**") || finish 1
+  if [ -n "$found" ]; then
+    say "bringing back the run's folder"
+    bring_back || finish 1
+  fi
 fi
 
 for ((tries = 0; ; tries++)); do

@@ -443,6 +443,28 @@ def test_a_folder_that_comes_back_slowly_is_not_kept_by_halves(machine: Machine)
 
 
 @pytest.mark.long
+def test_a_bucket_that_does_not_answer_is_asked_again(machine: Machine) -> None:
+    machine.bucket("kept").mkdir()
+    kept = machine.bucket("kept") / "metrics.jsonl"
+    kept.write_text("before\n")
+    machine.bucket("stage/versions").write_text("torch==2.9.0\n")
+    gcloud = machine.folder / "bin" / "gcloud"
+    rest = gcloud.read_text().partition("\n")[2]
+    first = f'[[ $2 = ls ]] && mkdir "{machine.folder}/asked-${{3//\\//-}}" 2>/dev/null'
+    fails = "{ echo 'ERROR: ConnectionError' >&2; exit 1; }"
+    gcloud.write_text(f"#!/bin/bash\n{first} && {fails}\n{rest}")
+    assert machine.runs(0) == 0
+    assert kept.read_text() == "before\nmetrics\n"
+    [install] = [line for line in machine.record if line.startswith("pip install")]
+    assert install.endswith(f"--constraint {machine.work}/home/versions")
+    asked = [each.name for each in machine.folder.glob("asked-*")]
+    assert len(asked) >= 3
+    (machine.folder / "asked-gs:--bucket-stage-exit-0").rmdir()
+    assert machine.runs("never") == 0
+    assert len(machine.starts) == 1, "the run has ended, though the bucket did not say so at once"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("machine", ["strange"], indirect=True)
 def test_strange_names_are_names(machine: Machine) -> None:
     machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}

@@ -106,7 +106,9 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
             f"(gcloud.storage.{verb}) The following URLs matched no objects or files:\n{plain[0]}"
         )
     for each in found:
-        if verb == "cat":
+        if verb == "ls":
+            sys.stdout.write(f"gs://{os.path.relpath(each, buckets)}\n")
+        elif verb == "cat":
             sys.stdout.buffer.write(Path(each).read_bytes())
         elif verb == "rm":
             os.remove(each)
