@@ -103,6 +103,8 @@ def prepare(
     if cluster.code == "snapshot":
         files = snapshot.files_of(Path.cwd(), (Path(output).absolute(), folder))
         _check_names(files or [])
+        if files and cluster.shares_files:
+            _check_place(folder)
     # Launches of one output are numbered: 001, 002, ...
     numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()]
     job = JobSpec(
@@ -141,6 +143,15 @@ def _check_names(files: Sequence[Path]) -> None:
         raise ConfigError(
             f"the folder that you submit from has a {clash[0]} of its own, which would hide "
             "samestep's module of that name from the job. Rename it, or set cluster.code=installed."
+        )
+
+
+def _check_place(folder: Path) -> None:
+    """Rejects a folder of a snapshot that PYTHONPATH cannot name: a colon ends a folder there."""
+    if ":" in str(folder):
+        raise ConfigError(
+            f"{folder} has a colon in it, so Python would not find the snapshot of the code there. "
+            "Choose another output, or set cluster.code=installed."
         )
 
 

@@ -456,6 +456,13 @@ class TestSnapshots:
             in launch.submission.files["job.sh"]
         )
 
+    def test_is_not_found_behind_a_colon(self, repository: Path) -> None:
+        output = "output=runs/2026-05-01T10:00"
+        with pytest.raises(ConfigError, match=r"10:00/launch has a colon in it, so Python would"):
+            submit.prepare("slurm.yaml", "run.yaml", [output])
+        launch = submit.prepare("slurm.yaml", "run.yaml", [output, "cluster.code=installed"])
+        assert launch.code is None
+
     def test_can_be_left_out(self, repository: Path) -> None:
         launch = submit.prepare("local.yaml", "run.yaml", ["cluster.code=installed"])
         assert launch.code is None
