@@ -19,12 +19,12 @@ from tests.processes import run_ranks
 from trainer.accelerators import cpu, detect
 from trainer.cli import main
 from trainer.elastic import agent
-from trainer.inspect.certify import layouts
+from trainer.inspect.certify import collectives, layouts
 from trainer.inspect.certify import run as certifying
 from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
 from trainer.strategies import single
-from trainer.strategies.world import World
+from trainer.strategies.world import World, host_group
 
 
 class _Wrong(TorchDispatchMode):
@@ -42,6 +42,20 @@ class _Wrong(TorchDispatchMode):
             first = result[0] if isinstance(result, tuple) else result
             if first.numel() > 5:
                 self._change(first)
+        return result
+
+
+class _Largest(TorchDispatchMode):
+    """Measures the largest result of all operators."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
         return result
 
 
@@ -151,6 +165,27 @@ def test_collective_that_drops_an_element(tmp_path: Path) -> None:
     assert "1 of 3,000 elements of float32 are wrong; element 5 is " in found["all-reduce"]
     assert "ddp and fsdp part in step 1" in found["fp32 layouts"]
     assert "fp32 passes" not in found
+
+
+def test_collectives_take_the_memory_of_one_rank() -> None:
+    """Not of all ranks on each, whose size would grow with the square of their number."""
+    assert run_ranks(2, _check_collectives, (1, 1000)) == [2 * 1000] * 2
+
+
+def _check_collectives(sizes: tuple[int, ...]) -> int:
+    """The size of the largest tensor."""
+    collectives._SIZES = sizes  # in this process only
+    world = World.start(60)
+    world.connect("gloo")
+    largest = _Largest()
+    with largest:
+        found = list(
+            collectives.check(torch.device("cpu"), Ranks.meet(world.rank, 2, host_group()))
+        )
+    assert [(each.subject, each.state) for each in found] == [
+        (name, "ok") for name in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
+    ]
+    return largest.elements
 
 
 def test_reference_losses_are_those_of_a_cpu() -> None:
