@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 _RAPL = Path("/sys/class/powercap")
+_READ_SECONDS = 30.0  # the smallest counters hold 65.5 kJ: 2.2 kW for this time
 
 
 @dataclass(frozen=True)
@@ -70,25 +73,49 @@ class Config:
 class CpuEnergy:
     """Energy of this machine's processors since this object exists.
 
+    Counters start again from 0 after some minutes of full power. As a context, this object reads
+    them often enough to notice: `with CpuEnergy() as energy`.
+
     Args:
         folder: of the counters of Intel and AMD processors (RAPL). They need root, and virtual
             machines have none.
+        every: seconds between two readings.
     """
 
-    def __init__(self, folder: Path = _RAPL) -> None:
-        self._folder = folder
-        self._began = self._read()
+    def __init__(self, folder: Path = _RAPL, every: float = _READ_SECONDS) -> None:
+        self._folder, self._every = folder, every
+        self._last = self._read()
+        self._microjoules = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="cpu energy", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._last:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._last:
+            self._thread.join()
 
     def joules(self) -> float | None:
         """Returns the energy; None without counters that can be read."""
-        now = self._read()
-        if not self._began or now.keys() != self._began.keys():
-            return None
-        # Counters start again from 0 after their largest value: 90 to 10 of 100 is 20.
-        return (
-            sum((value - self._began[name][0]) % largest for name, (value, largest) in now.items())
-            / 1e6
-        )
+        with self._lock:
+            now = self._read()
+            if not now or now.keys() != self._last.keys():
+                return None
+            # From one reading to the next, 90 to 10 of 100 is 20.
+            self._microjoules += sum(
+                (value - self._last[name][0]) % largest for name, (value, largest) in now.items()
+            )
+            self._last = now
+            return self._microjoules / 1e6
+
+    def _follow(self) -> None:
+        while not self._ended.wait(self._every):
+            self.joules()
 
     def _read(self) -> dict[str, tuple[int, int]]:
         """The value and the largest value of each processor's counter, in microjoules."""

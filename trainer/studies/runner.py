@@ -47,13 +47,13 @@ def execute(
         described = {"stage": job.stage, "seed": job.seed, "settings": settings}
         write_text(job.folder / "job.json", json.dumps(described, indent=1) + "\n")
         (job.folder / "log.txt").unlink(missing_ok=True)
-        energy = CpuEnergy()
-        usages = [
-            execution.command(job, arguments, slot)
-            for arguments in job.config.commands(job.folder, job.seed, settings)
-        ]
-        job.config.finish(job.folder)
-        joules = energy.joules()
+        with CpuEnergy() as energy:
+            usages = [
+                execution.command(job, arguments, slot)
+                for arguments in job.config.commands(job.folder, job.seed, settings)
+            ]
+            job.config.finish(job.folder)
+            joules = energy.joules()
         rows = list(read_rows(job.folder / job.config.product / "metrics.jsonl"))
         usage = replace(
             total(usages),

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import yaml
 from transformers import BertConfig, BertForMaskedLM
 
+from tests.waiting import until
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint import Config as Settings
 from trainer.cli import build_parser
@@ -381,6 +383,35 @@ def test_refusals_come_before_any_work(override: str, message: str, tmp_path: Pa
         jobs_of(content(tmp_path), tmp_path, override)
     assert type(caught.value) is ConfigError
     assert not (tmp_path / "jobs").exists()
+
+
+class Awaited(CpuEnergy):
+    """Counts its readings, to wait for one."""
+
+    readings = 0
+
+    def has_read(self) -> None:
+        before = self.readings
+        until(lambda: self.readings >= before + 2)  # the first may have begun before this call
+
+    def joules(self) -> float | None:
+        joules = super().joules()
+        self.readings += 1
+        return joules
+
+
+def test_energy_of_a_long_job_is_more_than_a_counter_holds(tmp_path: Path) -> None:
+    counter = tmp_path / "intel-rapl:0"
+    counter.mkdir()
+    (counter / "max_energy_range_uj").write_text("9999999\n")
+    (counter / "energy_uj").write_text("0\n")
+    threads = threading.active_count()
+    with Awaited(tmp_path, every=0.001) as energy:
+        for joules in (6, 12, 18, 24):
+            (counter / "energy_uj").write_text(f"{joules % 10}000000\n")
+            energy.has_read()
+    assert threading.active_count() == threads
+    assert energy.joules() == pytest.approx(24.0)
 
 
 def test_energy_is_measured_where_the_cpu_counts_it(tmp_path: Path) -> None:
