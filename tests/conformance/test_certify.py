@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.processes import run_ranks
 from trainer.accelerators import cpu, detect
 from trainer.cli import main
 from trainer.elastic import agent
-from trainer.inspect.certify import collectives, layouts
+from trainer.inspect.certify import collectives, layouts, problem
 from trainer.inspect.certify import run as certifying
 from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
@@ -192,6 +193,14 @@ def test_reference_losses_are_those_of_a_cpu() -> None:
     found = run_ranks(1, _train)[0]
     assert found == pytest.approx(layouts.reference(), rel=1e-5)
     assert found[-1] < found[0] - 2  # it learns
+
+
+@pytest.mark.parametrize("good", range(problem.STEPS))
+def test_losses_that_become_nan(good: int) -> None:
+    expected = layouts.reference()
+    assert layouts.compare_losses("fp32", expected).state == "ok"
+    losses = expected[:good] + [math.nan] * (problem.STEPS - good)
+    assert layouts.compare_losses("fp32", losses).state == "failed"
 
 
 def _train() -> list[float]:
