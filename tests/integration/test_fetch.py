@@ -179,17 +179,18 @@ def test_a_limit_is_fetched_as_far_as_it_reaches(hub, samestep, data_file, tmp_p
     assert samestep("data", "build", data_file, *found, "limit=5kB").code == 0
 
 
+def upload(dataset: Path, run: Path, url: str) -> None:
+    """Copies a dataset to URL/data, and a run's checkpoints and tokenizer to URL/run."""
+    for folder, name in ((dataset, "data"), (run / "checkpoints", "run"), (run, "")):
+        for path in folder.glob("tokenizer/*") if not name else folder.rglob("*"):
+            if path.is_file():
+                storage.upload(path, f"{url}/{name or 'run'}/{path.relative_to(folder)}")
+
+
 def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     s3_folder, samestep, experiment_file, dataset_folder, finished_run, tmp_path
 ):
-    for folder, name in (
-        (dataset_folder, "data"),
-        (finished_run / "checkpoints", "run"),
-        (finished_run, ""),
-    ):
-        for path in folder.glob("tokenizer/*") if not name else folder.rglob("*"):
-            if path.is_file():
-                storage.upload(path, f"{s3_folder}/{name or 'run'}/{path.relative_to(folder)}")
+    upload(dataset_folder, finished_run, s3_folder)
     remote = (f"data.path={s3_folder}/data", f"init_from={s3_folder}/run")
     found = settings(samestep("fetch", experiment_file, *remote, "--to", tmp_path / "data"))
     start, data = (setting.partition("=")[2] for setting in found)
@@ -210,6 +211,30 @@ def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
         (data, 2),
         ("here", 1),
     ]
+
+
+def test_files_with_another_content_are_fetched_again(
+    s3_folder, samestep, experiment_file, dataset_folder, finished_run, tmp_path
+):
+    """Of the same sizes, as of a dataset or run that was replaced at its address."""
+    upload(dataset_folder, finished_run, s3_folder)
+    remote = (f"data.path={s3_folder}/data", f"init_from={s3_folder}/run")
+    fetch = ("fetch", experiment_file, *remote, "--to", tmp_path / "raw")
+    found = settings(samestep(*fetch))
+    files = [path for path in (tmp_path / "raw").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    tensors, shards = (sorted(p for p in files if p.suffix == s) for s in (".safetensors", ".tar"))
+    large = {path: path.stat().st_mtime_ns for path in (*tensors, *shards)}
+    outdated = {shards[0], tensors[0], *(set(files) - large.keys())}
+    assert {"COMMITTED", "checksums.json", "meta.json", "tokenizer.json", "manifest.json"} <= {
+        path.name for path in outdated
+    }
+    for path in outdated:
+        path.write_bytes(bytes(each ^ 1 for each in before[path]))
+    assert settings(samestep(*fetch)) == found
+    assert {path: path.read_bytes() for path in files} == before
+    for path in large.keys() - outdated:
+        assert path.stat().st_mtime_ns == large[path], f"{path} was downloaded again"
 
 
 def test_frozen_weights_are_fetched_with_what_was_trained(

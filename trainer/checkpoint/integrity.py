@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 META = "meta.json"
+COMMITTED = "COMMITTED"
 _CHECKSUMS = "checksums.json"
-_COMMITTED = "COMMITTED"
 # Errors of a file system that say that a file is gone or its bytes are. Others, such as a stale
 # handle, a missing permission or too many open files, say nothing about the bytes.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
@@ -77,7 +77,7 @@ def newest_until(root: Location, step: float) -> tuple[int, int] | None:
 
 def is_committed(folder: Location) -> bool:
     """Whether a step was written completely; says nothing about damage since."""
-    return (folder / _COMMITTED).exists()
+    return (folder / COMMITTED).exists()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]
     def look(folder: history.Folder) -> Saved:
         place = root / folder.name
         committed = known.get(folder.name)
-        if committed is None and (committed := files.read_if_there(place / _COMMITTED)) is not None:
+        if committed is None and (committed := files.read_if_there(place / COMMITTED)) is not None:
             known[folder.name] = committed
         lease = _lease_of(committed or b"")
         counts = history.counts(stretches, folder.step, lease)
@@ -140,17 +140,17 @@ def commit(folder: Location, digests: Mapping[str, Digest], lease: int = 0) -> N
     checksums = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
     written = files.write(folder / _CHECKSUMS, json.dumps(checksums, indent=1).encode())
     content = f"{written.sha256} {lease}" if lease else written.sha256
-    files.write(folder / _COMMITTED, content.encode())
+    files.write(folder / COMMITTED, content.encode())
 
 
 def remove_step(folder: Location) -> None:
     """Removes a step, committed or not; if interrupted, it leaves an uncommitted step."""
-    files.remove_folder(folder, first=_COMMITTED)
+    files.remove_folder(folder, first=COMMITTED)
 
 
 def clear_step(folder: Location) -> None:
     """Removes the files of a step, but for its lease, so no other training takes its name."""
-    files.remove(folder / _COMMITTED)
+    files.remove(folder / COMMITTED)
     files.remove_files(folder, [name for name in files.names(folder) if name != history.NUMBER])
 
 
@@ -161,7 +161,7 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
         CheckpointError: the step is not committed, or its list of files is damaged.
     """
     # Every rank reads both files, so each is requested once: 1,024 ranks start at the same time.
-    committed = files.read_if_there(folder / _COMMITTED)
+    committed = files.read_if_there(folder / COMMITTED)
     if committed is None:
         raise CheckpointError(
             f"{folder} was never committed: saving it was interrupted. Use another step"

@@ -18,7 +18,8 @@ from data_pipeline.sources.table import TableConfig
 from trainer import storage
 from trainer.checkpoint import files, integrity
 from trainer.config import decode, read_tree, to_tree
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
+from trainer.storage import Digest
 from trainer.storage.hub import is_hub_path, model_folder, tokenizer_folder
 from trainer.training.experiment import Experiment
 from trainer.training.weights import BASE, Weights, load_weights
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
-    """Downloads what `target` names, except what was downloaded completely before.
+    """Downloads what `target` names, except what is there already with the same content.
 
     Args:
         target: hf://NAME, or the file of an experiment or of a dataset.
@@ -140,7 +141,7 @@ def _source_files(source: Source, limit: int | None, folder: Path) -> None:
         path = _local(file, folder)
         if storage.is_url(file):
             logger.info("%d of %d: %s", number, len(source.files), storage.shown(file))
-            _download(file, Path(path))
+            _source_file(file, Path(path))
         if limit is not None:
             # A limit counts text, not bytes of (compressed) files, so the file has to be read.
             records = dataclasses.replace(source, files=(path,)).records()
@@ -149,17 +150,34 @@ def _source_files(source: Source, limit: int | None, folder: Path) -> None:
                 return
 
 
+def _source_file(url: str, path: Path) -> None:
+    # Their hashes are unknown, and a corpus may take days, so the size has to be enough.
+    if not path.exists() or path.stat().st_size != storage.size(url):
+        _download(url, path)
+
+
 def _dataset(url: str, folder: Path) -> Path:
     """Downloads a dataset of `samestep data build`; the manifest last, which makes it complete."""
     url = url.rstrip("/")
     manifest = Manifest.parse(storage.read(f"{url}/{MANIFEST}"), url)
     folder = Path(_local(url, folder))
+    if not _is_of(folder, manifest):  # it was built again since the last download
+        (folder / MANIFEST).unlink(missing_ok=True)
     for number, shard in enumerate(manifest.shards, start=1):
         logger.info("%d of %d: %s", number, len(manifest.shards), shard.name)
-        _download(f"{url}/{shard.name}", folder / shard.name, shard.sha256)
+        digest = Digest(shard.sha256, shard.bytes)
+        _download(f"{url}/{shard.name}", folder / shard.name, digest)
+    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     fetch_tokenizer(url, folder)
     manifest.save(folder)
     return folder
+
+
+def _is_of(folder: Path, manifest: Manifest) -> bool:
+    try:
+        return Manifest.load(folder) == manifest
+    except DataError:
+        return False
 
 
 def _checkpoint(weights: Weights, run: Path) -> Path:
@@ -172,11 +190,22 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
             _checkpoint(base, run / BASE)
         elif base.hub is not None:
             shutil.copytree(base.folder, run / BASE, dirs_exist_ok=True)
-    for source, target in ((weights.tokenizer, run / "tokenizer"), (weights.folder, step)):
-        for name in files.names(source):
-            logger.info("%s", storage.shown(f"{source}/{name}"))
-            _download(f"{source}/{name}", target / name)
+    shutil.rmtree(run / "tokenizer", ignore_errors=True)
+    for name in files.names(weights.tokenizer):
+        _download(f"{weights.tokenizer}/{name}", run / "tokenizer" / name)
+    _step(weights.folder, step)
     return step
+
+
+def _step(source: files.Location, folder: Path) -> None:
+    """Downloads a step's folder; COMMITTED last, which makes it complete."""
+    digests, last = integrity.read_checksums(source), integrity.COMMITTED
+    # Another run may have saved this step there since the last download.
+    if files.read_if_there(folder / last) != files.read(source / last):
+        (folder / last).unlink(missing_ok=True)
+    for name in sorted(files.names(source), key=lambda name: name == last):
+        logger.info("%s", storage.shown(f"{source}/{name}"))
+        _download(f"{source}/{name}", folder / name, digests.get(name))
 
 
 def _local(path: str, folder: Path) -> str:
@@ -184,9 +213,15 @@ def _local(path: str, folder: Path) -> str:
     return str(folder / storage.shown(path).partition("://")[2]) if storage.is_url(path) else path
 
 
-def _download(url: str, path: Path, sha256: str | None = None) -> None:
-    # Files appear complete (atomic_write), so the size is enough to skip one.
-    if path.exists() and path.stat().st_size == storage.size(url):
-        return
-    with storage.atomic_write(path) as file:
-        storage.download(url, file, sha256=sha256)
+def _download(url: str, path: Path, digest: Digest | None = None) -> None:
+    """Downloads a file, unless it is there.
+
+    Args:
+        digest: of its content; without it, nobody knows whether the file that is there is outdated.
+    """
+    if digest is None:
+        with storage.atomic_write(path) as file:
+            storage.download(url, file)
+    elif not path.exists() or files.digest(path) != digest:
+        with storage.atomic_write(path) as file:
+            storage.download(url, file, digest.bytes, digest.sha256)
