@@ -171,7 +171,7 @@ def _follow(record: Record) -> int:
     except KeyboardInterrupt:
         sys.stdout.write(f"\nthe job goes on; `samestep cancel {record.id}` ends it\n")
         return EXIT_DONE
-    state = cluster.states([record]).get(record.id)
+    state = cluster.states([record]).get(record.folder)
     word = state.word if state else "gone"
     sys.stdout.write(f"job {record.id}: {word}\n")
     return EXIT_DONE if word == "done" else EXIT_FAILED

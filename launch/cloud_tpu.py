@@ -353,20 +353,20 @@ class Config(Cluster):
             raise
         return place.name, {}
 
-    def states(self, records: Iterable[Record]) -> Mapping[str, State]:
+    def states(self, records: Iterable[Record]) -> Mapping[Path, State]:
         """Google's states for existing slices, else from the exit codes."""
-        found: dict[str, State] = {}
+        found: dict[Path, State] = {}
         queued: dict[tuple[str, str], dict[str, tpu_slice.Resource]] = {}  # one request per zone
         for record in records:
             if (record.folder / EXIT).exists():
-                found[record.id] = _ended(record.folder)
+                found[record.folder] = _ended(record.folder)
                 continue
             place = Slice.of(record.folder)
             zone = place.project, place.zone
             if zone not in queued:
                 queued[zone] = tpu_slice.listed(*zone)
             resource = queued[zone].get(place.name) or place.queued()
-            found[record.id] = _state(record.folder, place, tpu_slice.state_of(resource))
+            found[record.folder] = _state(record.folder, place, tpu_slice.state_of(resource))
         return found
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:

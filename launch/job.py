@@ -237,8 +237,10 @@ class Cluster(ABC):
         """
 
     @abstractmethod
-    def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """States of jobs by id, without those that the cluster has forgotten.
+    def states(self, records: Iterable[Record]) -> Mapping[Path, State]:
+        """States of jobs by folder, without those that the cluster has forgotten.
+
+        Ids may repeat: one of a local job is the number of a process.
 
         Raises:
             LaunchError: the cluster does not answer.
@@ -246,7 +248,7 @@ class Cluster(ABC):
 
     def is_active(self, record: Record) -> bool:
         """Whether a job waits or runs."""
-        state = self.states([record]).get(record.id)
+        state = self.states([record]).get(record.folder)
         return state is not None and state.active
 
     @abstractmethod

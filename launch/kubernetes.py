@@ -392,7 +392,7 @@ class Config(NodeCluster):
             "action": action,
         }
 
-    def states(self, records: Iterable[Record]) -> Mapping[str, State]:
+    def states(self, records: Iterable[Record]) -> Mapping[Path, State]:
         """The cluster's states, without jobs that were deleted."""
         return kubectl.states(records)
 

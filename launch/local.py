@@ -123,9 +123,9 @@ class Config(Cluster):
         }
         return f"local-{process.pid}", about
 
-    def states(self, records: Iterable[Record]) -> Mapping[str, State]:
+    def states(self, records: Iterable[Record]) -> Mapping[Path, State]:
         """From the process, or the exit code; jobs of other machines are not visible from here."""
-        return {record.id: _state(record) for record in records}
+        return {record.folder: _state(record) for record in records}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """The output of the run."""

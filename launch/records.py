@@ -39,7 +39,7 @@ def add(record: Record) -> None:
 
 
 def newest_first() -> list[Record]:
-    """The jobs whose folders still exist."""
+    """The jobs whose folders still exist; of one folder, which was removed before, the newest."""
     file = state_folder() / _FILE
     try:
         lines = file.read_bytes().split(b"\n")
@@ -54,7 +54,10 @@ def newest_first() -> list[Record]:
                 logger.warning(
                     "%s, line %d is no job of this version of samestep; skipping it", file, number
                 )
-    return [record for record in reversed(found) if record.folder.is_dir()]
+    newest: dict[Path, Record] = {}
+    for record in reversed(found):
+        newest.setdefault(record.folder, record)
+    return [record for record in newest.values() if record.folder.is_dir()]
 
 
 def _parse(line: bytes) -> Record:

@@ -373,7 +373,7 @@ class Config(NodeCluster):
         array = re.search(r"^#SBATCH --array=1-(\d+)$", submission.files[SCRIPT], re.M)
         return ids[0], {"segments": " ".join(ids), "tasks": array[1] if array else "1"}
 
-    def states(self, records: Iterable[Record]) -> Mapping[str, State]:
+    def states(self, records: Iterable[Record]) -> Mapping[Path, State]:
         """From Slurm's queue for jobs that wait or run, else from the exit code that they left."""
         jobs = list(records)
         try:
@@ -383,7 +383,7 @@ class Config(NodeCluster):
             if not all(map(_has_ended, jobs)):
                 raise
             queue = {}
-        return {record.id: _state(record, queue) for record in jobs}
+        return {record.folder: _state(record, queue) for record in jobs}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """All nodes and segments write into one log; the tasks of an array have one each."""

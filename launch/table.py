@@ -30,14 +30,15 @@ def show(console: Console, everything: bool) -> None:
         console.print("no job has been submitted from here; see samestep launch --help")
         return
     states = _states(found)
-    active = [record for record in found if record.id in states and states[record.id].active]
+    unknown = State("unknown", False)
+    active = [record for record in found if states.get(record.folder, unknown).active]
     ended = [record for record in found if record not in active]
     newest = {record.output: record for record in reversed(found)}
     table = Table(header_style="dim", box=None, padding=(0, 2, 0, 0))
     for heading in _HEADINGS:
         table.add_column(heading, no_wrap=heading != "OUTPUT", overflow="fold")
     for record in (*active, *ended[: None if everything else _ENDED]):
-        state = states.get(record.id, State("unknown", False))
+        state = states.get(record.folder, unknown)
         word = f"{state.word} ({state.detail})" if state.detail and state.active else state.word
         step, restarts = "", state.restarts
         if newest[record.output] is record:  # the run's files are about its newest job
@@ -56,9 +57,9 @@ def show(console: Console, everything: bool) -> None:
     console.print(table)
 
 
-def _states(found: list[Record]) -> dict[str, State]:
-    """States by id, without the jobs of clusters that do not answer."""
-    states: dict[str, State] = {}
+def _states(found: list[Record]) -> dict[Path, State]:
+    """States by folder, without the jobs of clusters that do not answer."""
+    states: dict[Path, State] = {}
     for kind in dict.fromkeys(record.kind for record in found):
         of_kind = [record for record in found if record.kind == kind]
         try:

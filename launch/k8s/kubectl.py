@@ -116,12 +116,12 @@ def _place(record: Record) -> tuple[str, ...]:
     return arguments(record.about["context"], record.about["namespace"])
 
 
-def states(records: Iterable[Record]) -> dict[str, State]:
-    """States of jobs by id, with one request for each namespace."""
+def states(records: Iterable[Record]) -> dict[Path, State]:
+    """States of jobs by folder, with one request for each namespace."""
     by_place: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in records:
         by_place[_place(record)].append(record)
-    found: dict[str, State] = {}
+    found: dict[Path, State] = {}
     for place, jobs in by_place.items():
         resources = {_RESOURCES[record.about["controller"]] for record in jobs}
         kinds = ",".join(sorted(resources | {"jobs.batch", "pods"}))
@@ -131,7 +131,7 @@ def states(records: Iterable[Record]) -> dict[str, State]:
         # A job without objects was deleted, so it has no state.
         for record in jobs:
             if state := _state(record, objects[record.about["name"]]):
-                found[record.id] = state
+                found[record.folder] = state
     return found
 
 

@@ -152,7 +152,7 @@ def _other_jobs(launch: Launch) -> str:
             continue
         cluster = records.cluster_of(record)
         try:
-            state = cluster.states([record]).get(record.id)
+            state = cluster.states([record]).get(record.folder)
         except LaunchError as error:
             raise LaunchError(
                 f"whether job {record.id} still works on {launch.output} cannot be asked from here "

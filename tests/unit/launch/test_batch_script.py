@@ -148,10 +148,10 @@ def test_an_array_is_done_when_all_of_it_is(project: Path, samestep: Samestep) -
     words = []
     for task in (1, 2, 3):
         (record.folder / f"exit-{task}").write_text("0\n")
-        words.append(Config().states([record])["4711"].word)
+        words.append(Config().states([record])[record.folder].word)
     assert words == ["gone", "gone", "done"]
     (record.folder / "exit-2").write_text("1\n")
-    assert Config().states([record])["4711"].word == "failed"
+    assert Config().states([record])[record.folder].word == "failed"
 
 
 def test_weights_that_a_job_before_is_to_make(
@@ -249,7 +249,7 @@ def test_a_job_whose_cluster_cannot_be_asked(project: Path) -> None:
     with pytest.raises(LaunchError, match="squeue: no"):
         Config().states([segmented])
     (record.folder / job.EXIT).write_text("0\n")
-    assert Config().states([segmented])["4711"].word == "done"
+    assert Config().states([segmented])[segmented.folder].word == "done"
 
 
 def test_code_that_would_hide_this_program(project: Path) -> None:

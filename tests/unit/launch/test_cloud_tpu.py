@@ -697,7 +697,7 @@ def test_machines_that_never_write_are_deleted(
 
 
 def record_state(record: Record) -> Any:
-    return records.cluster_of(record).states([record])[record.id]
+    return records.cluster_of(record).states([record])[record.folder]
 
 
 def test_states_are_googles_until_the_run_has_ended(

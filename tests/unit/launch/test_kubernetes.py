@@ -804,7 +804,8 @@ def record(name: str = "bert-001", **about: str) -> Record:
         "controller": "jobset",
         "action": "train",
     }
-    return Record(name, "kubernetes", "bert", "runs/bert", Path("/x"), 0.0, place | about)
+    folder = Path("/jobs", name)
+    return Record(name, "kubernetes", "bert", "runs/bert", folder, 0.0, place | about)
 
 
 def item(
@@ -919,7 +920,7 @@ def test_how_a_job_stands(
     kubectl: Kubectl,
 ):
     kubectl.answers(get=[answer(*found)])
-    state = GPU.states([record()])["bert-001"]
+    state = GPU.states([record()])[Path("/jobs/bert-001")]
     assert (state.word, state.active, state.nodes, state.restarts) == (
         word,
         active,
@@ -938,7 +939,7 @@ def test_plain_jobs_and_queues(kubectl: Kubectl):
     ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     kubectl.answers(get=[answer(queued, item("Job", "b", condition("Complete"), "b"), ending)])
     jobs = [record(name, controller="job") for name in "abcd"]
-    states = GPU.states(jobs)
+    states = {folder.name: state for folder, state in GPU.states(jobs).items()}
     assert {name: state.word for name, state in states.items()} == {
         "a": "suspended",
         "b": "done",

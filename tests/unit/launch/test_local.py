@@ -54,7 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def state(record: Record) -> str:
-    return Config().states([record])[record.id].word
+    return Config().states([record])[record.folder].word
 
 
 def log(record: Record) -> str:
@@ -136,7 +136,7 @@ def test_jobs_of_other_machines_are_not_judged(start: Start) -> None:
     old = replace(here, about={"pid": here.about["pid"], "started": "Sun Nov 22 05:19:46 2026"})
     states = [state(record) for record in (here, renamed, other, old)]
     assert states == ["running", "running", "on node7", "on another machine"]
-    assert all(Config().states([record])[record.id].active for record in (other, old))
+    assert all(Config().states([record])[record.folder].active for record in (other, old))
     with pytest.raises(
         LaunchError,
         match=rf"was started on node7, and can be cancelled only there. .* {here.folder}",

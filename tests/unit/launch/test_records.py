@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from launch import records
+from launch import local, records
 from launch.job import Record
 from tests.integration.commands import Samestep
 from trainer.errors import LaunchError
@@ -20,13 +22,16 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
-    def add(identity: str, cluster: str | None = "kind: local\n", **about: str) -> Record:
-        folder = tmp_path / identity / "launch" / "001"
-        folder.mkdir(parents=True)
+    def add(
+        identity: str, cluster: str | None = "kind: local\n", output: str = "", **about: str
+    ) -> Record:
+        place = tmp_path / (output or identity)
+        folder = place / "launch" / "001"
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "exit").write_text("0\n")
         if cluster is not None:
             (folder / "cluster.yaml").write_text(cluster)
-        record = Record(identity, "local", "run", str(tmp_path / identity), folder, 1.5, about)
+        record = Record(identity, "local", "run", str(place), folder, 1.5, about)
         records.add(record)
         return record
 
@@ -77,6 +82,29 @@ def test_a_job_is_found_by_its_output_however_that_is_written(add) -> None:
     record = add("1")
     for output in ("1", "1/", "elsewhere/../1", "./1", record.output):
         assert records.find(output) == record
+
+
+def test_a_job_with_the_id_of_an_older_one_has_its_own_state(add, samestep: Samestep) -> None:
+    """Numbers of processes come again, in containers always."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        identity, here = f"local-{process.pid}", socket.gethostname()
+        started = local._started(process.pid)
+        for output, start in (("old", "boot 1"), ("new", started), ("other", "boot 2")):
+            add(identity, output=output, pid=str(process.pid), host=here, started=start)
+        lines = [line.split() for line in samestep("jobs").out.splitlines()[1:]]
+        process.kill()
+    assert [(line[0], line[2], line[-1]) for line in lines] == [
+        (identity, "running", "new"),
+        (identity, "done", "other"),
+        (identity, "done", "old"),
+    ]
+
+
+def test_a_folder_has_its_newest_job_alone(add) -> None:
+    """The output of the other one was removed."""
+    add("1", output="run")
+    newest = add("2", output="run")
+    assert records.newest_first() == [newest]
 
 
 @pytest.mark.parametrize(
