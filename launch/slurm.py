@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from launch import command_line, logs
+from launch import command_line, logs, slurm_client
 from launch.environment import Container, Environment, exports
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Place, Record, State, Submission
 from launch.settings import NodeCluster, check_least, check_options, check_patterns
@@ -29,41 +29,9 @@ _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
 _OWN_OPTIONS = re.compile(
     "--(array|clusters|job-name|nodes|ntasks|open-mode|output|parsable|signal|wait)(=.*)?"
 )
-# Variables of Slurm's commands: set by a user's shell, or by a job that this process is part of.
-_FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")
 _POLL_SECONDS = 15.0  # between two requests for the state of a job whose log is followed
 _SIGNAL_MARGIN = 60  # seconds: Slurm may be late with its signal
 _MAX_STOPS = 5  # in a row from the same step; a run is not requeued after that
-_HINTS = {
-    "invalid partition": (
-        "`sinfo --summarize` lists the partitions; set cluster.partition to one of them"
-    ),
-    "invalid account": (
-        "`sacctmgr show associations user=$USER` lists your accounts; set cluster.account to one"
-    ),
-    (
-        "node configuration is not available|node count specification invalid"
-        "|more processors requested"
-    ): (
-        "no node of the partition has that many GPUs, cores or that much memory, or it has too few "
-        "nodes: see `sinfo --Node --long`, and lower cluster.gpus_per_node or cluster.nodes"
-    ),
-    "invalid generic resource|invalid gres": (
-        "its nodes have no such GPUs: see `sinfo --format='%N %G'`"
-    ),
-    "time limit": (
-        "`sinfo` shows the partition's limit; lower cluster.time: the run continues in a requeued "
-        "job"
-    ),
-    "unable to contact slurm controller|connection refused|configuration source": (
-        "Slurm's controller cannot be reached from here; try on a login node, or ask "
-        "`scontrol ping`"
-    ),
-    "invalid user|access/permission denied|expired|munge": (
-        "log in again, and see `munge -n | unmunge`"
-    ),
-    "invalid job id": "`samestep jobs` lists yours",
-}
 
 
 @dataclass(frozen=True)
@@ -356,34 +324,39 @@ class Config(NodeCluster):
     def ask(self, submission: Submission) -> str:
         """What `sbatch --test-only` says, as "Job 7 to start at 2026-11-22T10:00:00 ..."."""
         command = ["sbatch", "--test-only"]
-        said = _run(command, text=submission.files[SCRIPT], with_stderr=True)
+        said = slurm_client.run(command, text=submission.files[SCRIPT], with_stderr=True)
         return said.strip().removeprefix("sbatch: ")
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Submits all segments or none; returns the first one's id."""
-        ids: list[str] = []
+        cluster, ids = "", list[str]()
+        with suppress(LaunchError):  # without its name, a job counts as one of any cluster
+            cluster = slurm_client.cluster_name()
         try:
             for _ in range(self.segments):
-                ids.append(_job_id(_run(submission.command, folder)))
+                ids.append(slurm_client.job_id(slurm_client.run(submission.command, folder)))
         except LaunchError:
             if ids:
-                _run(["scancel", *ids])
+                slurm_client.run(["scancel", *ids])
             raise
         # An array is done when each of its tasks has left an exit code.
         array = re.search(r"^#SBATCH --array=1-(\d+)$", submission.files[SCRIPT], re.M)
-        return ids[0], {"segments": " ".join(ids), "tasks": array[1] if array else "1"}
+        about = {"segments": " ".join(ids), "tasks": array[1] if array else "1"}
+        return ids[0], about | ({"cluster": cluster} if cluster else {})
 
     def states(self, records: Iterable[Record]) -> Mapping[Path, State]:
         """From Slurm's queue for jobs that wait or run, else from the exit code that they left."""
-        jobs = list(records)
+        jobs, here = list(records), ""
         try:
-            queue = _queue()
+            if any("cluster" in record.about for record in jobs):
+                here = slurm_client.cluster_name()
+            queue = slurm_client.queue()
         except LaunchError:
             # The exit codes of jobs that have certainly ended need no answer.
             if not all(map(_has_ended, jobs)):
                 raise
             queue = {}
-        return {record.folder: _state(record, queue) for record in jobs}
+        return {record.folder: _state(record, queue, here) for record in jobs}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """All nodes and segments write into one log; the tasks of an array have one each."""
@@ -391,7 +364,13 @@ class Config(NodeCluster):
 
     def cancel(self, record: Record) -> None:
         """The run saves a checkpoint, however long that takes. A second call ends it at once."""
-        queue, mark = _queue(), record.folder / CANCEL
+        if "cluster" in record.about and _is_elsewhere(record, here := slurm_client.cluster_name()):
+            raise LaunchError(
+                f"job {record.id} was submitted to the cluster {record.about['cluster']}, and this "
+                f"machine is on {here}. Cancel it there, or, if it has ended, remove "
+                f"{record.folder}."
+            )
+        queue, mark = slurm_client.queue(), record.folder / CANCEL
         states = {job: queue[job][0][0] for job in _segments(record) if job in queue}
         if not states:
             raise LaunchError(f"job {record.id} has ended already: there is nothing to cancel.")
@@ -406,9 +385,9 @@ class Config(NodeCluster):
         mark.touch()  # before the signal: the script must not requeue
         try:
             if ended:
-                _run(["scancel", *ended])
+                slurm_client.run(["scancel", *ended])
             if signalled and saves:
-                _run(["scancel", f"--signal={saves[1]}", *signalled])
+                slurm_client.run(["scancel", f"--signal={saves[1]}", *signalled])
         except LaunchError:
             if not again:
                 mark.unlink()
@@ -420,33 +399,23 @@ def _folders(job: JobSpec) -> tuple[Path, Path]:
     return job.directory, job.folder.parents[1]
 
 
-def _run(
-    command: Sequence[str], folder: Path | None = None, text: str = "", with_stderr: bool = False
-) -> str:
-    """Runs a command of Slurm without the variables that would change what it does."""
-    environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
-    return command_line.run(command, _HINTS, folder, text, environment, with_stderr)
-
-
-def _queue() -> dict[str, list[list[str]]]:
-    """This user's jobs by number: state, nodes, restarts and reason of each task."""
-    # The separator "|" is part of each field, since the default columns are cut at a fixed width.
-    form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
-    queue: dict[str, list[list[str]]] = {}
-    for line in _run(["squeue", "--me", "--noheader", "--array", f"--Format={form}"]).splitlines():
-        number, *rest = (part.strip() for part in line.split("|"))
-        queue.setdefault(number, []).append(rest)
-    return queue
-
-
 def _segments(record: Record) -> list[str]:
     return record.about["segments"].split()
 
 
-def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
+def _is_elsewhere(record: Record, here: str) -> bool:
+    """Whether a job was submitted to another cluster; older records do not name theirs."""
+    return bool(here) and record.about.get("cluster", here) != here
+
+
+def _state(record: Record, queue: Mapping[str, list[list[str]]], here: str) -> State:
+    # Clusters may share the folders of their jobs, and each knows only its own queue.
+    elsewhere = _is_elsewhere(record, here)
+    if elsewhere and not _has_ended(record):
+        return State(f"on {record.about['cluster']}", True)
     found = [task for number in _segments(record) for task in queue.get(number, [])]
     # squeue forgets a job soon after its end; the script leaves the exit code in the job's folder.
-    if not found:
+    if elsewhere or not found:
         return logs.state_of_ended(record.folder, int(record.about["tasks"]))
     # An array's tasks may have several states: "3 running, 5 pending".
     words = Counter(task[0].lower() for task in found)
@@ -471,17 +440,6 @@ def _has_ended(record: Record) -> bool:
         return True
     script = (record.folder / SCRIPT).read_text(encoding="utf-8")
     return len(_segments(record)) == 1 and "\n#SBATCH --requeue\n" not in script
-
-
-def _job_id(printed: str) -> str:
-    """The job's id from `sbatch --parsable`, in the last line: clusters may print a greeting."""
-    match = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().rpartition("\n")[2])
-    if match is None:
-        raise LaunchError(
-            f"sbatch printed no job id but {printed.strip()!r}. `squeue --me` says whether there "
-            "is a job."
-        )
-    return match[1]
 
 
 def _pattern(path: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import records
 from tests import waiting
 from tests.integration.commands import Samestep, losses
 from tests.slurm.cluster import NODES, Slurm
@@ -138,6 +139,7 @@ def test_cancelled_with_a_checkpoint(
         "raise SystemExit('edited while the job was waiting')"
     )
     wait_for_step(slurm, job, run, 2)
+    assert records.find(job).about["cluster"] == "test"
     assert " running " in samestep("jobs").out
     again = samestep(
         "launch", "cluster.yaml", run / "launch" / "001" / "config.yaml", "objective=mlm"

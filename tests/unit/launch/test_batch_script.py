@@ -252,6 +252,36 @@ def test_a_job_whose_cluster_cannot_be_asked(project: Path) -> None:
     assert Config().states([segmented])[segmented.folder].word == "done"
 
 
+def test_a_job_of_another_cluster_with_the_same_home(project: Path, samestep: Samestep) -> None:
+    """The queue here does not know it, and may have another job of its number."""
+
+    def be_on(cluster: str, *jobs: str) -> None:
+        name = f"SLURM_VERSION           = 25.05\nClusterName             = {cluster}\n"
+        queue = "".join(f"{job}|RUNNING|node1|0|None\n" for job in jobs)
+        for command, text in (("scontrol", name), ("squeue", queue)):
+            (project / "bin" / command).write_text(f"#!/bin/sh\ncat <<'.'\n{text}.\n")
+
+    be_on("east")
+    east = submitted("output=runs/a")
+    be_on("west", "4711")
+    west = submitted("output=runs/b")
+    older = replace(west, folder=east.folder, about={"segments": "4712", "tasks": "1"})
+    assert [record.about["cluster"] for record in (east, west)] == ["east", "west"]
+    states = {line.split()[-1]: line for line in samestep("jobs").out.splitlines()}
+    assert " on east " in states["runs/a"]
+    assert " running " in states["runs/b"]
+    assert Config().states([older])[older.folder].word == "gone"
+    with pytest.raises(LaunchError, match=r"job 4711 .on east. works on runs/a already"):
+        checks.require(submit.prepare("slurm.yaml", "run.yaml", ["output=runs/a"]))
+    result = samestep("cancel", "runs/a")
+    assert "submitted to the cluster east, and this machine is on west" in result.message
+    (east.folder / job.EXIT).write_text("0\n")
+    assert Config().states([east])[east.folder].word == "done"
+    checks.require(submit.prepare("slurm.yaml", "run.yaml", ["output=runs/a"]))
+    be_on("east", "4711")
+    assert Config().states([east])[east.folder].word == "running"
+
+
 def test_code_that_would_hide_this_program(project: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], check=True)
     (project / "trainer.py").touch()
