@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -21,35 +21,38 @@ Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects a key given twice; PyYAML would silently take the last one."""
+class _Loader(yaml.SafeLoader):
+    """Reads 2026-05-01 as text: no setting is a date, but an output may have one as its name."""
 
-    def construct_mapping(
-        self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Hashable, object]:
-        # A section pasted twice would otherwise change a run without a word.
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# PyYAML's own errors, and those of Python where it converts a value with a tag such as !!int.
+_ERRORS = (yaml.YAMLError, RecursionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def _parse(text: str, where: str) -> object:
     try:
-        loader = _UniqueKeyLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
         if _size(node, {}) > _MOST_VALUES:
             raise yaml.YAMLError(f"its aliases stand for more than {_MOST_VALUES} values")
+        _check_keys(node, set())
         return loader.construct_document(node)
-    except (yaml.YAMLError, RecursionError) as error:
+    except _ERRORS as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return []
 
 
 def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
@@ -60,13 +63,31 @@ def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
     """
     if node not in sizes:
         sizes[node] = math.inf  # until it is known: a node that contains itself has no end
-        children: list[yaml.Node] = []
-        if isinstance(node, yaml.SequenceNode):
-            children = node.value
-        elif isinstance(node, yaml.MappingNode):
-            children = [child for pair in node.value for child in pair]
-        sizes[node] = 1 + sum(_size(child, sizes) for child in children)
+        sizes[node] = 1 + sum(_size(child, sizes) for child in _children(node))
     return sizes[node]
+
+
+def _check_keys(node: yaml.Node, visited: set[yaml.Node]) -> None:
+    """Rejects a key given twice, of which PyYAML would silently take the last one.
+
+    A section pasted twice would otherwise change a run without a word. Merge keys (<<) are not
+    resolved yet, whose values a section may override.
+    """
+    visited.add(node)
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, _ in node.value:
+            problem = ""
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a list or a section stands where a key must be"
+            elif key.value in seen:
+                problem = f"key {key.value!r} is given twice"
+            if problem:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+    for child in _children(node):
+        if child not in visited:
+            _check_keys(child, visited)
 
 
 def merge(base: Tree, changes: Tree) -> Tree:

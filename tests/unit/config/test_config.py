@@ -91,6 +91,28 @@ def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
     assert load(Root, path, ["inner.rate=4", "inner.limit=null"]) == Root(2, inner=Inner(4.0))
 
 
+def test_merge_keys_share_settings_within_a_file(tmp_path: Path) -> None:
+    text = """
+phases:
+- {optimizer: &second {<<: &first {kind: adamw, lr: 1, eps: 2}, lr: 3}}
+optimizer: {<<: *second, eps: 4}
+inner: {<<: [&a {rate: 5, limit: 6}, {limit: 7, size: 8}], size: 9}
+"""
+    first, second = {"kind": "adamw", "lr": 3, "eps": 2}, {"kind": "adamw", "lr": 3, "eps": 4}
+    assert read_tree(write(tmp_path, "a.yaml", text)) == {
+        "phases": [{"optimizer": first}],
+        "optimizer": second,
+        "inner": {"rate": 5, "limit": 6, "size": 9},
+    }
+
+
+@pytest.mark.parametrize("name", ["2024-12-01", "2024-13-01", "2024-05-01 10:00:00"])
+def test_a_date_is_text(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, "a.yaml", f"inner: {{names: [{name}]}}\n")
+    tree = read_tree(path, [f"output={name}"])
+    assert tree == {"inner": {"names": [name]}, "output": name}
+
+
 def test_an_override_reaches_an_item_of_a_list_by_its_number(tmp_path: Path) -> None:
     path = write(
         tmp_path, "a.yaml", "phases: [{steps: 1, lr: 2}, {steps: 3, lr: 4, schedule: {power: 1}}]\n"
@@ -166,6 +188,10 @@ def test_round_trip_through_yaml(tmp_path: Path) -> None:
             "optimizer.lrr is not a known key; did you mean 'lr'",
         ),
         ("steps: 1\nsteps: 2", "'steps' is given twice"),
+        ("steps: 1\ninner: {<<: {rate: 1}, size: 1, size: 1}", "'size' is given twice"),
+        ("steps: 1\ninner: {<<: 1}", "expected a mapping"),
+        ("steps: 1\n? [a]\n: 1", "a list or a section stands where a key must be"),
+        ("steps: !!int x", "a.yaml is not valid YAML: invalid literal for int()"),
         ("steps: [1", "not valid YAML"),
         ("- 1", "must hold `key: value` lines"),
         ("base: nowhere.yaml", "nowhere.yaml (named as base by"),
@@ -179,7 +205,9 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", "steps=[1"])
+@pytest.mark.parametrize(
+    "override", ["steps", "=3", "a..b=1", "steps=[1", "steps={[1]: 2}", "a={{}: 2}", "a=!!bool x"]
+)
 def test_bad_overrides_are_rejected(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"not an override|not valid YAML"):
         load(Root, write(tmp_path, "a.yaml", "steps: 1"), [override])
