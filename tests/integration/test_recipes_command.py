@@ -8,6 +8,8 @@ import pytest
 
 from tests.integration.commands import Samestep
 from trainer.config import read_tree, recipes
+from trainer.inspect.recipes import copy as copy_of
+from trainer.inspect.recipes import file_of
 
 
 def test_the_list_names_each_recipe_with_a_summary(samestep: Samestep) -> None:
@@ -46,6 +48,18 @@ def test_copies_have_the_same_settings(samestep: Samestep, tmp_path: Path) -> No
         refused = samestep("recipes", "copy", name, tmp_path / "mine")
         assert (refused.code, copy.read_text()) == (2, "mine")
         assert f"{copy} exists already" in refused.message
+
+
+def test_all_copies_are_read_in_another_folder(tmp_path: Path) -> None:
+    with_bases = [name for name in recipes.names() if has_base(file_of(name))]
+    assert len(with_bases) > 200
+    for number, name in enumerate(with_bases):
+        copy = copy_of(name, tmp_path / str(number))
+        assert read_tree(copy) == read_tree(name), name
+
+
+def has_base(file: Path) -> bool:
+    return any(line.startswith("base:") for line in file.read_text().splitlines())
 
 
 def test_what_is_no_recipe_is_refused(samestep: Samestep, tmp_path: Path) -> None:

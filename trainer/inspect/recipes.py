@@ -64,9 +64,12 @@ def copy(name: str, folder: Path) -> Path:
 def _with_named_bases(file: Path) -> str:
     """The text of a recipe whose `base:` names recipes, which hold in any folder."""
 
-    def named(match: re.Match[str]) -> str:
-        base = recipes.locate(match["base"], file.parent)
-        return f"base: {recipes.name_of(base) or match['base']}"
+    def named(base: re.Match[str]) -> str:
+        return recipes.name_of(recipes.locate(base[0], file.parent)) or base[0]
+
+    def line(found: re.Match[str]) -> str:
+        return "base:" + re.sub(r"[\w./-]+", named, found["bases"])
 
     text = file.read_text(encoding="utf-8")
-    return re.sub(r"^base: (?P<base>[\w./-]+)$", named, text, flags=re.MULTILINE)
+    # One name, or a list as [a, b].
+    return re.sub(r"^base:(?P<bases>[\w./, \[\]-]+)$", line, text, flags=re.MULTILINE)
