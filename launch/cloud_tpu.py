@@ -211,7 +211,8 @@ class Config(Cluster):
         tree = job.tree
         output = str(tree["output"])
         # Launches with the same output and checkpoints continue the same run.
-        run = f"{output}\n{(tree.get('checkpoint') or {}).get('folder')}"
+        setting, folder = experiment.checkpoints(tree)
+        run = f"{output}\n{folder if setting == 'checkpoint.folder' else None}"
         place = f"{self.staging.rstrip('/')}/{job.name}-{_digest(run)[:8]}"
         # Others launch runs of the same name, so the slice's name holds a digest of the launch.
         launch = _digest(run, self.staging, str(job.folder), str(os.getuid()), platform.node())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -130,8 +131,16 @@ def _with_preemption(job: JobSpec, tree: Tree) -> JobSpec:
     if isinstance(preemption, dict):
         if isinstance(names := preemption.get("signals"), list):
             job = replace(job, stop_signals=tuple(map(str, names)))
+        seconds = math.nan
         with suppress(TypeError, ValueError):
-            job = replace(job, stop_seconds=float(preemption.get("deadline", job.stop_seconds)))
+            seconds = float(preemption.get("deadline", job.stop_seconds))
+        if seconds == math.inf:  # valid for samestep train
+            raise ConfigError(
+                "training.preemption.deadline is inf, and a cluster must know how long a run takes "
+                "to stop. Set a number of seconds."
+            )
+        if math.isfinite(seconds):
+            job = replace(job, stop_seconds=seconds)
     return job
 
 

@@ -176,6 +176,19 @@ def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
     assert "138" not in case
 
 
+@pytest.mark.parametrize("kind", ["slurm", "k8s", "tpu", "local"])
+def test_what_the_check_will_refuse_is_rendered_all_the_same(project: Path, kind: str) -> None:
+    (project / "k8s.yaml").write_text("kind: kubernetes\nimage: i\n")
+    (project / "local.yaml").write_text("kind: local\ncode: installed\n")
+    (project / "tpu.yaml").write_text(
+        "kind: cloud_tpu\naccelerator_type: v4-8\nproject: abc\nzone: us-central2-b\n"
+        "staging: gs://b/f\npackage: samestep\ncode: installed\n"
+    )
+    wrong = [f"training.preemption.deadline={each}" for each in (".nan", "-.inf", "x", "[]")]
+    for override in (*wrong, "training=5", "training.preemption=5", "checkpoint=5"):
+        assert submit.prepare(f"{kind}.yaml", "run.yaml", [override]).submission.files
+
+
 def test_a_run_that_saves_on_ctrl_c_alone_is_refused_where_sigterm_ends_it(project: Path) -> None:
     (project / "local.yaml").write_text("kind: local\ncode: installed\n")
     with pytest.raises(ConfigError, match=r"preemption.signals is \[SIGINT\], and .*Add SIGTERM"):
@@ -376,6 +389,7 @@ def test_environments() -> None:
         (["cluster.environment.variables={a-b: c}"], "is not the name of an environment variable"),
         (["output=a\\b"], "has a backslash in it"),
         (["output=null"], "names no output"),
+        (["training.preemption.deadline=.inf"], "deadline is inf, and a cluster must know how"),
         (["cluster.partion=x"], "did you mean 'partition'"),
     ],
 )
