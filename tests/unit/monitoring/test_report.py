@@ -15,14 +15,18 @@ from trainer.monitoring.report import Report, write_report
 
 
 def write_run(
-    folder: Path, rows: list[dict[str, Any]], starts: list[float] = (), lr: str = "0.001"
+    folder: Path,
+    rows: list[dict[str, Any]],
+    starts: list[float] = (),
+    lr: str = "0.001",
+    first: int = 0,
 ) -> str:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(
         f"output: x\ntraining: {{steps: 1000}}\noptimizer: {{kind: adamw, lr: {lr}}}\n"
     )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    noted = [{"step": 0, "time": time, "devices": "1 x CPU"} for time in starts]
+    noted = [{"step": first, "time": time, "devices": "1 x CPU"} for time in starts]
     (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in noted))
     return str(folder)
 
@@ -81,6 +85,20 @@ def test_shares_of_the_time_are_of_the_whole_run(tmp_path: Path):
     assert data["runs"][0]["shares"] == {
         "optimizer": pytest.approx(10 / 19, abs=1e-4),
         "evaluation": 0.47368,
+    }
+
+
+def test_shares_of_a_run_that_continues_another_leave_out_its_steps(tmp_path: Path):
+    rows = training(range(100_010, 100_110, 10), **{"perf/seconds_per_step": 0.1})
+    for number, row in enumerate(rows):  # a second each, but for 5 of the first
+        row |= {"time/data_wait": 0.0, "time/forward": 1.0}
+        if number == 0:
+            row |= {"perf/seconds_per_step": 0.5, "time/data_wait": 0.8, "time/forward": 0.2}
+    run = write_run(tmp_path / "run", rows, [100_000.0], first=100_000)
+    _, data = page_of([run], tmp_path)
+    assert data["runs"][0]["shares"] == {
+        "data_wait": pytest.approx(4 / 14, abs=1e-4),
+        "forward": pytest.approx(10 / 14, abs=1e-4),
     }
 
 

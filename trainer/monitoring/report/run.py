@@ -103,7 +103,7 @@ class RunFolder:
             },
             "axes": {axis: _rounded(values[used]) for axis, values in axes.items()},
             "series": series,
-            "shares": _shares(columns, steps),
+            "shares": _shares(columns, steps, starts[0]["step"] if starts else 0),
             "starts": starts,
             "ledger": self._ledger.describe([start["step"] for start in starts]),
             "faults": sorted([*self._alerted, *self._ledger.faults], key=lambda row: row["time"]),
@@ -234,8 +234,12 @@ def _series(places: Ints, values: Floats, smooth: bool) -> Tree:
     return curve
 
 
-def _shares(columns: Columns, steps: Floats) -> dict[str, float]:
-    """Fractions of the run's time by section; each row is weighted by its seconds."""
+def _shares(columns: Columns, steps: Floats, first: float) -> dict[str, float]:
+    """Fractions of the run's time by section; each row is weighted by its seconds.
+
+    Args:
+        first: step at which the run began; not 0 if it continues another one.
+    """
     if "perf/seconds_per_step" not in columns:
         return {}
     places, per_step = columns["perf/seconds_per_step"]
@@ -245,7 +249,7 @@ def _shares(columns: Columns, steps: Floats) -> dict[str, float]:
         evaluation[rows] = fractions
     # seconds_per_step excludes evaluations, whose fraction is of the whole time. Example: 1 s of
     # training in a row that evaluated for 0.9 of its time makes 1 / (1 - 0.9) = 10 s.
-    seconds[places] = per_step * np.diff(steps[places], prepend=0)
+    seconds[places] = per_step * np.diff(steps[places], prepend=first)
     seconds /= np.maximum(1 - evaluation, 1e-9)
     total = max(seconds.sum(), 1e-9)
     shares = {}
