@@ -8,6 +8,7 @@ import os
 import platform
 import posixpath
 import re
+import signal
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _ARCHIVE = "code.tar.gz"
 _DELETION_SECONDS = 600.0
+_CANCELED = 128 + signal.SIGTERM  # of a job that has left no exit code, as it was in the queue
 
 _PATTERNS = {
     "project": re.compile(r"[a-z][a-z0-9.:-]*[a-z0-9]"),
@@ -408,7 +410,10 @@ def _state(folder: Path, place: Slice, word: str) -> State:
     memory = Memory.of(folder)
     if not word and memory.phase != "recreating":
         with suppress(LaunchError):  # the bucket may have exit codes that this machine lacks
-            tpu_slice.note_end(folder, tpu_slice.outcome(place.exits(place.objects()), 1))
+            code = tpu_slice.outcome(place.exits(place.objects()), 1)
+            if code is None and (folder / CANCEL).exists():
+                code = _CANCELED  # noted like any other, so nobody asks for this job again
+            tpu_slice.note_end(folder, code)
         return _ended(folder)
     # The supervisor's reason says more than Google's state while it deletes or requests the slice.
     detail = "" if memory.phase == "running" else memory.why

@@ -822,6 +822,17 @@ def test_cancel_of_what_waits_is_immediate(
     assert '"ssh"' not in (thin / "calls").read_text()
 
 
+def test_a_job_that_was_canceled_in_the_queue_is_not_asked_for_again(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
+    record = launched("cluster.supervise=false")
+    records.cluster_of(record).cancel(record)
+    assert record_state(record).word == "cancelled"
+    calls = (thin / "calls").read_text()
+    assert record_state(record).word == "cancelled"
+    assert (thin / "calls").read_text() == calls
+
+
 def test_cancel_between_deletion_and_request(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:
