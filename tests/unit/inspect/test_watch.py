@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
 import struct
 import time
@@ -231,6 +232,12 @@ def test_a_suite_shows_its_runs_its_scores_and_when_it_ends(tmp_path: Path):
     assert (task["finished"], task["mean"], task["best"]) == (2, pytest.approx(0.6), 0.7)
     low, middle, high = found["eta"]
     assert low < 30 == middle < high
+    diverged = {"digest": "2", "scores": {"accuracy": math.nan}, "seconds": 50.0}
+    with (suite / "results.jsonl").open("a") as file:
+        file.write(json.dumps(diverged) + "\n")
+    with serving(suite) as server:
+        ((task,),) = (each["tasks"] for each in json.loads(get(server, "/data")[1])["suites"])
+    assert (task["finished"], task["mean"], task["best"]) == (3, None, 0.7)
 
 
 def test_studies_show_their_jobs_and_link_to_their_pages_and_runs(tmp_path: Path):

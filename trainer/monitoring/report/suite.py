@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,13 +119,15 @@ class SuiteFolder:
 def _task(name: str, runs: Sequence[PlannedRun], results: dict[str, dict[str, Any]]) -> Tree:
     finished = [run for run in runs if run.digest in results]
     scores = [results[run.digest]["scores"][run.score] for run in finished]
+    # A run that has diverged may have NaN as its score, which the page's JSON cannot hold.
+    known = [score for score in scores if math.isfinite(score)]
     return {
         "task": name,
         "score": runs[0].score,
         "finished": len(finished),
         "total": len(runs),
-        "mean": statistics.mean(scores) if scores else None,
-        "best": max(scores, default=None),
+        "mean": statistics.mean(scores) if scores and known == scores else None,
+        "best": max(known, default=None),
         "seconds": sum(results[run.digest]["seconds"] for run in finished),
     }
 
