@@ -29,7 +29,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# PyYAML's own errors, and those of Python where it converts a value with a tag such as !!int.
+# PyYAML's own errors, and Python's where a value with a tag such as !!int is converted.
 _ERRORS = (yaml.YAMLError, RecursionError, AttributeError, LookupError, TypeError, ValueError)
 
 

@@ -231,7 +231,7 @@ class CandidateScorer:
         return found
 
     def _check_known(self, probe: Cloze, word: str, ids: Sequence[int]) -> None:
-        """Rejects a candidate that is [UNK] to the tokenizer, whose score would be that of [UNK].
+        """Rejects a candidate that is [UNK] to the tokenizer: its score would be [UNK]'s.
 
         Args:
             ids: tokens of the candidate.

@@ -65,7 +65,7 @@ class Resumable:
         write_text(self._path, json.dumps(progress))
 
 
-def with_sizes(files: Sequence[str]) -> list[list[Any]]:
+def with_sizes(files: Sequence[str]) -> list[list[str | int | None]]:
     """Each file with its size in bytes, by which a file that has changed is noticed.
 
     The size is None behind an address.

@@ -156,7 +156,7 @@ def request(
         names: folders are separated by slashes.
 
     Returns:
-        The size of each match by name, and the bytes of a `get`, those of all blobs together.
+        The size of each match by name, and the bytes of a `get`, all blobs in one.
 
     Raises:
         OSError: the keeper does not answer, or only in part.

@@ -329,7 +329,7 @@ def check_weights(start: Location) -> None:
 
 
 def _resolve_together(path: str | Location, world_size: int) -> Location:
-    """Returns the folder that `_resolve` returns, on all ranks that of the same step. Collective.
+    """Returns the folder that `_resolve` returns, of the same step on all ranks. Collective.
 
     Raises:
         CheckpointError: as `_resolve` raises it, on any rank.

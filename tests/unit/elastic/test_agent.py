@@ -228,7 +228,7 @@ def test_a_worker_that_cannot_be_started(tmp_path: Path, elastic: bool, code: in
 
 
 def limited(folder: Path, turns: Sequence[Sequence[int]], elastic: bool) -> None:
-    """An agent whose third fork fails: that of rank 1, after the fork server and rank 0."""
+    """An agent whose third fork fails: rank 1's, after the fork server and rank 0."""
     count, fork = itertools.count(1), os.fork
 
     def fork_unless_third() -> int:

@@ -22,7 +22,7 @@ _PERIOD = 127  # elements of a rank, after which its values repeat
 class _Case:
     """The values of all ranks in one call of a collective: `size` x `ranks` elements of each rank.
 
-    Each follows from its rank and place, so no rank stores those of all others: with 32 ranks
+    Each follows from its rank and place, so no rank stores the values of all others: with 32 ranks
     these are 32 x 32 x 8 MiB.
     """
 

@@ -108,7 +108,7 @@ def reference() -> list[float]:
 
 
 def compare_losses(precision: Precision, losses: list[float]) -> Finding:
-    """Compares the losses of all steps with those of a CPU."""
+    """Compares the losses of all steps with a CPU's."""
     expected = torch.tensor(reference(), dtype=torch.float64)
     # Unlike Python's max, torch's is NaN as soon as one of the errors is.
     error = (torch.tensor(losses, dtype=torch.float64) / expected - 1).abs().max().item()

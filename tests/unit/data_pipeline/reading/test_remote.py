@@ -258,7 +258,7 @@ def test_shards_are_fetched_before_they_are_needed(
             )
         )
     window, _ = order.ahead(np.arange(2), np.zeros(2, np.int64))
-    assert set(ahead.tolist()) > set(window.tolist()), "those of the next window, too"
+    assert set(ahead.tolist()) > set(window.tolist()), "also shards of the next window"
 
 
 def test_shards_are_fetched_before_they_are_needed_though_excluded_examples_shift_the_batches(
