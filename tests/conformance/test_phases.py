@@ -14,7 +14,7 @@ import pytest
 from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import run_once
 from tests.processes import run_ranks
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 
 PHASES = (
     "phases=[{steps: 8, sequence_length: 16, global_batch_size: 12},"
@@ -60,15 +60,26 @@ def test_a_run_that_was_cut_goes_on_in_its_phase(
     np.testing.assert_allclose(resumed, losses[step:], rtol=RELATIVE)
 
 
+@pytest.mark.parametrize(
+    ("phases", "problem"),
+    [
+        (
+            "{steps: 13, sequence_length: 16}, {steps: 1, sequence_length: 32}",
+            f"{ConfigError.__name__}: phases.0 had 8 steps and has 13, and it has begun",
+        ),
+        # With one length there is one data order.
+        (
+            "{steps: 8, sequence_length: 16}, {steps: 6, sequence_length: 16}",
+            f"{CheckpointError.__name__}: the checkpoint of step 12 .* data order 1",
+        ),
+    ],
+)
 def test_a_step_that_would_change_its_phase_is_refused(
-    experiment_file: str, whole: tuple[Path, list[float]]
+    experiment_file: str, whole: tuple[Path, list[float]], phases: str, problem: str
 ) -> None:
-    other = "phases=[{steps: 13, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
-    with pytest.raises(
-        AssertionError,
-        match=f"{CheckpointError.__name__}: the checkpoint of step 12 .* data order 1",
-    ):
-        run_ranks(1, run_once, experiment_file, [f"output={whole[0]}", *SETTINGS, other], 12)
+    overrides = [f"output={whole[0]}", *SETTINGS, f"phases=[{phases}]"]
+    with pytest.raises(AssertionError, match=problem):
+        run_ranks(1, run_once, experiment_file, overrides, 12)
 
 
 def test_a_finished_run_goes_on_with_one_more_phase(
