@@ -147,8 +147,15 @@ class Config(Cluster):
             time.sleep(0.01)
         # Signal the command only: the script must live to write its exit code.
         for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)
+            # A shell that has just been forked loses a signal, so it is sent until there is an end.
+            # The command gets one: its second would stop a run without a checkpoint.
+            while _stat(child)[:1] not in ([], ["Z"]):
+                is_shell = _arguments(child) == _arguments(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGTERM)
+                if not is_shell:
+                    break
+                time.sleep(0.01)
 
 
 def _state(record: Record) -> State:
@@ -185,6 +192,14 @@ def _boot() -> str:
 def _children(pid: int) -> list[int]:
     numbers = [int(place.name) for place in _PROC.glob("[0-9]*")]
     return [number for number in numbers if _stat(number)[1:2] == [str(pid)]]
+
+
+def _arguments(pid: int) -> bytes:
+    """A process's command line; a forked shell has its parent's until it runs a command."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _stat(pid: int) -> list[str]:

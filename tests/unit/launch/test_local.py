@@ -90,7 +90,13 @@ def test_no_ps_is_needed(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "setup", [("sleep 60",), ("sleep 60 || true", "sleep 60 & wait"), ("while :; do :; done",)]
+    "setup",
+    [
+        ("sleep 60",),
+        ("sleep 60 || true", "sleep 60 & wait"),
+        ("while :; do :; done",),
+        ("trap '' TERM", "sleep 0.5", "trap - TERM", "sleep 60"),  # the first signal is lost
+    ],
 )
 def test_cancelled_while_it_is_set_up(start: Start, setup: tuple[str, ...]) -> None:
     record = start("echo setting up", *setup)
