@@ -228,6 +228,20 @@ def test_the_notes_of_a_step_are_saved_once(
     assert found == [{"evaluated": True}]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_that_would_take_scaled_gradients_is_refused(
+    experiment_file: str, tmp_path: Path, fused: bool
+) -> None:
+    build = partial(torch.optim.AdamW, lr=1e-3, fused=fused)
+    loop = Loop(experiment_file, tmp_path / "run", build, ("training.precision=fp16",))
+    if fused:
+        loop.run(partial(loop.train, stop=2))
+        assert sorted(loop.losses) == [1, 2]
+    else:
+        with pytest.raises(library.ConfigError, match="AdamW does not divide by the scale"):
+            loop.run(loop.train)
+
+
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_run_does_not_continue_a_loop(
     samestep: Samestep, experiment_file: str, tmp_path: Path, stop: int

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.errors import SamestepError
+from trainer.errors import ConfigError, SamestepError
 
 _INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # as torch.amp.GradScaler
 
@@ -33,6 +33,21 @@ class LossScale:
     def of_gradients(self) -> Tensor:
         """By how much the gradients are too large: they are averages over replicas, not sums."""
         return self.factor / self._replicas
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rejects an optimizer that would update with gradients that are too large, or not finite.
+
+        Raises:
+            ConfigError: it does not read `grad_scale` and `found_inf`.
+        """
+        # As torch.amp.GradScaler asks; samestep's own have an attribute.
+        reads = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not reads and not hasattr(optimizer, "grad_scale"):
+            raise ConfigError(
+                f"training.precision is fp16, whose gradients are scaled, and "
+                f"{type(optimizer).__name__} does not divide by the scale. Use an optimizer of "
+                "torch with fused=True, or training.precision=bf16 or fp32."
+            )
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
         """Updates with gradients `of_gradients` times too large, unless their norm overflows.

@@ -331,6 +331,8 @@ def prepare(
         if build_optimizer is None:
             groups.check_begins(optimizer, experiment.training.steps)
             groups.prime(optimizer)
+    if strategy.loss_scale is not None:
+        strategy.loss_scale.check(optimizer)
     teacher = attach_teacher(experiment, dataset, objectives, strategy)
     description: dict[str, object] = {
         "config": to_tree(experiment),
