@@ -14,10 +14,8 @@ memory-mapped.
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
-import shutil
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +29,7 @@ from torch import Tensor
 
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.errors import CheckpointError
+from trainer.storage import new_folder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "fp32"
@@ -386,39 +385,46 @@ def write_universal(
     target = folder / f"global_step{step}"
     if target.exists():
         raise CheckpointError(f"{target} already exists. Remove it, or name another folder")
-    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
-    count = torch.tensor(float(step))  # a tensor, as in torch's optimizers
     try:
-        for name, tensors in parameters:
-            place = temporary / _UNIVERSAL / name
-            place.mkdir(parents=True)
-            torch.save(count, place / "step.pt")
-            for kind, tensor in tensors.items():
-                # torch.save would write the whole storage of a view.
-                copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-                torch.save({"param": copy}, place / f"{kind}.pt")
-        # Stages 1 and 2 take these groups one by one and ignore the surplus. Stage 3 takes the
-        # groups of the optimizer's state dict.
-        groups: list[dict[str, object]] = [{}] * _PARAM_GROUPS
-        optimizer = {"state": {0: {"step": count}}, "param_groups": groups[:1]}
-        common = {"ds_version": _VERSION, "param_groups": groups, "optimizer_state_dict": optimizer}
-        torch.save(common, temporary / _UNIVERSAL / "optimizer_state.pt")
-        model = {
-            "module": {},
-            "dp_world_size": 1,
-            "mp_world_size": 1,
-            "global_steps": step,
-            "skipped_steps": 0,
-            "ds_version": _VERSION,
-        }
-        for name in _MODEL_STATES:
-            torch.save(model, temporary / name)
         # Only a complete checkpoint gets its name; then it becomes the latest.
-        temporary.replace(target)
+        with new_folder(target) as temporary:
+            _write_universal(temporary, step, parameters)
         (folder / "latest_universal").write_text(target.name)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot write {target}: {error}. Free some space, or name a writable folder"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_universal(
+    folder: Path, step: int, parameters: Iterable[tuple[str, Mapping[str, Tensor]]]
+) -> None:
+    count = torch.tensor(float(step))  # a tensor, as in torch's optimizers
+    for name, tensors in parameters:
+        place = folder / _UNIVERSAL / name
+        place.mkdir(parents=True)
+        torch.save(count, place / "step.pt")
+        for kind, tensor in tensors.items():
+            # torch.save would write the whole storage of a view.
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            torch.save({"param": copy}, place / f"{kind}.pt")
+    # Stages 1 and 2 take these groups one by one and ignore the surplus. Stage 3 takes the
+    # groups of the optimizer's state dict.
+    groups: list[dict[str, object]] = [{}] * _PARAM_GROUPS
+    optimizer = {"state": {0: {"step": count}}, "param_groups": groups[:1]}
+    common = {
+        "ds_version": _VERSION,
+        "param_groups": groups,
+        "optimizer_state_dict": optimizer,
+    }
+    torch.save(common, folder / _UNIVERSAL / "optimizer_state.pt")
+    model = {
+        "module": {},
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "global_steps": step,
+        "skipped_steps": 0,
+        "ds_version": _VERSION,
+    }
+    for name in _MODEL_STATES:
+        torch.save(model, folder / name)

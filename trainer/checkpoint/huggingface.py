@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from trainer.checkpoint import files
 from trainer.config import Tree
 from trainer.errors import CheckpointError
+from trainer.storage import new_folder
 from trainer.storage.hub import TOKENIZER_FILES
 
 _CONFIG = "config.json"
@@ -137,32 +137,25 @@ def save_folder(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists. Remove it, or export to another folder")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     config_name, weights = (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS) if adapter else (_CONFIG, _WEIGHTS)
     try:
-        temporary.mkdir(parents=True)
-        text = json.dumps(dict(config), indent=2) + "\n"
-        (temporary / config_name).write_text(text, encoding="utf-8")
-        save_file(dict(tensors), temporary / weights, metadata={"format": "pt"})
-        if tokenizer_folder is not None:
-            _copy_tokenizer(tokenizer_folder, temporary)
-        if card is not None:
-            (temporary / _CARD).write_text(card, encoding="utf-8")
-        for name, content in (more or {}).items():
-            (temporary / name).parent.mkdir(exist_ok=True)
-            (temporary / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        # The rename must not become durable before the content, or a power cut leaves empty files.
-        for file in filter(Path.is_file, temporary.rglob("*")):
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        temporary.replace(folder)
+        with new_folder(folder) as temporary:
+            text = json.dumps(dict(config), indent=2) + "\n"
+            (temporary / config_name).write_text(text, encoding="utf-8")
+            save_file(dict(tensors), temporary / weights, metadata={"format": "pt"})
+            if tokenizer_folder is not None:
+                _copy_tokenizer(tokenizer_folder, temporary)
+            if card is not None:
+                (temporary / _CARD).write_text(card, encoding="utf-8")
+            for name, content in (more or {}).items():
+                (temporary / name).parent.mkdir(exist_ok=True)
+                text = json.dumps(content, indent=2) + "\n"
+                (temporary / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write {folder}: {error}. Free some space, check the permissions of "
             f"{folder.parent}, or name another folder"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

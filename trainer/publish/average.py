@@ -7,8 +7,6 @@ vision models with exponential ones. Only weights are averaged: no optimizer sta
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.config import read_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.progress import Progress
+from trainer.storage import new_folder
 from trainer.training.weights import Weights, checkpoints_of, load_weights
 
 logger = logging.getLogger(__name__)
@@ -59,19 +58,13 @@ def average(run: str, folder: str, last: int = 5, decay: float | None = None) ->
         )
     loaded = [load_weights(integrity.step_folder(root, step)) for step in steps]
     fractions = _fractions(len(steps), decay)
-    # Another process that averages into the same folder has a temporary one of its own.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        _write(temporary, run, loaded, steps, fractions)
-        try:
-            temporary.rename(target)
-        except OSError as error:
-            raise ConfigError(
-                f"{folder} cannot be written ({error.strerror}). Remove it, or name another folder."
-            ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with new_folder(target) as temporary:
+            _write(temporary, run, loaded, steps, fractions)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}). Remove it, or name another folder."
+        ) from error
     logger.info("wrote %s: the average of the steps %s", folder, ", ".join(map(str, steps)))
 
 

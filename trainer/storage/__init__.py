@@ -14,6 +14,7 @@ from trainer.storage.local import (
     chunks,
     copy,
     make_folder,
+    new_folder,
     sync_folder,
     write_text,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "is_writable",
     "make_folder",
     "names",
+    "new_folder",
     "open",
     "read",
     "read_from_keepers",

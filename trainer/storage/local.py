@@ -1,9 +1,10 @@
-"""Local files: a file is either complete under its own name, or it is not there."""
+"""Local files and folders: one is either complete under its own name, or it is not there."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,9 +38,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         StorageError: the folder or the disk rejects the file.
     """
-    # Two processes that write the same file, perhaps on a shared disk, must not mix their bytes:
-    # the temporary name holds the host and the process id.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         make_folder(path.parent)
         with temporary.open("wb") as file:
@@ -57,6 +56,37 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary folder to fill, renamed to `path` when the block ends without an error.
+
+    Args:
+        path: must not exist, or be empty.
+
+    Raises:
+        OSError: the disk rejects the folder, or another process has made it meanwhile.
+    """
+    temporary = _temporary(path)
+    # A killed process may have had the same number, as in containers.
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        # The rename must not become durable before the content, or a power cut leaves empty files.
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` of this process alone, on a shared disk, too."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
 def write_text(path: Path, text: str) -> None:
