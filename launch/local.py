@@ -147,15 +147,20 @@ class Config(Cluster):
             time.sleep(0.01)
         # Signal the command only: the script must live to write its exit code.
         for child in children:
-            # A shell that has just been forked loses a signal, so it is sent until there is an end.
-            # The command gets one: its second would stop a run without a checkpoint.
-            while _stat(child)[:1] not in ([], ["Z"]):
-                is_shell = _arguments(child) == _arguments(pid)
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGTERM)
-                if not is_shell:
-                    break
-                time.sleep(0.01)
+            _terminate(child, pid)
+
+
+def _terminate(child: int, script: int) -> None:
+    """Sends SIGTERM to the child of a script: the command, or the shell that will become it."""
+    # A shell that has just been forked loses a signal, so it is sent until there is an end. The
+    # command gets one: its second would stop a run without a checkpoint.
+    while _started(child):
+        is_shell = _arguments(child) == _arguments(script)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+        if not is_shell:
+            return
+        time.sleep(0.01)
 
 
 def _state(record: Record) -> State:
