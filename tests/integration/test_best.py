@@ -93,23 +93,28 @@ def test_a_run_ends_after_its_patience_and_keeps_its_best_checkpoint(
     assert samestep("ledger", "verify", stopped).code == 0
 
 
+@pytest.fixture
+def cut(stopped: Path, tmp_path: Path) -> Path:
+    """The same run, cut before its last checkpoint."""
+    shutil.copytree(stopped, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{max(steps(stopped)):08d}")
+    return tmp_path / "run"
+
+
 def test_a_run_that_is_cut_stops_where_it_would_have(
-    stopped: Path, tmp_path: Path, samestep: Samestep
+    stopped: Path, cut: Path, samestep: Samestep
 ) -> None:
     """On two processes: a checkpoint remembers the evaluations before it."""
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
-    shutil.rmtree(run / "checkpoints" / f"step-{max(steps(run)):08d}")
     assert (
         samestep(
-            "train", run / "config.yaml", f"output={run}", "--processes", 2, "strategy=ddp"
+            "train", cut / "config.yaml", f"output={cut}", "--processes", 2, "strategy=ddp"
         ).code
         == 0
     )
-    whole, again = evaluations(stopped), evaluations(run)
+    whole, again = evaluations(stopped), evaluations(cut)
     assert list(again) == list(whole)
     np.testing.assert_allclose(list(again.values()), list(whole.values()), atol=0.05)
-    assert steps(run) == steps(stopped)
+    assert steps(cut) == steps(stopped)
 
 
 def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samestep) -> None:
@@ -123,17 +128,12 @@ def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samest
     assert evaluations(run)[best] == max(evaluations(run).values())
 
 
-def test_less_patience_does_not_end_a_run_that_was_cut(
-    stopped: Path, tmp_path: Path, samestep: Samestep
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
-    shutil.rmtree(run / "checkpoints" / f"step-{max(steps(run)):08d}")
-    settings = [f"output={run}", "training.best.patience=1"]
-    result = samestep("train", run / "config.yaml", *settings)
+def test_less_patience_does_not_end_a_run_that_was_cut(cut: Path, samestep: Samestep) -> None:
+    settings = [f"output={cut}", "training.best.patience=1"]
+    result = samestep("train", cut / "config.yaml", *settings)
     assert result.code == 2
     changed = "of 150, and with other settings (training.best.patience: 4 -> 1) nothing is left"
-    assert f"is at step {max(steps(run))} {changed}" in result.message
+    assert f"is at step {max(steps(cut))} {changed}" in result.message
 
 
 def test_a_best_that_could_not_be_saved_leaves_the_one_before(
