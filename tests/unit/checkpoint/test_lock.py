@@ -110,6 +110,7 @@ def test_a_note_of_a_newer_version_counts(folder: Location) -> None:
 @pytest.mark.parametrize("note", [b"", b"1", b"[]", b'{"token": "a"}', b'{"tok'])
 def test_what_is_no_note_has_no_owner(tmp_path: Path, note: bytes) -> None:
     files.write(tmp_path / ".owner", note)
+    assert Lock(tmp_path).owner() is None
     with only_writer(tmp_path):
         pass
 
