@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -207,6 +208,16 @@ def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
     assert "of each seed" not in columns
 
 
+def test_a_point_of_the_grid_without_a_score_is_not_the_best(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    runs = list_runs(str(finished_run), [task], folder, range(3), True, [])
+    scores = (math.nan, math.nan, 0.9, 0.1, 0.2, 0.3)  # three seeds of either rate
+    results = {run.digest: scored(run, value) for run, value in zip(runs, scores, strict=True)}
+    (best, *_) = summarize([task], runs, results)
+    assert list(best.values) == [0.1, 0.2, 0.3]
+
+
 def test_several_evaluations_make_the_best_one_count(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
@@ -300,13 +311,14 @@ def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_chec
     assert Suite(tmp_path, runs).missing() == runs[2:]
 
 
+@pytest.mark.parametrize("first", [0.7, math.nan])
 def test_the_best_run_of_a_task_keeps_its_checkpoint_or_all_do(
-    finished_run: Path, task: Task, tmp_path: Path
+    first: float, finished_run: Path, task: Task, tmp_path: Path
 ) -> None:
     runs = list_runs(str(finished_run), [task], tmp_path, range(3), False, [])
     lines = [
         json.dumps(asdict(scored(run, accuracy)))
-        for run, accuracy in zip(runs, (0.7, 0.9, 0.8), strict=True)
+        for run, accuracy in zip(runs, (first, 0.9, 0.8), strict=True)
     ]
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
     for run in runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -50,6 +51,11 @@ class Result:
     steps: int
     seconds: float
     learned: bool | None = None
+
+
+def ranked(score: float) -> float:
+    """The score to compare runs by; NaN, as of weights that are no longer finite, is the lowest."""
+    return -math.inf if math.isnan(score) else score
 
 
 def read_results(folder: Path) -> dict[str, Result]:
@@ -155,7 +161,7 @@ class Suite:
     def _best(self, digests: Collection[str]) -> Run:
         """The run with the best score; of equal ones, the first."""
         runs = [run for run in self._runs if run.digest in digests]
-        return max(runs, key=lambda run: self._results[run.digest].scores[run.score])
+        return max(runs, key=lambda run: ranked(self._results[run.digest].scores[run.score]))
 
     def _tidy(self) -> None:
         """Removes the checkpoints of finished runs, except of the best one of each task."""
@@ -215,7 +221,7 @@ def _result(run: Run, seconds: float) -> Result:
     rows = [row for row in read_rows(run.folder / "metrics.jsonl") if "heldout/loss" in row]
     row: dict[str, Any] = rows[-1] if rows else {"step": 0}
     if rows and run.keeps_best:  # of equal ones the first, whose checkpoint was kept
-        row = max(rows, key=lambda row: row[f"heldout/{run.score}"])
+        row = max(rows, key=lambda row: ranked(row[f"heldout/{run.score}"]))
     evaluated = [("", row)]
     if run.evaluations:
         # The file may also have evaluations of earlier attempts, before the ones of this attempt.

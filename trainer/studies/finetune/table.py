@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from trainer.studies.finetune.runs import Run
-from trainer.studies.finetune.suite import Result
+from trainer.studies.finetune.suite import Result, ranked
 from trainer.studies.finetune.task import Task
 from trainer.studies.statistics import estimate
 
@@ -129,7 +129,7 @@ def _rows_of(
         return
 
     def score(run: Run) -> float:
-        return results[run.digest].scores[run.score]
+        return ranked(results[run.digest].scores[run.score])
 
     # The median chooses the point: it forgives a single run that has failed to train. The rows
     # leave out no run: which ones have failed is known by their scores only, and a mean without
