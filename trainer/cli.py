@@ -32,6 +32,7 @@ from trainer.publish.cli import register_average, register_export, register_publ
 from trainer.vectors.cli import register as register_vectors
 
 if TYPE_CHECKING:
+    from trainer.inference.evaluate import Step
     from trainer.training.experiment import Experiment
 
 logger = logging.getLogger(__name__)
@@ -369,8 +370,8 @@ def _stored_experiment(folder: str, overrides: Sequence[str]) -> Experiment:
     return dataclasses.replace(experiment, output=folder)
 
 
-def _step(said: str | None, experiment: Experiment) -> int | None:
-    """Resolves --step to a number; None is the newest checkpoint."""
+def _step(said: str | None, experiment: Experiment) -> Step:
+    """Checks --step; None is the newest checkpoint."""
     if said is None or said.isdecimal():
         return None if said is None else int(said)
     if said != "best":
@@ -378,11 +379,11 @@ def _step(said: str | None, experiment: Experiment) -> int | None:
     from trainer.checkpoint import retention
     from trainer.training.run import checkpoint_folder
 
-    if (step := retention.best_step(checkpoint_folder(experiment))) is None:
+    if retention.best_step(checkpoint_folder(experiment)) is None:
         raise ConfigError(
             f"{experiment.output} was trained without training.best; name a step by its number"
         )
-    return step
+    return "best"
 
 
 def _show_scores(scores: Mapping[str, float], file: Path | None) -> int:

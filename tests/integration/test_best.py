@@ -157,8 +157,9 @@ def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     assert found[second] >= max(score for step, score in found.items() if step < best)
 
 
+@pytest.mark.parametrize("name", ["best", "checkpoints/best"])
 def test_all_ranks_take_the_same_best_of_a_run_that_is_still_training(
-    samestep: Samestep, experiment_file: str, tmp_path: Path
+    name: str, samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:
     """A better checkpoint is saved after rank 0 has looked, and before rank 1 does."""
     run, later = tmp_path / "run", tmp_path / "later"
@@ -166,11 +167,11 @@ def test_all_ranks_take_the_same_best_of_a_run_that_is_still_training(
     assert samestep("train", experiment_file, f"output={run}", *settings).code == 0
     assert retention.best_step(run / "checkpoints") == 12
     shutil.move(run / "checkpoints" / "step-00000012", later)
-    assert run_ranks(2, open_best, str(run), str(later)) == [8, 8]
+    assert run_ranks(2, open_best, str(run), name, str(later)) == [8, 8]
     assert steps(run) == [8, 12]
 
 
-def open_best(run: str, later: str) -> int | None:
+def open_best(run: str, name: str, later: str) -> int | None:
     """The step that one rank opens."""
     world = World.start(60)
     world.connect("gloo")
@@ -186,7 +187,7 @@ def open_best(run: str, later: str) -> int | None:
         return find(root)
 
     retention.best_step = find_in_turn
-    weights = load_weights(f"{run}/best", world.rank, world.size)
+    weights = load_weights(f"{run}/{name}", world.rank, world.size)
     world.close()
     return weights.step
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from trainer.training.run import checkpoint_folder, open_loader, open_strategy
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import Weights, load_weights
 
+Step: TypeAlias = int | Literal["best"] | None
+
 
 @dataclass(frozen=True)
 class Member:
@@ -38,17 +40,19 @@ class Member:
 
     Attributes:
         experiment: its run.
-        step: step of the checkpoint; None is the newest.
+        step: step of the checkpoint; None is the newest, "best" the best by `training.best`.
     """
 
     experiment: Experiment
-    step: int | None = None
+    step: Step = None
 
     def load(self, rank: int = 0, world_size: int = 1) -> Weights:
         """Opens the checkpoint; of several ranks, collectively."""
         # A run's folder may hold a best checkpoint too; the newest is meant unless a step is named.
         folder = checkpoint_folder(self.experiment)
-        if self.step is not None:
+        if self.step == "best":
+            folder = folder / "best"
+        elif self.step is not None:
             folder = integrity.step_folder(folder, self.step)
         return load_weights(folder, rank, world_size)
 
@@ -65,7 +69,7 @@ class _Scored:
 
 def evaluate(
     experiment: Experiment,
-    step: int | None,
+    step: Step,
     predictions: Path | None = None,
     encoder: str | None = None,
     ensemble: Sequence[Member] = (),
@@ -76,7 +80,7 @@ def evaluate(
 
     Args:
         experiment: the run.
-        step: step of the checkpoint; None is the newest.
+        step: step of the checkpoint; None is the newest, "best" the best by `training.best`.
         predictions: a new JSON Lines file for the predictions of each row of a task; None writes
             none.
         encoder: other trained weights, as `load_weights` opens them, that replace all parameters

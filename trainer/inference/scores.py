@@ -21,7 +21,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
 from trainer.generation.ensemble import Ensemble
-from trainer.inference.evaluate import Member
+from trainer.inference.evaluate import Member, Step
 from trainer.metrics import texts
 from trainer.objectives import multi_task, seq2seq
 from trainer.storage import shown
@@ -38,7 +38,7 @@ _SOURCES = Annotated[Any, Kinds("data_pipeline.sources")]
 
 def evaluate(
     experiment: Experiment,
-    step: int | None,
+    step: Step,
     settings: Sequence[str],
     metrics: Sequence[str],
     files: Sequence[str] = (),
@@ -51,7 +51,7 @@ def evaluate(
 
     Args:
         experiment: the run.
-        step: step of the checkpoint; None is the newest.
+        step: step of the checkpoint; None is the newest, "best" the best by `training.best`.
         settings: settings of `generation.Config`, such as "beams=4".
         metrics: names from `trainer.metrics.texts.METRICS`.
         files: pairs in the format of the run's dataset; () takes its held-out split.
