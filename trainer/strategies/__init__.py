@@ -258,7 +258,10 @@ class Strategy(ABC):
         self.refresh()
 
     def refresh(self) -> None:  # noqa: B027
-        """Updates copies of `parameters` that passes use, after a step or a restore."""
+        """Updates or frees copies of `parameters` that passes use, after a step or a restore.
+
+        Call it after any other change of `parameters`. Collective.
+        """
 
     def all_reduce(self, value: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduces a tensor over all replicas.

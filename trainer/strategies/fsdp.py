@@ -19,6 +19,7 @@ from torch import nn
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
+from trainer.partition import is_dtensor
 from trainer.strategies import Strategy
 from trainer.strategies.exact import GradientSums, ShardingUnitReduction
 from trainer.strategies.world import World
@@ -82,6 +83,7 @@ class FullyShardedDataParallel(Strategy):
         # Of exact sums: FSDP2 reduces nothing where a rank has the whole unit.
         self._whole = GradientSums(self._replicas)
         self._reductions: list[ShardingUnitReduction] = []
+        self._units: list[FSDPModule] = []
 
     def _shard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -99,9 +101,9 @@ class FullyShardedDataParallel(Strategy):
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         # HSDP's own all-reduce adds floats. `ShardingUnitReduction` adds up the words of replicas.
         mesh = self._mesh["shard"] if self.exact else self._mesh
-        for unit in cast(Model, model).sharding_units():
+        for module in cast(Model, model).sharding_units():
             fully_shard(
-                unit,
+                module,
                 mesh=mesh,
                 reshard_after_forward=self._config.reshard_after_forward,
                 mp_policy=policy,
@@ -111,12 +113,21 @@ class FullyShardedDataParallel(Strategy):
         model.add_module("outside_units", nn.ParameterList(vectors))
         fully_shard(model, mesh=mesh)
         del model.outside_units
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self.exact:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    each = self._config.reduce_each_micro_batch
-                    self._reductions.append(ShardingUnitReduction(self._replicas, each))
-                    module.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
+            for unit in self._units:
+                each = self._config.reduce_each_micro_batch
+                self._reductions.append(ShardingUnitReduction(self._replicas, each))
+                unit.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
+
+    def refresh(self) -> None:
+        # After a pass without a backward pass, the root stays gathered, and every unit without
+        # `reshard_after_forward`. The next pass would compute with these old weights.
+        for unit in self._units:
+            unit.reshard()
+        # An error or Ctrl-C inside a pass leaves a unit in a state in which `reshard` does nothing.
+        if not all(map(is_dtensor, self._module.parameters())):
+            cast("FSDPModule", self._module).reset_iter_state()
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         if self.exact:
