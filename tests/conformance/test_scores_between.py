@@ -18,6 +18,7 @@ from torch import nn
 from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import STRATEGIES
 from tests.processes import run_ranks
+from tests.unit.strategies.test_world import timeouts
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
@@ -47,6 +48,7 @@ def scored(file: str, folder: str, strategies: list[str]) -> list[list[float]]:
         output = f"output={folder}/{world.size}-{strategy}"
         settings = [output, f"strategy={STRATEGIES.get(strategy, strategy)}", "data.threads=0"]
         found.append(_loop(load_experiment(file, settings)))
+        assert {seconds for seconds, _ in timeouts()} == {60.0}, timeouts()
     world.close()
     return found
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-# torch.distributed.fsdp and device_mesh are imported by the functions that need them: they take as
-# long as half of torch, and every command that reads an experiment imports this module.
+# torch.distributed.fsdp is imported by the functions that need it: it takes as long as half of
+# torch, and every command that reads an experiment imports this module.
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,18 @@ class FullyShardedDataParallel(Strategy):
     def __init__(
         self, accelerator: Accelerator, world: World, precision: Precision, config: Config
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size // config.replicas
         # With 8 ranks and 2 replicas, the mesh is [[0, 1, 2, 3], [4, 5, 6, 7]]: parameters are
         # gathered inside a row, and gradients are all-reduced along each column.
-        device = accelerator.device.type
         self._replicas: dist.ProcessGroup | None = None
         if config.replicas == 1:
-            self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
+            self._mesh = world.mesh(accelerator.device, shard=world.size)
         else:
-            shape = (config.replicas, self.partitions)
-            self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            self._mesh = world.mesh(
+                accelerator.device, replicate=config.replicas, shard=self.partitions
+            )
             self._replicas = self._mesh.get_group("replicate")
         # Of exact sums: FSDP2 reduces nothing where a rank has the whole unit.
         self._whole = GradientSums(self._replicas)

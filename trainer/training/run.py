@@ -76,7 +76,7 @@ def train(experiment: Experiment) -> int:
         lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             experiment.tracking.wandb.claim(Path(experiment.output))
-        stop.join(strategy.world.size)
+        stop.join(strategy.world)
         checkpointer = open_checkpointer(experiment, strategy.world, lease)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
