@@ -298,7 +298,7 @@ def prepare(
         ConfigError, CheckpointError: see `build_trainer`.
     """
     objectives = build_objectives(experiment, dataset)
-    model = build_model(experiment, dataset, objectives)
+    model = build_model(experiment, dataset, objectives, strategy.accelerator)
     precision, world = experiment.training.precision, strategy.world
     fuse_attention(model, strategy.accelerator, precision, world.size)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
