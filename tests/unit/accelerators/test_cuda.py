@@ -71,15 +71,22 @@ def test_nccl_connects_from_its_device_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Runtime:
-    """Calls of CUDA's runtime, which answers with `status`."""
+    """Calls of CUDA's runtime, which answers with `status`, and remembers an error."""
 
     def __init__(self, status: int) -> None:
-        self.status, self.locked = status, dict[int, int]()
+        self.status, self.locked, self.last_error = status, dict[int, int](), 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if self.status == 0:
             self.locked[address] = size
+        self.last_error = self.status
         return self.status
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Any kernel, whose check reads and clears the last error."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
@@ -94,7 +101,9 @@ def test_memory_of_any_size_is_page_locked_until_it_is_freed(
     runtime = Runtime(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", _Nothing)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
     memory = host_memory.reserve(4097, torch.device("cuda", 0))
+    runtime.launch()  # reports no error of an earlier call
     assert not memory.any()
     assert list(runtime.locked.values()) == [4097] * (status == 0)
     view = memory[5:].view(torch.uint8)
