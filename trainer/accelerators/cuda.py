@@ -37,6 +37,7 @@ _TFLOPS = {
 _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
 _BACKEND: Any = torch.backends.cuda
+_RECORDED_COLLECTIVES = 2000
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ class CudaAccelerator(Accelerator):
         torch.cuda.set_device(self.device)
         # NCCL connects at once, where a failure is explained, not in the first collective.
         self.collective_device = self.device
+        # NCCL's last collectives, for `Heartbeat`; the name that all releases of torch know.
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
         self.attention_kernels = _attention_kernels()
         self._fuses_attention = fuses_attention
         # AMD's GPUs have capabilities of their own, which say nothing of fp8.

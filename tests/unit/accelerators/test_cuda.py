@@ -14,6 +14,8 @@ from trainer.accelerators import cuda, host_memory, kernels
 from trainer.models import embeddings
 from trainer.strategies.world import World
 
+RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -68,6 +70,18 @@ def test_nccl_connects_from_its_device_at_once(monkeypatch: pytest.MonkeyPatch) 
     accelerator = cuda.Config().build()
     World.start(5).connect(accelerator.collective_backend, accelerator.collective_device)
     assert asked["device_id"] == torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("given", "kept"), [(None, "2000"), ("0", "0")])
+def test_nccl_records_its_last_collectives(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str
+) -> None:
+    monkeypatch.setenv(RECORDER, given or "")
+    if given is None:
+        monkeypatch.delenv(RECORDER)
+    cuda.Config().build()
+    assert os.environ[RECORDER] == kept
 
 
 class Runtime:
