@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,14 @@ from trainer.accelerators import cuda, host_memory, kernels
 from trainer.models import embeddings
 from trainer.strategies.world import World
 
-RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+RECORDER, KERNELS = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TRITON_CACHE_DIR"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(KERNELS, "unset after the test, too")
+    monkeypatch.delenv(KERNELS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -82,6 +88,43 @@ def test_nccl_records_its_last_collectives(
         monkeypatch.delenv(RECORDER)
     cuda.Config().build()
     assert os.environ[RECORDER] == kept
+
+
+@pytest.mark.usefixtures("gpu")
+def test_compiled_kernels_stay_on_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"triton-{os.getuid()}"
+    cuda.Config().build()
+    assert os.environ[KERNELS] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv(KERNELS, "/chosen")
+    cuda.Config().build()
+    assert os.environ[KERNELS] == "/chosen"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file", "of another user"])
+def test_kernels_of_others_are_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / f"triton-{os.getuid()}"
+    match kind:
+        case "open to others":
+            folder.mkdir()
+            folder.chmod(0o777)
+        case "a link":
+            (tmp_path / "theirs").mkdir(0o700)
+            folder.symlink_to(tmp_path / "theirs")
+        case "a file":
+            folder.touch(0o700)
+        case _:
+            folder.mkdir(0o700)
+            owner = os.getuid()
+            monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+            folder.rename(tmp_path / f"triton-{owner + 1}")
+    cuda.Config().build()
+    assert KERNELS not in os.environ
 
 
 class Runtime:
