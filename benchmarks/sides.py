@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.pairing import Comparison, in_rounds
-from trainer.training import compiled
+from trainer.accelerators import Accelerator
 from trainer.training.experiment import Experiment
 from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 
@@ -216,8 +216,7 @@ def ours(job: Job, turns: Turns, must_fuse: bool = False) -> None:
     Args:
         must_fuse: fails if attention is not fused, so that no table says it was.
     """
-    if job.backend != "inductor":
-        compiled._backend = job.backend
+    Accelerator.compile_options = {"backend": job.backend}
     experiment = job.experiment()
     with open_strategy(experiment) as strategy:
         checkpointer = open_checkpointer(experiment, strategy.world)

@@ -25,7 +25,7 @@ from trainer.inspect.certify import run as certifying
 from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
 from trainer.strategies import single
-from trainer.strategies.world import World, host_group
+from trainer.strategies.world import World
 
 
 class _Wrong(TorchDispatchMode):
@@ -181,7 +181,7 @@ def _check_collectives(sizes: tuple[int, ...]) -> int:
     largest = _Largest()
     with largest:
         found = list(
-            collectives.check(torch.device("cpu"), Ranks.meet(world.rank, 2, host_group()))
+            collectives.check(torch.device("cpu"), Ranks.meet(world.rank, 2, world.host_group()))
         )
     assert [(each.subject, each.state) for each in found] == [
         (name, "ok") for name in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")

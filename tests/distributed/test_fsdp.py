@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.conformance.worker import losses, make_trainer
 from tests.processes import run_ranks
@@ -79,3 +81,44 @@ def test_reduced_gradients_are_partitioned_at_once(
     settings.append(f"strategy={{kind: fsdp, reduce_each_micro_batch: {str(each).lower()}}}")
     for found in run_ranks(2, gradients_after_the_first_micro_batch, experiment_file, settings):
         assert set(found) == {each}
+
+
+OPTIMIZERS = {
+    "adamw": "{kind: adamw, lr: 1e-2}",
+    "lamb": "{kind: lamb, lr: 1e-2}",
+    "adafactor": "{kind: adafactor, lr: 1e-2, min_dim_size_to_factor: 16}",
+}
+
+
+def test_replicas_have_the_same_bits_if_their_sums_differ(
+    experiment_file: str, tmp_path: Path
+) -> None:
+    """A replica's all-reduce may add in another order, as NCCL's may on another node."""
+    runs = {
+        name: [
+            *("training.steps=4", "training.max_grad_norm=0.1", "training.verify_state_every=1"),
+            *("strategy={kind: fsdp, replicas: 2}", f"optimizer={settings}"),
+            f"output={tmp_path / name}",
+        ]
+        for name, settings in OPTIMIZERS.items()
+    }
+    assert run_ranks(2, with_other_sums, experiment_file, runs)[0] == dict.fromkeys(runs, 4)
+
+
+def with_other_sums(file: str, runs: dict[str, list[str]]) -> dict[str, int]:
+    """Number of steps of each run in which the replicas are equal."""
+    world = World.start(60)
+    world.connect("gloo")
+    all_reduce = dist.all_reduce
+
+    def rounded_otherwise(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        all_reduce(tensor, op, group)
+        if group is not None and group.group_desc == "mesh_shard" and world.rank == 1:
+            tensor.mul_(1 + 2.0**-20)  # so much that fp32 shows it in every step
+
+    dist.all_reduce = rounded_otherwise
+    steps = {}
+    for name, overrides in runs.items():
+        steps[name] = len(losses(file, overrides, world))
+    world.close()
+    return steps

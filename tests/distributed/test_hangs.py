@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import re
 from pathlib import Path
 
@@ -67,7 +68,11 @@ def test_the_line_names_the_rank(
     )
     assert said.count("the run hangs") == 1
     assert re.search(line, said), said
-    alive = {f"rank-{rank}.txt" for rank in range(ranks) if rank != 1 or mishap != "stops"}
-    assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == alive
+    alive = [rank for rank in range(ranks) if rank != 1 or mishap != "stops"]
+    files = {f"rank-{rank}.txt" for rank in alive} | {f"collectives-{rank}" for rank in alive}
+    assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == files
+    dump = (tmp_path / "run" / "stacks" / "collectives-0").read_bytes()
+    recorded = pickle.loads(dump)  # noqa: S301
+    assert "gloo:all_reduce" in {entry["profiling_name"] for entry in recorded["entries"]}
     if "hang" in mishap:
         assert "time.sleep(FOREVER)" in (tmp_path / "run" / "stacks" / "rank-1.txt").read_text()

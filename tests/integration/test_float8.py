@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.conformance import worker
 from tests.processes import run_ranks
+from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
 from trainer.errors import ConfigError, MissingExtra
 from trainer.inference.evaluate import evaluate
@@ -23,7 +24,6 @@ from trainer.models import Model
 from trainer.models.peft import lora
 from trainer.models.projections import Projection
 from trainer.strategies.world import World
-from trainer.training import compiled
 from trainer.training.experiment import Experiment
 from trainer.training.run import open_strategy
 
@@ -47,7 +47,8 @@ def train_all(file: str, cases: list[list[str]]) -> list[list[float]]:
     from trainer.training import float8
 
     float8._emulate = True
-    compiled._backend = "aot_eager"  # traces as inductor does, and generates no code
+    # Traces as inductor does, and generates no code.
+    CpuAccelerator.compile_options = {"backend": "aot_eager"}
     world = World.start(60)
     world.connect("gloo")
     found = [worker.losses(file, overrides, world) for overrides in cases]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance import worker
+from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
@@ -75,7 +76,7 @@ def run(file: str, overrides: list[str]) -> Counts:
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     backend = _CountingBackend()
-    compiled._backend = backend
+    CpuAccelerator.compile_options = {"backend": backend}
     world = World.start(60)
     world.connect("gloo")
     experiment = load(Experiment, file, overrides)

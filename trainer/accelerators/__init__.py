@@ -104,6 +104,7 @@ class Accelerator(ABC):
         collective_device: the device from which collectives connect at once; None: in the first
             collective.
         attention_kernels: those that torch may choose from; "" if there is no choice.
+        compile_options: arguments of torch.compile for this device.
     """
 
     device: torch.device
@@ -114,6 +115,7 @@ class Accelerator(ABC):
     compilations: Mapping[str, int] = MappingProxyType({})
     collective_device: torch.device | None = None
     attention_kernels: str = ""
+    compile_options: Mapping[str, Any] = MappingProxyType({"backend": "inductor"})
 
     @property
     @abstractmethod

@@ -5,11 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ _TFLOPS = {
 _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
 _BACKEND: Any = torch.backends.cuda
+_RECORDED_COLLECTIVES = 2000
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,23 @@ def _avoid_cudnn_attention() -> None:
     multiple of 128 (pytorch#196678), and each new shape takes tens of milliseconds to plan.
     """
     _BACKEND.enable_cudnn_sdp(False)
+
+
+def _cache_kernels_here() -> None:
+    """Keeps Triton's compiled kernels on this machine, not in a home folder on a network.
+
+    All ranks of a cluster would read and write the same small files there. On one machine they may:
+    Triton replaces files atomically.
+    """
+    if "TRITON_CACHE_DIR" in os.environ:
+        return
+    folder = Path(tempfile.gettempdir(), f"triton-{os.getuid()}")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        # Other users can create the folder first, or a link, and put their code there.
+        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def _attention_kernels() -> str:
@@ -179,6 +201,9 @@ class CudaAccelerator(Accelerator):
         torch.cuda.set_device(self.device)
         # NCCL connects at once, where a failure is explained, not in the first collective.
         self.collective_device = self.device
+        # NCCL's last collectives, for `Heartbeat`; the name that all releases of torch know.
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+        _cache_kernels_here()
         self.attention_kernels = _attention_kernels()
         self._fuses_attention = fuses_attention
         # AMD's GPUs have capabilities of their own, which say nothing of fp8.

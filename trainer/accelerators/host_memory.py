@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ def _lock(memory: Tensor, device: torch.device) -> None:
             weakref.finalize(
                 memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()
             )
+        else:
+            # The error would be taken for one of this thread's next kernel. torch has no call that
+            # forgets it, but the check after each launch does.
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)
 
 
 def computed(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:

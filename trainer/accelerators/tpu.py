@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -71,6 +72,8 @@ def check_installed() -> None:
 class TpuAccelerator(Accelerator):
     collective_backend = "tpu_dist"
     precisions = ("fp32", "bf16")
+    # XLA compiles a graph for each shape.
+    compile_options = MappingProxyType({"backend": "tpu", "dynamic": False})
 
     def __init__(self) -> None:
         self.device = torch.device("tpu")  # the launcher makes one chip visible to each process

@@ -170,7 +170,7 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     assert step is not None
     if encoder is not None:
         weights = with_encoder(weights, load_weights(encoder, world.rank, world.size))
-    model = build_model(experiment, dataset, objectives)
+    model = build_model(experiment, dataset, objectives, strategy.accelerator)
     fuse_attention(model, strategy.accelerator, experiment.training.precision, world.size)
     # The optimizer allocates its state at its first step, so it takes no memory here.
     with strategy.accelerator.graph("start"):

@@ -82,8 +82,8 @@ def check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[in
         DataError: the dataset cannot be read.
     """
     objectives = build_objectives(experiment, dataset)
-    # Compiling takes minutes, and this machine need not have the packages of a GPU's.
-    training = replace(experiment.training, compile=False, fp8=False)
+    # This machine need not have the packages of a GPU's.
+    training = replace(experiment.training, fp8=False)
     build_model(replace(experiment, training=training), dataset, objectives)
     splits = ["train"] + ["heldout"] * (experiment.training.evaluate_every is not None)
     for number, phase, split in itertools.product(devices, experiment.resolved_phases(), splits):

@@ -322,7 +322,7 @@ def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
 def add_up(values: Tensor, like: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Sums values over the ranks that a tensor is partitioned over, in place.
 
-    One all-reduce per sharded dimension of the mesh.
+    One all-reduce per sharded dimension of the mesh, and one broadcast between replicas.
 
     Args:
         values: numbers of this rank, computed from local parts.
@@ -330,13 +330,18 @@ def add_up(values: Tensor, like: Tensor, op: dist.ReduceOp.RedOpType = dist.Redu
         op: of the all-reduce, if it is not a sum.
     """
     # HSDP shards over one dimension of the mesh and replicates over the other, where the values are
-    # equal already: summing them there would count each once per replica.
+    # equal up to rounding: summing them there would count each once per replica.
     if isinstance(like, SegmentParameter):
         dist.all_reduce(values, op, like.segment.group)
     elif is_dtensor(like):
         for dimension, placement in enumerate(like.placements):
             if placement.is_shard():
                 dist.all_reduce(values, op, like.device_mesh.get_group(dimension))
+        # Each replica has added up in its own group, possibly in another order. The first replica's
+        # sums count for all: updates that differ in a bit would let replicas drift apart.
+        for dimension, placement in enumerate(like.placements):
+            if placement.is_replicate():
+                dist.broadcast(values, group=like.device_mesh.get_group(dimension), group_src=0)
     return values
 
 

@@ -56,7 +56,9 @@ def split(x: Tensor, bound: Tensor | float, terms: int) -> Tensor:
     # Near 1.5 * 2^52 steps, the numbers of fp64 are the multiples of a step. So adding that and
     # subtracting it again rounds to a step, and only the first addition rounds.
     step = 2.0**-bits
-    to_high = torch.as_tensor(bound * step * _NEAR, dtype=torch.float64, device=x.device)
+    # Filled in on the device: a copy of a number from the host would wait for the device.
+    near = bound * step * _NEAR
+    to_high = near if isinstance(near, Tensor) else low.new_full((), near)
     low.copy_(x)
     to_high = torch.where(largest(low) <= bound, to_high, torch.nan)
     torch.add(low, to_high, out=high).sub_(to_high)

@@ -18,7 +18,7 @@ from trainer.config import Tree
 from trainer.errors import ConfigError
 from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
-from trainer.strategies.world import World, host_group
+from trainer.strategies.world import World
 
 BuildOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Named parameters -> their optimizer."""
@@ -258,7 +258,10 @@ class Strategy(ABC):
         self.refresh()
 
     def refresh(self) -> None:  # noqa: B027
-        """Updates copies of `parameters` that passes use, after a step or a restore."""
+        """Updates or frees copies of `parameters` that passes use, after a step or a restore.
+
+        Call it after any other change of `parameters`. Collective.
+        """
 
     def all_reduce(self, value: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduces a tensor over all replicas.
@@ -325,7 +328,7 @@ class Strategy(ABC):
         if self.replica.count == 1:
             return value
         if self._host_group is None:
-            self._host_group = host_group()
+            self._host_group = self.world.host_group()
         number = torch.tensor(value)
         dist.all_reduce(number, dist.ReduceOp.MAX, self._host_group)
         return int(number)

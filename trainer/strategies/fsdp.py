@@ -19,6 +19,7 @@ from torch import nn
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
+from trainer.partition import is_dtensor
 from trainer.strategies import Strategy
 from trainer.strategies.exact import GradientSums, ShardingUnitReduction
 from trainer.strategies.world import World
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-# torch.distributed.fsdp and device_mesh are imported by the functions that need them: they take as
-# long as half of torch, and every command that reads an experiment imports this module.
+# torch.distributed.fsdp is imported by the functions that need it: it takes as long as half of
+# torch, and every command that reads an experiment imports this module.
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,23 @@ class FullyShardedDataParallel(Strategy):
     def __init__(
         self, accelerator: Accelerator, world: World, precision: Precision, config: Config
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size // config.replicas
         # With 8 ranks and 2 replicas, the mesh is [[0, 1, 2, 3], [4, 5, 6, 7]]: parameters are
         # gathered inside a row, and gradients are all-reduced along each column.
-        device = accelerator.device.type
         self._replicas: dist.ProcessGroup | None = None
         if config.replicas == 1:
-            self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
+            self._mesh = world.mesh(accelerator.device, shard=world.size)
         else:
-            shape = (config.replicas, self.partitions)
-            self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            self._mesh = world.mesh(
+                accelerator.device, replicate=config.replicas, shard=self.partitions
+            )
             self._replicas = self._mesh.get_group("replicate")
         # Of exact sums: FSDP2 reduces nothing where a rank has the whole unit.
         self._whole = GradientSums(self._replicas)
         self._reductions: list[ShardingUnitReduction] = []
+        self._units: list[FSDPModule] = []
 
     def _shard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -99,9 +99,9 @@ class FullyShardedDataParallel(Strategy):
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         # HSDP's own all-reduce adds floats. `ShardingUnitReduction` adds up the words of replicas.
         mesh = self._mesh["shard"] if self.exact else self._mesh
-        for unit in cast(Model, model).sharding_units():
+        for module in cast(Model, model).sharding_units():
             fully_shard(
-                unit,
+                module,
                 mesh=mesh,
                 reshard_after_forward=self._config.reshard_after_forward,
                 mp_policy=policy,
@@ -111,12 +111,21 @@ class FullyShardedDataParallel(Strategy):
         model.add_module("outside_units", nn.ParameterList(vectors))
         fully_shard(model, mesh=mesh)
         del model.outside_units
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self.exact:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    each = self._config.reduce_each_micro_batch
-                    self._reductions.append(ShardingUnitReduction(self._replicas, each))
-                    module.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
+            for unit in self._units:
+                each = self._config.reduce_each_micro_batch
+                self._reductions.append(ShardingUnitReduction(self._replicas, each))
+                unit.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
+
+    def refresh(self) -> None:
+        # After a pass without a backward pass, the root stays gathered, and every unit without
+        # `reshard_after_forward`. The next pass would compute with these old weights.
+        for unit in self._units:
+            unit.reshard()
+        # An error or Ctrl-C inside a pass leaves a unit in a state in which `reshard` does nothing.
+        if not all(map(is_dtensor, self._module.parameters())):
+            cast("FSDPModule", self._module).reset_iter_state()
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         if self.exact:

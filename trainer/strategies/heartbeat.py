@@ -7,6 +7,7 @@ thread's Python stack, so it works with any back-end, and when everything else h
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainer import storage
@@ -32,6 +34,7 @@ _BEAT_SECONDS = 1.0
 _LOOKS = 20  # consecutive looks that must find the main thread in the same place
 _LONG = ("compilation", "checkpoint")  # parts that may take arbitrarily long
 _GRACE = 3  # beats within which a living process publishes again
+_DUMP_SECONDS = 10.0  # for the flight recorder
 _HUNG = "hung"  # the store's key of the rank that ends the run
 # A rank in an earlier part of the same step is behind.
 _ORDER = [*dict.fromkeys(PARTS.values()), ELSEWHERE]
@@ -141,6 +144,7 @@ class Heartbeat:
                 store.set(_key(self._world.rank), json.dumps(asdict(mine)))
                 if not told and (told := store.check([_HUNG])):
                     self._write_stacks(mine)
+                    self._write_collectives()
             # Ranks whose beats are equal at `limit` and at `limit + _GRACE` are silent.
             if still == limit:
                 before = self._read(store, mine)
@@ -193,6 +197,7 @@ class Heartbeat:
             self._world.failed(error)
         # The main thread hangs, so this thread reports the error and ends the process.
         logger.error("error: %s", error)
+        self._write_collectives()
         logging.shutdown()
         os._exit(EXIT_FAILED if store is None else error.exit_code)
 
@@ -210,6 +215,33 @@ class Heartbeat:
             f"{explain({mine.rank: mine}, [])}; the log's last line and the stacks in "
             f"{self._folder} name the rank to blame"
         )
+
+    def _write_collectives(self) -> None:
+        """Writes the last collectives of this rank, as torch has recorded them, for its analyzer.
+
+        The recorder asks the device for the state of each. With a broken driver that may take
+        forever, under the interpreter's lock, so this comes last, and the process ends by a timer.
+        """
+        if self._world.size == 1:
+            return
+        faulthandler.dump_traceback_later(_DUMP_SECONDS, exit=True, file=2)
+        try:
+            file = self._folder / f"collectives-{self._world.rank}"
+            file.write_bytes(_recorded_collectives())
+        except (AttributeError, OSError, RuntimeError) as error:  # another torch has no recorder
+            logger.warning("the last collectives cannot be written: %s", error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _recorded_collectives() -> bytes:
+    """What torch's flight recorder holds, as its analyzer reads it."""
+    from torch._C import _distributed_c10d as recorder
+
+    # NCCL has a recorder of its own.
+    name = "nccl" if dist.get_backend() == "nccl" else "fr"
+    recorded: bytes = getattr(recorder, f"_dump_{name}_trace")()
+    return recorded
 
 
 def explain(beats: Mapping[int, Beat], silent: Sequence[int]) -> str:

@@ -7,11 +7,11 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,13 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
     rendezvous,
 )
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.errors import EXIT_REGROUP, ConnectError, LaunchError, SamestepError
 from trainer.strategies.neighbor import Neighbor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +38,6 @@ _ENDING = "ending"  # number of ranks at the end of a successful run
 _POLL_SECONDS = 0.5
 
 _LEFT: list[object] = []  # process groups that were left, kept until the process ends
-
-
-def host_group() -> dist.ProcessGroup:
-    """Creates a group of all ranks for tensors on the host; every rank has to call it."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,41 @@ class World:
                 timeout=self.timeout,
                 device_id=device,
             )
+
+    def new_group(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """Creates a group whose collectives time out as those of the world. All ranks call it.
+
+        By itself, torch gives each group its own default: 10 or 30 minutes.
+
+        Args:
+            ranks: None: all.
+            backend: of torch.distributed; None: as `connect`.
+        """
+        members = None if ranks is None else list(ranks)
+        group: dist.ProcessGroup = dist.new_group(members, self.timeout, backend)
+        return group
+
+    def host_group(self) -> dist.ProcessGroup:
+        """Creates a group of all ranks for tensors on the host. All ranks call it."""
+        return self.new_group(backend="gloo")
+
+    def mesh(self, device: torch.device, **dimensions: int) -> DeviceMesh:
+        """Arranges all ranks in a mesh, whose groups time out as those of the world.
+
+        Args:
+            dimensions: names and sizes, the outermost first.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(
+            device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
+        )
+        for group in mesh.get_all_groups():
+            if group != dist.group.WORLD:
+                _set_pg_timeout(self.timeout, group)
+        return mesh
 
     def close(self) -> None:
         """Leaves the process group after a successful run."""

@@ -15,27 +15,28 @@ further shapes in eager mode and only logs a warning.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from trainer.accelerators import Accelerator
 from trainer.errors import ConfigError, SamestepError
 from trainer.models import Model
 
 LIMIT = 64
 """The most graphs of one piece of code, such as a layer."""
 
-_backend: Any = "inductor"  # tests count graphs with another
-
 # torch._dynamo is imported by the functions that need it: it takes as long as half of torch.
 
 
-def compile_units(model: Model, many_widths: bool = False) -> None:
+def compile_units(model: Model, accelerator: Accelerator, many_widths: bool = False) -> None:
     """Compiles each of a model's units in place, before a strategy wraps them.
 
     Args:
+        accelerator: of the run; it knows the options of torch.compile.
         many_widths: whether the width of batches varies (`data.group_by_length`). Graphs then have
             symbolic sizes from the second width on.
 
@@ -54,10 +55,13 @@ def compile_units(model: Model, many_widths: bool = False) -> None:
     # Dynamo would split a layer's graph where a bucket of DDP ends, to overlap communication.
     # Layers are separate graphs already, and DDP's hooks run between them.
     dynamo.optimize_ddp = False
+    # With None, graphs have symbolic sizes once a size has changed. They are slower for all shapes,
+    # and each mask and last layer has several before its sizes are symbolic.
+    options = {"dynamic": None if many_widths else False, **accelerator.compile_options}
+    if options["backend"] == "inductor":
+        _share_cores()
     for unit in model.compiled_units():
-        # None would compile graphs with symbolic sizes once a size has changed. They are slower
-        # for all shapes, and each mask and last layer has several before its sizes are symbolic.
-        unit.compile(backend=_backend, dynamic=None if many_widths else False)
+        unit.compile(**options)
         _explain(unit)
 
 
@@ -66,6 +70,19 @@ def graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def _share_cores() -> None:
+    """Divides the compiler's worker processes among the ranks of this machine.
+
+    By default, each rank has one for each core, 32 at most: 256 with 8 GPUs. All compile at the
+    same time, and a rank that waits for its graphs holds up the others.
+    """
+    import torch._inductor.config as inductor
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        inductor.compile_threads = max(1, min(32, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _explain(unit: nn.Module) -> None:

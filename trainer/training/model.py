@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset
-from trainer.accelerators import DTYPES
+from trainer.accelerators import DTYPES, Accelerator
 from trainer.errors import ConfigError
 from trainer.models import Model
 from trainer.models.capabilities import give_spellings
@@ -47,9 +47,15 @@ def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Object
 
 
 def build_model(
-    experiment: Experiment, dataset: AnyDataset, objectives: Sequence[Objective]
+    experiment: Experiment,
+    dataset: AnyDataset,
+    objectives: Sequence[Objective],
+    accelerator: Accelerator | None = None,
 ) -> Model:
     """Builds the model on the meta device: its parameters have no values yet.
+
+    Args:
+        accelerator: that computes it; None only checks, and compiles nothing.
 
     Raises:
         ConfigError: it is not compatible with the dataset or the objective of a phase.
@@ -84,6 +90,6 @@ def build_model(
         from trainer.training.float8 import use_float8  # needs an extra
 
         use_float8(model)
-    if settings.compile:
-        compile_units(model, many_widths=experiment.data.group_by_length is not None)
+    if settings.compile and accelerator is not None:
+        compile_units(model, accelerator, experiment.data.group_by_length is not None)
     return model

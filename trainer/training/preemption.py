@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
-from trainer.strategies.world import host_group
+from trainer.strategies.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +106,10 @@ class StopRequest:
             signal.signal(number, handler)
         self._sender.close()  # ends the thread
 
-    def join(self, world_size: int) -> None:
+    def join(self, world: World) -> None:
         """Creates the process group for the agreement. Collective."""
-        if world_size > 1:
-            self._group = host_group()
+        if world.size > 1:
+            self._group = world.host_group()
 
     def decide(self, step: int, checkpointer: Checkpointer | None = None) -> bool:
         """Whether to stop now. All ranks call this after each step and get the same answer.

@@ -76,7 +76,7 @@ def train(experiment: Experiment) -> int:
         lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             experiment.tracking.wandb.claim(Path(experiment.output))
-        stop.join(strategy.world.size)
+        stop.join(strategy.world)
         checkpointer = open_checkpointer(experiment, strategy.world, lease)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
@@ -298,7 +298,7 @@ def prepare(
         ConfigError, CheckpointError: see `build_trainer`.
     """
     objectives = build_objectives(experiment, dataset)
-    model = build_model(experiment, dataset, objectives)
+    model = build_model(experiment, dataset, objectives, strategy.accelerator)
     precision, world = experiment.training.precision, strategy.world
     fuse_attention(model, strategy.accelerator, precision, world.size)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing

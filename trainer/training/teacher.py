@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset
+from trainer.accelerators import Accelerator
 from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.models.capabilities import give_spellings
@@ -39,7 +40,7 @@ def attach_teacher(
     if name is None:
         return None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
-    model = build_teacher(experiment, weights.config)
+    model = build_teacher(experiment, weights.config, strategy.accelerator)
     give_spellings(model, dataset.tokenizer.spellings)
     precision, world = experiment.training.precision, strategy.world
     fuse_attention(model, strategy.accelerator, precision, world.size)
@@ -52,12 +53,15 @@ def attach_teacher(
     return weights
 
 
-def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
+def build_teacher(
+    experiment: Experiment, config: ModelConfig, accelerator: Accelerator | None = None
+) -> Model:
     """Builds the teacher on the meta device: its parameters have no values yet.
 
     Args:
         experiment: of the student.
         config: of the teacher.
+        accelerator: see `build_model`.
 
     Raises:
         ConfigError: the outputs or hidden states of the two models cannot be compared, or the
@@ -110,8 +114,8 @@ def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
     check_virtual_tokens(
         packing, config.virtual_tokens, f"the teacher {name}", "name another teacher"
     )
-    if experiment.training.compile:
-        compile_units(model, many_widths=experiment.data.group_by_length is not None)
+    if experiment.training.compile and accelerator is not None:
+        compile_units(model, accelerator, experiment.data.group_by_length is not None)
     return model
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,14 @@ from trainer.accelerators import cuda, host_memory, kernels
 from trainer.models import embeddings
 from trainer.strategies.world import World
 
+RECORDER, KERNELS = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TRITON_CACHE_DIR"
+
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(KERNELS, "unset after the test, too")
+    monkeypatch.delenv(KERNELS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -70,16 +78,72 @@ def test_nccl_connects_from_its_device_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked["device_id"] == torch.device("cuda", 0)
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("given", "kept"), [(None, "2000"), ("0", "0")])
+def test_nccl_records_its_last_collectives(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str
+) -> None:
+    monkeypatch.setenv(RECORDER, given or "")
+    if given is None:
+        monkeypatch.delenv(RECORDER)
+    cuda.Config().build()
+    assert os.environ[RECORDER] == kept
+
+
+@pytest.mark.usefixtures("gpu")
+def test_compiled_kernels_stay_on_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"triton-{os.getuid()}"
+    cuda.Config().build()
+    assert os.environ[KERNELS] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv(KERNELS, "/chosen")
+    cuda.Config().build()
+    assert os.environ[KERNELS] == "/chosen"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file", "of another user"])
+def test_kernels_of_others_are_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / f"triton-{os.getuid()}"
+    match kind:
+        case "open to others":
+            folder.mkdir()
+            folder.chmod(0o777)
+        case "a link":
+            (tmp_path / "theirs").mkdir(0o700)
+            folder.symlink_to(tmp_path / "theirs")
+        case "a file":
+            folder.touch(0o700)
+        case _:
+            folder.mkdir(0o700)
+            owner = os.getuid()
+            monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+            folder.rename(tmp_path / f"triton-{owner + 1}")
+    cuda.Config().build()
+    assert KERNELS not in os.environ
+
+
 class Runtime:
-    """Calls of CUDA's runtime, which answers with `status`."""
+    """Calls of CUDA's runtime, which answers with `status`, and remembers an error."""
 
     def __init__(self, status: int) -> None:
-        self.status, self.locked = status, dict[int, int]()
+        self.status, self.locked, self.last_error = status, dict[int, int](), 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if self.status == 0:
             self.locked[address] = size
+        self.last_error = self.status
         return self.status
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Any kernel, whose check reads and clears the last error."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
@@ -94,7 +158,9 @@ def test_memory_of_any_size_is_page_locked_until_it_is_freed(
     runtime = Runtime(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", _Nothing)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
     memory = host_memory.reserve(4097, torch.device("cuda", 0))
+    runtime.launch()  # reports no error of an earlier call
     assert not memory.any()
     assert list(runtime.locked.values()) == [4097] * (status == 0)
     view = memory[5:].view(torch.uint8)

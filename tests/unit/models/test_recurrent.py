@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.outputs import outputs, predict
+from trainer.accelerators.cpu import CpuAccelerator
 from trainer.errors import ConfigError
 from trainer.models import Model, Start, Stored, bilm, lstm
 from trainer.models.lstm_layers import RecurrentLayer, drop, resets
@@ -344,7 +345,7 @@ def test_what_recurrent_models_cannot_do_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"training\.compile is true, and this model has no layers"
     ):
-        compile_units(LSTM.build())
+        compile_units(LSTM.build(), CpuAccelerator())
     with pytest.raises(ConfigError, match="a model of kind lstm has no multiple_choice head"):
         LSTM.for_needs(frozenset({"multiple_choice"}))
     with pytest.raises(ConfigError, match="lstm has no Hugging Face format"):

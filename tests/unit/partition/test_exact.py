@@ -168,3 +168,20 @@ def test_a_failed_unit_leaves_nothing_behind() -> None:
     add(1.0, last=True)
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_no_number_is_copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would wait for each copy: once for each gradient of a unit."""
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise AssertionError("torch.tensor and torch.as_tensor copy a number from the host")
+
+    numbers = terms(3)
+    sums = torch.zeros(2, *numbers.shape, dtype=torch.float64)
+    expected = whole_norms([numbers], numbers, is_exact=True)
+    for name in ("as_tensor", "tensor"):
+        monkeypatch.setattr(torch, name, refuse)
+    exact.add_gradient(sums, numbers)
+    assert (exact.total(sums) - numbers).abs().max() <= 2.0**-64
+    assert torch.equal(whole_norms([numbers], numbers, is_exact=True), expected)
+    exact.split_metric(numbers)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import operator
+import os
 import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.processes import fork
 from trainer import storage
 from trainer.accelerators.xla import XlaAccelerator
 from trainer.checkpoint import Checkpointer, Config
@@ -21,6 +25,7 @@ from trainer.storage.attempts import attempt
 from trainer.strategies import heartbeat
 from trainer.strategies.heartbeat import Beat, explain
 from trainer.strategies.stacks import PARTS, place_of
+from trainer.strategies.world import World
 
 WAITING = Beat(0, "node-a", 100, 1000.0, 12, "forward", "all_reduce", 40.0, "", False)
 
@@ -104,6 +109,24 @@ def test_a_graph_that_is_compiled_may_take_its_time(monkeypatch: pytest.MonkeyPa
     assert place_of(compiling.ident or 0).doing in heartbeat._LONG
     compiled.set()
     compiling.join()
+
+
+def test_a_recorder_that_hangs_does_not_keep_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It asks the device, under the interpreter's lock: no other thread could end the process."""
+    monkeypatch.setattr(heartbeat, "_DUMP_SECONDS", 0.5)
+    monkeypatch.setattr(
+        heartbeat, "_recorded_collectives", lambda: ctypes.PyDLL(None).sleep(20) or b""
+    )
+    world = World(0, 2, None, timedelta(seconds=1))
+    pid = fork()
+    if pid == 0:
+        heartbeat.Heartbeat(world, 60.0, tmp_path, print)._write_collectives()
+        os._exit(0)
+    started = time.monotonic()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert time.monotonic() - started < 10
 
 
 def test_requests_under_way_are_known_by_their_addresses():

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.processes import run_ranks
+from trainer.accelerators.cpu import CpuAccelerator
 from trainer.errors import EXIT_CRASHED, ConnectError
+from trainer.strategies import fsdp
 from trainer.strategies.world import PROGRESS, World
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_each_attempt_begins_with_an_empty_store() -> None:
@@ -55,6 +62,40 @@ def threads_after_the_end() -> list[str]:
     world.connect("gloo")
     world.close()
     return [each.name for each in threading.enumerate() if each.name == "failure-watch"]
+
+
+def test_all_groups_time_out_as_the_world_does() -> None:
+    """Not after the 10 or 30 minutes that torch gives a group of its own."""
+    assert run_ranks(2, timeouts_of_groups) == [[45.0] * 4] * 2
+
+
+def timeouts_of_groups() -> list[float]:
+    world = World.start(45)
+    world.connect("gloo")
+    fsdp.Config(replicas=2).build(CpuAccelerator(), world, "fp32").largest(1)
+    world.new_group([0, 1])
+    return [seconds for seconds, _ in timeouts()]
+
+
+def timeouts() -> list[tuple[float, str]]:
+    """The time-out and the description of each process group of this process."""
+    cpu = torch.device("cpu")
+    return [
+        (group._get_backend(cpu).options._timeout.total_seconds(), group.group_desc)
+        for group in dist.distributed_c10d._world.pg_map
+    ]
+
+
+def test_the_world_alone_creates_groups() -> None:
+    """So that none has a time-out of torch's."""
+    calls = r"\b(new_group|new_subgroups\w*|split_group|init_device_mesh|DeviceMesh)\("
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("trainer", "data_pipeline", "launch")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+        if re.search(rf"(?<!world\.){calls}", path.read_text(encoding="utf-8"))
+    }
+    assert found == {"trainer/strategies/world.py"}
 
 
 def test_an_elastic_run_starts_again_when_its_processes_cannot_connect(

@@ -22,7 +22,7 @@ from trainer.training.preemption import TOGETHER_SECONDS, Config, StopRequest
 def test_a_single_process_stops_when_it_is_asked_and_not_before() -> None:
     handler = signal.getsignal(signal.SIGUSR1)
     with StopRequest(Config()) as stop:
-        stop.join(world_size=1)
+        stop.join(World.start(60))
         assert not stop.decide(1)
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until_asked(stop)
@@ -69,7 +69,7 @@ def test_background_jobs_ignore_ctrl_c() -> None:
 def test_without_signals_it_may_be_outside_of_the_main_thread() -> None:
     def train() -> bool:
         with StopRequest(Config(signals=())) as stop:
-            stop.join(world_size=1)
+            stop.join(World.start(60))
             return stop.decide(1)
 
     with ThreadPoolExecutor(1) as pool:
@@ -91,7 +91,7 @@ def stopping_rank() -> tuple[int, int]:
     world.connect("gloo")
     step = 0
     with StopRequest(Config(signals=("SIGUSR2",))) as stop:
-        stop.join(world.size)
+        stop.join(world)
         while True:
             step += 1
             if step == 5 and world.rank == 1:

@@ -21,7 +21,7 @@ from trainer.findings import Finding, report
 from trainer.inspect.certify import collectives, kernels
 from trainer.inspect.certify.layouts import Layouts
 from trainer.inspect.certify.ranks import Ranks
-from trainer.strategies.world import World, host_group
+from trainer.strategies.world import World
 from trainer.training.arithmetic import processor
 
 _TIMEOUT = 300.0  # seconds for a collective
@@ -53,7 +53,7 @@ def certify(output: Path, against: Path | None, console: Console) -> bool:
             )
         world.connect(accelerator.collective_backend, accelerator.collective_device)
         started, findings = time.monotonic(), list[Finding]()
-        ranks = Ranks.meet(world.rank, world.size, host_group())
+        ranks = Ranks.meet(world.rank, world.size, world.host_group())
         layouts = Layouts(accelerator, world, {})
         checks = _checks(accelerator, ranks, layouts)
         if other is not None:

@@ -124,7 +124,7 @@ class DeepSpeed(Strategy):
                 f"strategy.config {self._config.config}: DeepSpeed rejects it: {error}. "
                 "Correct the file, or leave strategy.config out."
             ) from error
-        self._zero = self._engine.partitions()
+        self._zero = self._engine.partitions(self.world)
         self._trained = list(self._zero.segments())
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.parameters = {names[parameter]: segment for parameter, segment in self._trained}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from trainer.config import Tree
 from trainer.partition import Segment, SegmentParameter
-from trainer.strategies.world import host_group
+from trainer.strategies.world import World
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -94,11 +94,11 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         if self.optimizer._backward_active_depth:
             self._backward_epilogue()
 
-    def partitions(self) -> Partitions:
+    def partitions(self, world: World) -> Partitions:
         """The partitions of this process."""
         zero, group = self.optimizer, dist.group.WORLD
         if torch.device(zero.device).type != self.device.type:  # offloaded to the host
-            group = host_group()
+            group = world.host_group()
         assert group is not None
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             return PartitionedParameters(zero, group)

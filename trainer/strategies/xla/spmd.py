@@ -115,8 +115,8 @@ class XlaSpmd(Strategy):
         """The processes that hold one replica together: `machines` consecutive ranks."""
         groups = [range(first, first + machines) for first in range(0, self.world.size, machines)]
         # Every process must take part in creating every group, also those that it is not in.
-        made = [dist.new_group(list(ranks)) for ranks in groups]
-        return cast(dist.ProcessGroup, made[self.world.rank // machines])
+        made = [self.world.new_group(ranks) for ranks in groups]
+        return made[self.world.rank // machines]
 
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
