@@ -43,7 +43,17 @@ import numpy as np
 import torch
 
 from benchmarks.dataset import write_dataset
-from benchmarks.gpu_tables import BEGIN, END, REFERENCE, Result, Row, replace_tables, report, table
+from benchmarks.gpu_tables import (
+    BEGIN,
+    END,
+    REFERENCE,
+    Result,
+    Row,
+    TakenTurn,
+    replace_tables,
+    report,
+    table,
+)
 from benchmarks.pairing import arguments, in_rounds, versions
 from benchmarks.sides import Job, Measured, Serve, Side, SideFailed, Turn, ours, theirs
 from trainer.accelerators import cuda
@@ -212,7 +222,8 @@ class GpuJob(Job):
         spec = objective.pack_spec(self.length)
         row = spec.sequence_length - spec.prefix - spec.suffix
         tokens = row * self.batch * (16 if self.tiny else 64)
-        lengths = [row * 64] * (tokens // (row * 64))
+        # A single document: the next one would shift a row by its [SEP], and pad it by a position.
+        lengths = [tokens]
         if self.recipe.packed:
             # A quarter of a row on average.
             count = 4 * tokens // row
@@ -262,8 +273,13 @@ def sheet_of(name: str) -> str | None:
 class Running:
     """A side that has taken its first steps, and fills its row."""
 
-    def __init__(self, contestant: Contestant, job: GpuJob, row: Row) -> None:
+    def __init__(
+        self, contestant: Contestant, job: GpuJob, row: Row, taken: list[TakenTurn]
+    ) -> None:
         """Starts the side with the largest micro-batch that fits.
+
+        Args:
+            taken: to which its turns are added.
 
         Raises:
             SideFailed: none fits, or there is another error.
@@ -273,24 +289,28 @@ class Running:
             self.job = dataclasses.replace(job, micro_batch=micro_batch)
             self._side = Side(contestant.serve, self.job)
             try:
-                self._side.take(warm_up)
+                first = self._side.take(warm_up)
                 break
             except SideFailed as failure:
                 if not failure.out_of_memory or micro_batch == 1:
                     raise
                 micro_batch //= 2
-        self._row, self._turns = row, list[Measured]()
+        self._row, self._turns, self._taken = row, list[Measured](), taken
         row.micro_batch = micro_batch
+        taken.append(TakenTurn(row.side, "warm-up", first))
 
     def take(self, turn: Turn) -> Measured | None:
         """Lets the side take a turn; None if it fails, or has failed before."""
         if self._row.failure is not None:
             return None
         try:
-            return self._side.take(turn)
+            measured = self._side.take(turn)
         except SideFailed as failure:
             self._row.failure = str(failure)
             return None
+        purpose = "profiled" if turn.profiled else "measured"
+        self._taken.append(TakenTurn(self.side, purpose, measured))
+        return measured
 
     @property
     def side(self) -> str:
@@ -301,6 +321,8 @@ class Running:
         if (found := self.take(turn)) is None:
             return None
         self._turns.append(found)
+        if graphs := sum(step.graphs for step in found.by_step):
+            say(f"{self.side} compiled {graphs} graphs in timed steps, which are slower for it")
         return self._rate(found)
 
     def _rate(self, turn: Measured) -> float:
@@ -330,7 +352,7 @@ def measure(job: GpuJob, sides: Sequence[Contestant], turn: Turn, repeats: int) 
         say(f"{job.recipe.title}: {row.side}, first steps")
         own = dataclasses.replace(job, settings=side.settings)
         try:
-            running.append(started := Running(side, own, row))
+            running.append(started := Running(side, own, row, result.turns))
             if side.settings:
                 row.predicted = predicted(started.job)
         except SideFailed as failure:

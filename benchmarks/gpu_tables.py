@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.sides import Turn
+from benchmarks.sides import Measured, Turn
 
 BEGIN, END = "<!-- bench-gpu -->", "<!-- /bench-gpu -->"
 REFERENCE = "Hugging Face Trainer, compiled"
@@ -40,13 +40,31 @@ class Row:
     predicted: float | None = None
 
 
+@dataclass(frozen=True)
+class TakenTurn:
+    """A turn that a side has taken.
+
+    Attributes:
+        purpose: "warm-up", "measured" or "profiled".
+    """
+
+    side: str
+    purpose: str
+    measured: Measured
+
+
 @dataclass
 class Result:
-    """A recipe's table."""
+    """A recipe's table.
+
+    Attributes:
+        turns: of all sides, in their order.
+    """
 
     title: str
     batch: int
     rows: list[Row]
+    turns: list[TakenTurn] = field(default_factory=list)
 
 
 def report(found: Mapping[str, str], results: Sequence[Result], turn: Turn, repeats: int) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.pairing import Comparison, in_rounds
+from benchmarks.turn_record import StepRecord, StepRecorder
 from trainer.accelerators import Accelerator
 from trainer.training.experiment import Experiment
 from trainer.training.run import build_trainer, open_checkpointer, open_strategy
@@ -81,6 +82,8 @@ class Measured:
         waited: seconds in which the host waited for batches.
         peak_memory: bytes; of the GPU, in these steps, or of the process, since its start.
         launches: kernel launches; None if they were not counted or there is no GPU.
+        began: seconds since 1970.
+        by_step: the steps one by one.
     """
 
     steps: int
@@ -89,6 +92,8 @@ class Measured:
     waited: float
     peak_memory: int
     launches: int | None
+    began: float
+    by_step: list[StepRecord]
 
 
 class SideFailed(Exception):
@@ -112,8 +117,9 @@ class Turns:
         self._optimizer: Any = None
         self._in_host_memory: list[Tensor] = []
         self._turn, self._step = Turn(0, 1), 0
-        self._began = self._cpu_began = self._waited = 0.0
+        self._began = self._cpu_began = self._waited = self._began_at = 0.0
         self._profiler: profile | None = None
+        self._recorder = StepRecorder(device)
 
     def hold(self, model: nn.Module, optimizer: Any) -> None:
         """Names the state that leaves the GPU between turns."""
@@ -142,7 +148,9 @@ class Turns:
     def step(self) -> bool:
         """Ends a step, and the turn with its last one; returns whether to take another step."""
         self._step += 1
-        if self._step == 0:
+        if self._step > 0:
+            self._recorder.end_step()
+        elif self._step == 0:
             self._start()
         if self._step < self._turn.timed:
             return True
@@ -161,6 +169,8 @@ class Turns:
             self._profiler = profile(activities=activities)
             self._profiler.start()
         self._waited = 0.0
+        self._began_at = time.time()
+        self._recorder.start()
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
     def _stop(self) -> Measured:
@@ -178,7 +188,16 @@ class Turns:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         if self._on_gpu:
             peak = torch.cuda.max_memory_allocated()
-        return Measured(self._turn.timed, seconds, cpu_seconds, self._waited, peak, launches)
+        return Measured(
+            self._turn.timed,
+            seconds,
+            cpu_seconds,
+            self._waited,
+            peak,
+            launches,
+            self._began_at,
+            self._recorder.records(),
+        )
 
     def _leave_gpu(self) -> None:
         """Moves the state to the host's memory and returns the GPU's memory to the other sides."""

@@ -17,6 +17,7 @@ from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 from trainer.training import compiled
 from trainer.training.experiment import Experiment
+from trainer.training.passes import Batch, MicroBatches, score
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,56 @@ def run(file: str, overrides: list[str]) -> Counts:
         breaks=[re.sub(r"\s+", " ", reason)[:200] for reason in counters["graph_break"]],
         reported=rows.reported,
     )
+
+
+def count_with_rare_batches(file: str, overrides: list[str]) -> list[int]:
+    """Number of graphs after each step, then after each evaluation.
+
+    The rows of a step are full, padded or packed, in another order on each rank. From the fourth
+    step on, the micro-batches of a rank differ, too.
+    """
+    backend = _CountingBackend()
+    compiled._backend = backend
+    world = World.start(60)
+    world.connect("gloo")
+    trainer = worker.make_trainer(load(Experiment, file, overrides), world)
+    trainer.model.train()
+    batches, counts = iter(trainer.loader), []
+    for step in range(6):
+        kinds = [step + world.rank + (number if step > 2 else 0) for number in range(10)]
+        step_batches = [_laid_out(*each) for each in zip(next(batches), kinds, strict=False)]
+        assert len(step_batches) > 1
+        trainer.train_step(step_batches)
+        counts.append(len(backend.symbolic))
+    trainer.model.eval()
+    for step in range(3):
+        given = _Given([[_laid_out(step_batches[0], step + world.rank)]])
+        score(trainer.model, trainer.objectives[0], trainer.strategy, given, None)  # type: ignore[arg-type]
+        counts.append(len(backend.symbolic))
+    trainer.close()
+    world.close()
+    return counts
+
+
+class _Given(list[MicroBatches]):
+    """A loader of given steps."""
+
+    examples = 1
+
+    def close(self) -> None: ...
+
+
+def _laid_out(batch: Batch, kind: int) -> Batch:
+    """A batch whose rows are full, padded or packed."""
+    changed = dict(batch)
+    for name in changed.keys() & {"segments", "target_segments"}:
+        segments = torch.ones_like(changed[name])
+        if kind % 3 == 1:
+            segments[0, -1] = 0
+        elif kind % 3 == 2:
+            segments[:, segments.shape[1] // 2 :] = 2
+        changed[name] = segments
+    return changed
 
 
 def run_with_limit(file: str, overrides: list[str], limit: int) -> Counts:

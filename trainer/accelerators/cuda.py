@@ -173,11 +173,8 @@ def unusable() -> str | None:
     )
 
 
-def _energy_counter(device: torch.device) -> Callable[[], int] | None:
-    """A function that reads the GPU's energy counter, in millijoules.
-
-    None without nvidia-ml-py, and for GPUs without a counter (before Volta).
-    """
+def nvml_handle(device: torch.device) -> Any | None:
+    """The GPU for calls of NVML; None without nvidia-ml-py."""
     try:
         import pynvml
     except ImportError:
@@ -186,7 +183,21 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
         pynvml.nvmlInit()
         # By UUID: NVML numbers all GPUs, not only those in CUDA_VISIBLE_DEVICES.
         uuid = torch.cuda.get_device_properties(device).uuid
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+def _energy_counter(device: torch.device) -> Callable[[], int] | None:
+    """A function that reads the GPU's energy counter, in millijoules.
+
+    None without nvidia-ml-py, and for GPUs without a counter (before Volta).
+    """
+    if (handle := nvml_handle(device)) is None:
+        return None
+    import pynvml
+
+    try:
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError:
         return None

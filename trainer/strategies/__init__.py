@@ -140,6 +140,8 @@ class Strategy(ABC):
         loss_scale: the dynamic loss scale under fp16, else None.
         exact: whether all sums that weights depend on are exact (`training.exact: bitwise`). Set it
             before `prepare`.
+        compiles_layers: whether layers are compiled (`training.compile`), so that what they compute
+            may depend on the shapes of a batch, but not on its values.
     """
 
     kind: ClassVar[str]
@@ -148,6 +150,7 @@ class Strategy(ABC):
     parameters: dict[str, nn.Parameter]
     partitions: int = 1
     exact: bool = False
+    compiles_layers: bool = False
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
         supported = self.device_types is None or accelerator.device.type in self.device_types

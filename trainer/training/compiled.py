@@ -5,12 +5,14 @@ graphs, and Dynamo counts the graphs of a whole model, and of a teacher, against
 is for one combination of:
 
     the layer's configuration, and whether it computes all positions (the last layer does not)
-    rows and positions of a micro-batch: each phase has its own, and an evaluation's last batch
-    whether a mask is needed
+    rows and positions of a micro-batch: each phase has its own
     training or evaluation
 
-BERT with two phases and evaluation needs 14 to 16. Dynamo's own limit is 8, after which it runs
-further shapes in eager mode and only logs a warning.
+BERT with two phases and evaluation needs 8. Dynamo's own limit is 8, after which it runs further
+shapes in eager mode and only logs a warning.
+
+The values of a batch never choose a graph: a rank that compiled in the middle of a phase, because
+of its own data, would let all others wait for seconds.
 """
 
 from __future__ import annotations

@@ -4,13 +4,19 @@ The memory of a forward and backward pass is a constant (weights, gradients, opt
 an amount for each example. Passes over 1, 2, 4, ... real examples tell both, and how far to go. No
 pass may run out of memory: after a failed one, the other ranks would wait for its collectives for
 ever.
+
+With `training.compile`, each size has graphs of its own, which take seconds to compile, and their
+memory is what counts. So few sizes are tried, and the graphs of the last one stay for the run. The
+pass over one example is not compiled: it takes more memory than a compiled one, so the next size,
+which is predicted from it, fits. Where the size is set, nothing is measured.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +50,7 @@ def without_probe(most: int, positions: int) -> int:
     return max(1, min(most, _POSITIONS // positions))
 
 
-def largest(peak: Callable[[int], int], budget: int, most: int) -> int:
+def largest(peak: Callable[[int], int], budget: int, most: int, sparse: bool = False) -> int:
     """Returns the largest number of examples, at most `most`, whose pass stays in the budget.
 
     The size at most doubles from one pass to the next, and never goes beyond the prediction from
@@ -55,20 +61,29 @@ def largest(peak: Callable[[int], int], budget: int, most: int) -> int:
         peak: runs a pass over a number of examples and returns the peak memory in bytes; for 0
             examples, the memory without a pass.
         budget: bytes.
+        sparse: whether to try few sizes: a size may be more than twice the one before, and fills
+            the micro-batches of a step evenly (of 100 examples 50 instead of 60, as both take two).
 
     Returns:
         At least 1, even if a single example is too much.
     """
     fits, rows, used = 1, 1, peak(1)
-    each = used - peak(0)
+    fewer, before = 0, (start := peak(0))
     while used <= budget:
         fits = rows
-        predicted = rows + (budget - used) // max(1, each)
-        more = min(2 * rows, most, predicted)
+        each = max(1, (used - before) // (rows - fewer))
+        more = min(2 * rows, most, rows + (budget - used) // each)
+        if sparse:
+            # In proportion to all memory of the pass, though some of it does not depend on the
+            # size. So this is never too much, however far it goes.
+            in_proportion = rows * (budget - start) // max(1, used - start)
+            more = min(most, max(more, in_proportion))
+            more = -(-most // -(-most // more))
         if more == rows:
             break
-        before, used = used, peak(more)
-        each, rows = (used - before) // (more - rows), more
+        if rows > 1 or not sparse:  # no prediction mixes passes with and without compiling
+            fewer, before = rows, used
+        rows, used = more, peak(more)
     return fits
 
 
@@ -79,6 +94,7 @@ def probe(
     strategy: Strategy,
     open_loader: Callable[[int], Loader],
     most: int,
+    compiles: bool = False,
 ) -> int | None:
     """Measures how many examples fit on every device. Collective; parameters stay as they are.
 
@@ -87,6 +103,7 @@ def probe(
             which takes memory, too.
         open_loader: opens a loader of micro-batches of a number of examples.
         most: examples of a device in a step.
+        compiles: whether layers are compiled.
 
     Returns:
         The number of examples, or None for a device without memory of its own.
@@ -108,14 +125,23 @@ def probe(
         accelerator.reset_peak_memory()
         if rows:
             loader = open_loader(rows)
-            accumulate_gradients(model, objective, strategy, next(iter(loader)))
+            with _new_graphs(rows) if compiles else nullcontext():
+                accumulate_gradients(model, objective, strategy, next(iter(loader)))
             loader.close()
         optimizer.zero_grad(set_to_none=True)
         return over_ranks(accelerator.peak_memory() or 0)
 
     # The smallest device decides: the minimum, as minus the maximum of the negative values.
     budget = -over_ranks(-int(SHARE * memory))
-    return largest(peak, budget, most)
+    return largest(peak, budget, most, sparse=compiles)
+
+
+@contextmanager
+def _new_graphs(rows: int) -> Iterator[None]:
+    """Surrounds a pass that compiles graphs of its own, and none for a single example."""
+    torch.compiler.reset()  # forgets the graphs of the size before
+    with torch.compiler.set_stance("force_eager" if rows == 1 else "default"):
+        yield
 
 
 def with_micro_batch(
@@ -131,8 +157,11 @@ def with_micro_batch(
     # 100 examples on 3 devices are at most 34 per device.
     devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
     most = -(-phase.global_batch_size // devices)
-    if wanted != "auto" and experiment.training.is_bitwise:
-        return phase  # units have the same size on all devices
+    compiles = experiment.training.compile
+    # Units of bitwise runs have the same size on all devices, and other sizes than the one that is
+    # set would have to be compiled.
+    if wanted != "auto" and (experiment.training.is_bitwise or compiles):
+        return phase
     if wanted != "auto":
         most = min(wanted, most)
 
@@ -145,7 +174,8 @@ def with_micro_batch(
         return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
 
     # Measured even if the size is set: a message for a lack of memory names a size that fits.
-    measure = partial(probe, model, optimizer, objective, strategy, open_sized, most)
+    parts = model, optimizer, objective, strategy
+    measure = partial(probe, *parts, open_sized, most, compiles)
     fits = _once(measure, experiment, strategy, [phase.index, most])
     size = wanted if wanted != "auto" else fits
     if size is None:
@@ -177,8 +207,6 @@ def _once(
     if found := strategy.largest(known.get(key, 0)):
         return found
     measured = measure()
-    if experiment.training.compile:
-        torch.compiler.reset()  # forgets the graphs of all sizes that were tried
     if strategy.world.rank == 0:
         write_text(file, json.dumps(known | {key: measured}, indent=1) + "\n")
     return measured

@@ -277,10 +277,12 @@ def on_device(strategy: Strategy, host_batch: Batch) -> Mapping[str, Tensor]:
     """The columns of a micro-batch that are for the device."""
     columns = {name: column for name, column in host_batch.items() if name not in HOST_COLUMNS}
     # Without segments, attention needs no mask and takes its fastest kernel. So they are left out
-    # if every row is one sequence. A compiled graph must not depend on the data: it keeps them.
+    # if every row is one sequence. Where graphs are compiled, segments stay: a rank would compile
+    # another graph, alone, at its first micro-batch of the rarer kind, and all others would wait.
+    if strategy.compiles_layers or strategy.accelerator.compiles:
+        return strategy.to_device(columns)
     segments = columns.keys() & {"segments", "target_segments"}
-    one_sequence = all(bool((columns[name] == 1).all()) for name in segments)
-    if one_sequence and not strategy.accelerator.compiles:
+    if all(bool((columns[name] == 1).all()) for name in segments):
         for name in segments:
             del columns[name]
     return strategy.to_device(columns)

@@ -316,6 +316,7 @@ def prepare(
         experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)
     )
     strategy.exact = experiment.training.is_bitwise
+    strategy.compiles_layers = experiment.training.compile
     if strategy.exact and any(isinstance(objective, OverBatch) for objective in objectives):
         raise ConfigError(
             "training.exact is bitwise, and this objective compares the examples of all devices, "

@@ -6,8 +6,12 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from itertools import islice
+from multiprocessing import Pipe
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ import torch
 from benchmarks import gpu, gpu_tables
 from benchmarks.models import initialized
 from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
+from benchmarks.turn_record import ALLOCATOR, StepRecorder
 from trainer.accelerators import cuda
 from trainer.strategies import Replica
 from trainer.training.model import build_objectives
@@ -84,6 +89,18 @@ def test_smallest_run(recipe: str, tmp_path: Path):
     options = ["--repeats", "2", "--turn", "1", "--page", str(page), "--json", str(figures)]
     assert gpu.main(["--device", "cpu", "--recipe", recipe, *options]) == 0
     (measured,) = json.loads(figures.read_text())["measured"]
+    turns = measured["turns"]
+    rounds = [*SIDES, *SIDES, *reversed(SIDES), *SIDES]  # warm-up, two rounds, profile
+    assert [turn["side"] for turn in turns] == rounds
+    purposes = ["warm-up"] * 4 + ["measured"] * 8 + ["profiled"] * 4
+    assert [turn["purpose"] for turn in turns] == purposes
+    began = [turn["measured"]["began"] for turn in turns]
+    assert began == sorted(began)
+    for turn in turns:
+        steps = turn["measured"]["by_step"]
+        assert len(steps) == turn["measured"]["steps"]
+        compiles = turn["purpose"] == "warm-up" and "compiled" in turn["side"]
+        assert any(step["graphs"] for step in steps) == compiles
     assert [row["side"] for row in measured["rows"]] == SIDES
     for row in measured["rows"]:
         assert row["failure"] is None
@@ -96,6 +113,115 @@ def test_smallest_run(recipe: str, tmp_path: Path):
     assert text.endswith(f"|\n{gpu_tables.END}\nafter\n")
     assert "old" not in text
     assert gpu.RECIPES[recipe].title in text
+
+
+def test_a_turn_records_each_step() -> None:
+    ours, theirs = Pipe()
+    turns = Turns("cpu", theirs)
+    for turn in (Turn(untimed=2, timed=3), Turn(untimed=0, timed=1), None):
+        ours.send(turn)
+    turns.wait()
+    before = time.time()
+    paused, going = 0, True
+    while going:
+        paused += 1
+        if paused == 4:  # the second timed step
+            time.sleep(0.3)
+        going = turns.step()
+    first, second = ours.recv(), ours.recv()
+    assert [len(each.by_step) for each in (first, second)] == [3, 1]
+    assert before - 1 < first.began < second.began < time.time() + 1
+    for measured in (first, second):
+        for name in ("seconds", "cpu_seconds"):
+            each = [getattr(step, name) for step in measured.by_step]
+            assert sum(each) == pytest.approx(getattr(measured, name), abs=0.05)
+    slow = [step.seconds > 0.25 for step in first.by_step]
+    assert slow == [False, True, False]
+    assert all(step.cpu_seconds < 0.2 for step in first.by_step)  # it waited
+    (step,) = second.by_step
+    assert (step.device_seconds, step.graphs, step.allocator, step.gpu) == (None, 0, None, None)
+
+
+class Nvml(ModuleType):
+    """A GPU that its power limit slows down, of a driver that does not tell the temperature."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    nvmlClocksEventReasonGpuIdle, nvmlClocksEventReasonSwPowerCap = 1, 4
+    nvmlClocksEventReasonAll = 5
+
+    class NVMLError(Exception): ...
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        vars(self).update({name: value for name, value in vars(Nvml).items() if name[0] != "_"})
+        self.nvmlInit = lambda: None
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+        self.nvmlDeviceGetClockInfo = lambda handle, kind: {1: 1200, 2: 3201}[kind]
+        self.nvmlDeviceGetPowerUsage = lambda handle: 699_500
+        self.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 4
+        self.nvmlDeviceGetTemperature = self._fails
+
+    def _fails(self, *_: Any) -> None:
+        raise self.NVMLError
+
+
+class Event:
+    """The n-th event is n seconds after the first."""
+
+    count = 0
+
+    def __init__(self, enable_timing: bool) -> None: ...
+
+    def record(self) -> None:
+        Event.count += 1
+        self.number = Event.count
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1000.0 * (other.number - self.number)
+
+
+def test_a_step_on_a_gpu_records_clocks_and_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(0, 100, 10))
+    stats = {"num_ooms": 0, "num_alloc_retries": 1, "allocation": {}}
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    for name, replacement in {
+        "Event": Event,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device: SimpleNamespace(uuid="1-2"),
+        "memory_stats_as_nested_dict": lambda: {**stats, "num_device_alloc": next(calls)},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    recorder = StepRecorder("cuda")
+    recorder.start()
+    recorder.end_step()
+    (step,) = recorder.records()
+    assert step.device_seconds == 1.0
+    assert step.allocator == dict.fromkeys(ALLOCATOR, 0) | {"num_device_alloc": 10}
+    assert step.gpu == {
+        "sm_mhz": 1200,
+        "memory_mhz": 3201,
+        "watts": 699.5,
+        "celsius": None,
+        "lowered_by": ["SwPowerCap"],
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    without = StepRecorder("cuda")
+    without.start()
+    without.end_step()
+    assert without.records()[0].gpu is None
+
+
+@pytest.mark.parametrize("recipe", ["bert_large_512", "t5_base_512"])
+def test_rows_of_a_benchmark_have_no_padding(recipe: str, tmp_path: Path) -> None:
+    """A row with padding needs another kernel, and Trainer another graph."""
+    job = dataclasses.replace(tiny(tmp_path, recipe), tiny=False, batch=2, micro_batch=2)
+    job.write_data()
+    experiment = job.experiment()
+    dataset, (phase,) = experiment.data.open(), experiment.resolved_phases()
+    with open_loader(experiment, dataset, Replica(0, 1), phase) as loader:
+        assert loader.examples > 100
+        for (batch,) in islice(loader, loader.examples):
+            assert (batch["segments"] == 1).all()
 
 
 def in_little_memory(job: Job, turns: Turns, most: int = 0) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
 from trainer.errors import SamestepError
-from trainer.training import run
+from trainer.training import compiled, micro_batch, run
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import largest, without_probe
 
@@ -46,6 +47,45 @@ def test_the_largest_that_fits_is_found_without_trying_one_that_does_not(
 
 def test_a_size_that_takes_more_than_predicted_is_not_chosen() -> None:
     assert largest(lambda rows: rows if rows <= 8 else 1000, budget=100, most=64) == 8
+
+
+def micro_batches(size: int, examples: int) -> int:
+    return -(-examples // size)
+
+
+@pytest.mark.parametrize("fixed", [0, GIB, 5 * GIB])
+@pytest.mark.parametrize("each", [10**6, 10**8, 7 * 10**8])
+@pytest.mark.parametrize("most", [1, 2, 3, 100, 4096])
+@pytest.mark.parametrize("uncompiled", [1, 3])
+def test_few_sizes_are_tried_if_each_has_to_be_compiled(
+    fixed: int, each: int, most: int, uncompiled: int
+) -> None:
+    """A pass takes 256 MiB besides its examples. Over one example, it is not compiled."""
+    tried: list[int] = []
+
+    def peak(rows: int) -> int:
+        if not rows:
+            return fixed
+        tried.append(rows)
+        return fixed + GIB // 4 + rows * each * (uncompiled if rows == 1 else 1)
+
+    found = largest(peak, 10 * GIB, most, sparse=True)
+    fits = min(most, (10 * GIB - GIB // 4 - fixed) // each)
+    assert micro_batches(found, most) == micro_batches(fits, most)
+    assert tried[-1] == found  # so none was too large, and the run has its graphs
+    assert len(tried) <= 5
+
+
+def test_a_pass_whose_first_examples_need_no_more_memory_stays_in_the_budget() -> None:
+    """Until 20 examples, something else is the peak."""
+    tried = []
+
+    def peak(rows: int) -> int:
+        tried.append(rows)
+        return max(30, 10 + rows) if rows else 0
+
+    assert largest(peak, 100, 1000, sparse=True) == 84  # 12 micro-batches, as with 90
+    assert max(tried) <= 90
 
 
 def test_a_single_example_that_is_too_much_is_still_the_answer() -> None:
@@ -132,6 +172,41 @@ def test_each_phase_is_measured(experiment_file: str, tmp_path: Path) -> None:
     phases = "phases=[{steps: 1, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
     _run(experiment_file, tmp_path, phases, "training.micro_batch_size=auto")
     assert list(json.loads((tmp_path / "micro_batch.json").read_text()).values()) == [6, 6]
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize(("size", "passes"), [("3", []), ("auto", [1, 3, 5])])
+def test_graphs_of_few_sizes_are_compiled(
+    size: str,
+    passes: list[int],
+    experiment_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of one example, and those of the size that is taken are not compiled again."""
+    compilations: list[int] = []  # rows of each graph
+    rows_of_passes: list[int] = []
+    original = micro_batch.accumulate_gradients
+
+    def compile_nothing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        hidden = next(each for each in inputs if each.ndim == 3)
+        compilations.append(len(hidden))
+        return graph.forward
+
+    def accumulate(*arguments: Any) -> Any:
+        rows_of_passes.append(len(arguments[-1][0]["tokens"]))
+        return original(*arguments)
+
+    monkeypatch.setattr(compiled, "_backend", compile_nothing)
+    monkeypatch.setattr(micro_batch, "accumulate_gradients", accumulate)
+    settings = [f"training.micro_batch_size={size}", "training.compile=true"]
+    try:
+        _run(experiment_file, tmp_path, *settings, "training.evaluate_every=null")
+    finally:
+        torch.compiler.reset()
+    assert rows_of_passes == passes
+    # A layer that computes all positions, and the last one.
+    assert compilations == [rows for rows in passes[1:] or [3] for _ in range(2)]
 
 
 def test_measuring_changes_nothing(

@@ -65,6 +65,13 @@ def test_segments_are_left_out_if_each_row_is_one(
     assert spy.columns == {"tokens"} | ({"segments"} if needed else set())
 
 
+def test_compiled_layers_always_get_segments(strategy: Single):
+    spy = Spy()
+    strategy.compiles_layers = True
+    accumulate_gradients(nn.Linear(1, 1), spy, strategy, [batch([[1, 1], [1, 1]])])
+    assert spy.columns == {"tokens", "segments"}
+
+
 @pytest.mark.parametrize(
     ("segments", "targets", "needed"),
     [
