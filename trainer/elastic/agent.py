@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ from trainer.errors import (
 )
 from trainer.storage import keeper
 from trainer.storage.keeper import Keeper
+from trainer.strategies.agreement import Facts
 from trainer.strategies.neighbor import interface_of, loopback_only, own_address
 from trainer.strategies.world import PROGRESS
 from trainer.training.preemption import TOGETHER_SECONDS
@@ -56,6 +57,7 @@ class Elastic:
             is only this one.
         snapshots: whether agents keep snapshots for their workers, see
             `trainer.training.checkpoints`.
+        facts: returns what must be equal on all machines.
     """
 
     min_machines: int = 1
@@ -63,6 +65,7 @@ class Elastic:
     rendezvous: str = "127.0.0.1:0"
     snapshots: bool = False
     secrets_folder: Location | None = None
+    facts: Callable[[], Facts] = dict
 
     @classmethod
     def parse(
@@ -71,6 +74,7 @@ class Elastic:
         rendezvous: str | None,
         snapshots: bool = False,
         secrets_folder: Location | None = None,
+        facts: Callable[[], Facts] = dict,
     ) -> Elastic:
         """Reads MIN:MAX (or N for both) and HOST:PORT of the command line.
 
@@ -97,7 +101,7 @@ class Elastic:
             )
         if rendezvous is None:
             return cls(least, most, cls.rendezvous, snapshots)
-        return cls(least, most, rendezvous, snapshots, secrets_folder)
+        return cls(least, most, rendezvous, snapshots, secrets_folder, facts)
 
 
 def under_launcher() -> bool:
@@ -147,6 +151,7 @@ class _Agent:
             settings.max_machines,
             run,
             settings.secrets_folder,
+            settings.facts(),
         )
         self._workers, self._processes, self._preemption = workers, processes, preemption
         self._is_elastic, self._snapshots = elastic is not None, settings.snapshots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
@@ -23,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from trainer.errors import EXIT_REGROUP, ConnectError, LaunchError, SamestepError
+from trainer.strategies.agreement import Facts, Machine, disagreement
 from trainer.strategies.neighbor import Neighbor
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,19 @@ class World:
         watcher.start()
         world._watchers.append(watcher)
         return world
+
+    def agree(self, facts: Facts) -> None:
+        """Compares what all ranks must share, before any collective. One operation of the store.
+
+        Raises:
+            LaunchError: another rank has other facts.
+        """
+        if self.store is None:
+            return
+        own = Machine(f"rank {self.rank} ({platform.node()})", facts)
+        stored = self.store.compare_set("facts", "", json.dumps([own.name, dict(facts)]))
+        if problem := disagreement(Machine(*json.loads(stored)), own):
+            raise LaunchError(problem)
 
     def connect(self, backend: str, device: torch.device | None = None) -> None:
         """Initializes collectives.
