@@ -37,6 +37,7 @@ _TFLOPS = {
 _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
 _BACKEND: Any = torch.backends.cuda
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,17 @@ def _avoid_cudnn_attention() -> None:
     multiple of 128 (pytorch#196678), and each new shape takes tens of milliseconds to plan.
     """
     _BACKEND.enable_cudnn_sdp(False)
+
+
+def _keep_alive_after_errors() -> None:
+    """Keeps NCCL's watchdog from aborting this process when a collective fails or times out.
+
+    It aborts the collective instead, and `World` ends the process with the reason. An abort would
+    look like a crash of this rank, while another one is to blame. torchrun sets 1, the abort, for
+    its workers.
+    """
+    if os.environ.get(_ERROR_HANDLING, "1") == "1":
+        os.environ[_ERROR_HANDLING] = "2"
 
 
 def _attention_kernels() -> str:
@@ -175,6 +187,7 @@ class CudaAccelerator(Accelerator):
     collective_backend = "nccl"
 
     def __init__(self, index: int, fuses_attention: bool = True) -> None:
+        _keep_alive_after_errors()
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         # NCCL connects at once, where a failure is explained, not in the first collective.

@@ -70,6 +70,20 @@ def test_nccl_connects_from_its_device_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked["device_id"] == torch.device("cuda", 0)
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("given", "kept"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+def test_nccl_leaves_the_process_alive_when_a_collective_fails(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str
+) -> None:
+    """Also under torchrun, which sets 1; a choice of the user stays."""
+    monkeypatch.delenv(cuda._ERROR_HANDLING, raising=False)
+    if given is not None:
+        monkeypatch.setenv(cuda._ERROR_HANDLING, given)
+    cuda.Config().build()
+    assert os.environ[cuda._ERROR_HANDLING] == kept
+    monkeypatch.setenv(cuda._ERROR_HANDLING, "")  # which is undone after the test
+
+
 class Runtime:
     """Calls of CUDA's runtime, which answers with `status`."""
 
