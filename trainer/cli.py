@@ -275,9 +275,11 @@ def _train(args: argparse.Namespace) -> int:
     elastic = None
     if args.elastic:
         from trainer.training.run import checkpoint_folder
+        from trainer.training.shared_facts import facts_of
 
         folder = checkpoint_folder(experiment)
-        elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots, folder)
+        facts = partial(facts_of, experiment, folder)
+        elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots, folder, facts)
     processes = _processes_to_start(args, experiment)
     if processes > 1 or (processes and elastic):
         signals = experiment.training.preemption.numbers

@@ -42,6 +42,7 @@ _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
 _BACKEND: Any = torch.backends.cuda
 _RECORDED_COLLECTIVES = 2000
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,17 @@ def _cache_kernels_here() -> None:
         # Other users can create the folder first, or a link, and put their code there.
         if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
             os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def _keep_alive_after_errors() -> None:
+    """Keeps NCCL's watchdog from aborting this process when a collective fails or times out.
+
+    It aborts the collective instead, and `World` ends the process with the reason. An abort would
+    look like a crash of this rank, while another one is to blame. torchrun sets 1, the abort, for
+    its workers.
+    """
+    if os.environ.get(_ERROR_HANDLING, "1") == "1":
+        os.environ[_ERROR_HANDLING] = "2"
 
 
 def _attention_kernels() -> str:
@@ -208,6 +220,7 @@ class CudaAccelerator(Accelerator):
     collective_backend = "nccl"
 
     def __init__(self, index: int, fuses_attention: bool = True) -> None:
+        _keep_alive_after_errors()
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         # NCCL connects at once, where a failure is explained, not in the first collective.

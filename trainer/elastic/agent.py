@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,8 +32,9 @@ from trainer.errors import (
 )
 from trainer.storage import keeper
 from trainer.storage.keeper import Keeper
+from trainer.strategies.agreement import Facts
 from trainer.strategies.neighbor import interface_of, loopback_only, own_address
-from trainer.strategies.world import PROGRESS
+from trainer.strategies.world import FAILURE, PROGRESS
 from trainer.training.preemption import TOGETHER_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Elastic:
             is only this one.
         snapshots: whether agents keep snapshots for their workers, see
             `trainer.training.checkpoints`.
+        facts: returns what must be equal on all machines.
     """
 
     min_machines: int = 1
@@ -63,6 +65,7 @@ class Elastic:
     rendezvous: str = "127.0.0.1:0"
     snapshots: bool = False
     secrets_folder: Location | None = None
+    facts: Callable[[], Facts] = dict
 
     @classmethod
     def parse(
@@ -71,6 +74,7 @@ class Elastic:
         rendezvous: str | None,
         snapshots: bool = False,
         secrets_folder: Location | None = None,
+        facts: Callable[[], Facts] = dict,
     ) -> Elastic:
         """Reads MIN:MAX (or N for both) and HOST:PORT of the command line.
 
@@ -97,7 +101,7 @@ class Elastic:
             )
         if rendezvous is None:
             return cls(least, most, cls.rendezvous, snapshots)
-        return cls(least, most, rendezvous, snapshots, secrets_folder)
+        return cls(least, most, rendezvous, snapshots, secrets_folder, facts)
 
 
 def under_launcher() -> bool:
@@ -147,6 +151,7 @@ class _Agent:
             settings.max_machines,
             run,
             settings.secrets_folder,
+            settings.facts(),
         )
         self._workers, self._processes, self._preemption = workers, processes, preemption
         self._is_elastic, self._snapshots = elastic is not None, settings.snapshots
@@ -240,9 +245,11 @@ class _Agent:
                 if not killed:
                     exits.append(ended)
                 # The others cannot work without a worker that has failed. One that a signal killed
-                # could not even tell them, so they may hang in a collective.
+                # could not even tell them, so they may hang in a collective. One that aborts may
+                # itself follow another one, which has yet to say why it fails.
                 if ended.code:
-                    self._kill_within(0 if ended.code < 0 else _LEAVE_SECONDS)
+                    told = ended.code > 0 or ended.code == -signal.SIGABRT
+                    self._kill_within(_LEAVE_SECONDS if told else 0)
             self._handle_signals()
             self._handle_event()
             if not killed and time.monotonic() >= self._kill_at:
@@ -294,7 +301,7 @@ class _Agent:
             KeyboardInterrupt: the user has ended it.
         """
         # Workers that only regroup follow the failure of another one, which is the cause.
-        failures = [ended for ended in exits if ended.code]
+        failures = [self._cause(joined, ended) for ended in exits if ended.code]
         causes = [ended for ended in failures if ended.code != EXIT_REGROUP]
         local_rank, code = (causes or failures or exits)[0]
         if self._stop is not None:
@@ -340,14 +347,43 @@ class _Agent:
             return EXIT_FAILED
         raise LaunchError(f"rank {rank} {what}{hint}; {_AGAIN}")
 
+    def _cause(self, joined: Round, ended: Exit) -> Exit:
+        """Replaces an abort that follows another rank's failure by that failure.
+
+        Libraries abort a process when the other end of a collective is gone.
+        """
+        if ended.code != -signal.SIGABRT:
+            return ended
+        try:
+            failure = self._stored(joined, FAILURE)
+        except RuntimeError:  # the store is gone with its host
+            return Exit(ended.local_rank, EXIT_REGROUP)
+        if not failure:
+            return ended
+        rank, code = map(int, failure.split())
+        local_rank = rank - joined.first_rank
+        if local_rank == ended.local_rank:
+            return ended
+        if 0 <= local_rank < self._processes:
+            return Exit(local_rank, code)
+        return Exit(ended.local_rank, EXIT_REGROUP)  # that rank's agent counts its failure
+
+    def _stored(self, joined: Round, key: str) -> str:
+        """Reads a key of a round's store; "" if there is none.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        store = TCPStore(
+            self._rendezvous.host, joined.port, is_master=False, timeout=timedelta(seconds=2)
+        )
+        return store.get(key).decode() if store.check([key]) else ""
+
     def _count_failure(self, joined: Round, what: str) -> None:
         """Raises a LaunchError after too many failures without a newer checkpoint in between."""
         progress = ""
         with suppress(RuntimeError):  # the store is gone with its host
-            store = TCPStore(
-                self._rendezvous.host, joined.port, is_master=False, timeout=timedelta(seconds=2)
-            )
-            progress = store.get(PROGRESS).decode() if store.check([PROGRESS]) else ""
+            progress = self._stored(joined, PROGRESS)
         self._failures = self._failures + 1 if progress == self._progress else 1
         self._progress = progress
         if self._failures > _MAX_RESTARTS:

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import platform
 import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
 from trainer.checkpoint.files import Location
 from trainer.elastic import rounds, secret
@@ -33,6 +36,7 @@ from trainer.storage.channel import (
     connect,
     derive,
 )
+from trainer.strategies.agreement import Facts, Machine
 from trainer.strategies.neighbor import interface_of, keep_alive, own_address
 
 logger = logging.getLogger(__name__)
@@ -59,6 +63,7 @@ class Rendezvous:
         run: text that identifies the run; agents of other runs are rejected.
         secrets_folder: where the agents of the run find its secret, see `trainer.elastic.secret`;
             with None there is only this agent, and nobody else learns its secret.
+        facts: about this machine; agents with other ones are refused.
 
     Raises:
         ConfigError: the address is not HOST:PORT.
@@ -71,6 +76,7 @@ class Rendezvous:
         max_agents: int,
         run: str,
         secrets_folder: Location | None = None,
+        facts: Facts | None = None,
     ) -> None:
         self.host, _, port = address.rpartition(":")
         if not self.host or not port.isdecimal() or int(port) > 65535:
@@ -80,6 +86,7 @@ class Rendezvous:
             )
         self._port, self.min_agents, self.max_agents = int(port), min_agents, max_agents
         self._run, self._folder = run, secrets_folder
+        self._machine = Machine(f"{platform.node()} (pid {os.getpid()})", dict(facts or {}))
         self._first = self.host, self._port
         self._records = None if secrets_folder is None else Records(secrets_folder)
         self._renewal: Renewal | None = None  # while this agent is the host
@@ -99,9 +106,11 @@ class Rendezvous:
         Raises:
             RunEnded: another agent has ended the run.
             RendezvousError: nobody hosts the rendezvous, or too few agents join.
-            LaunchError: another program or another run listens at the address.
+            LaunchError: another program or another run listens at the address, or this machine
+                would train something else than the others.
         """
-        self._send(ready=workers)
+        ready = {"ready": workers, "machine": asdict(self._machine)}
+        self._send(**ready)
         began = time.monotonic()
         problem, here = "", self.min_agents
         while not cancelled():
@@ -110,7 +119,7 @@ class Rendezvous:
             if self._connection is None:
                 error = self._connect()
                 if error is None:
-                    self._send(ready=workers)
+                    self._send(**ready)
                     continue
                 # The wait for room in a round, which has no end, does not count.
                 lost = max(began, self._heard)
@@ -132,8 +141,12 @@ class Rendezvous:
                 continue
             message = self._receive(rounds.POLL_SECONDS)
             if "round" in message:
+                self._machine = replace(self._machine, has_run=True)
                 found = message["round"]
                 return Round(**{**found, "order": tuple(found["order"])})
+            if "differs" in message:
+                self._disconnect()  # the others continue
+                raise LaunchError(message["differs"])
             if "refused" in message:
                 self._connection = None
                 raise RendezvousError(message["refused"])

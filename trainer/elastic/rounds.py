@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeAlias
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.elastic.host import Renewal
 from trainer.storage.channel import Channel, Listener, Message
+from trainer.strategies.agreement import Machine, disagreement
 from trainer.strategies.neighbor import keep_alive
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,10 @@ PATIENCE_SECONDS = 600.0
 # frozen: its kernel still answers, so the connection does not break.
 ALIVE_SECONDS = 3.0
 SILENT_SECONDS = 15.0
-MESSAGE_BYTES = 2**16
+MESSAGE_BYTES = 2**20  # holds the facts of a machine, such as those of a mixture
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
+_OLDER = {"name": "another machine", "facts": {"samestep": "an older version"}}
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
 
 
@@ -82,6 +84,8 @@ class Host(threading.Thread):
         # Every connected agent and its number of workers; None while it is not ready for a round.
         self._agents: dict[Channel, int | None] = {}
         self._heard: dict[Channel, float] = {}  # time of each agent's last message
+        self._machines: dict[Channel, Machine] = {}
+        self._model: Machine | None = None  # the machine that others are compared with
         self._round: list[Channel] = []
         self._round_deadline = math.inf  # by when all agents of a broken round must have left it
         # What the round has been told. A second message would change nothing, and with one for each
@@ -131,12 +135,39 @@ class Host(threading.Thread):
             return
         if "alive" in message:
             return
+        if self._differs(agent, Machine(**message.get("machine", _OLDER))):
+            return
         self._agents[agent] = message.get("ready")
         self._last_change, self._is_news = time.monotonic(), True
         if agent in self._round:
             self._leave(agent)
         elif len(self._round) < self._max_agents:
             self._tell_round("joined")
+
+    def _differs(self, agent: Channel, machine: Machine) -> bool:
+        """Turns machines away that would train something else; returns whether this one is.
+
+        Before the first round nobody knows which machine is right, so no machine may begin.
+        """
+        model, self._machines[agent] = self._model, machine
+        if model is None:
+            self._model = machine
+            return False
+        problem = disagreement(model, machine)
+        if not problem:
+            return False
+        wrong = list(self._machines)
+        if model.has_run:
+            wrong = [agent]
+        elif machine.has_run:  # and its host is gone: this one knows better
+            self._model = machine
+            wrong = [each for each, other in self._machines.items() if disagreement(machine, other)]
+        for each in wrong:
+            self._agents[each] = None
+        self._tell(wrong, {"differs": problem})
+        if agent in wrong and model.has_run:
+            logger.warning("refused      %s: %s", machine.name, problem)
+        return agent in wrong
 
     def _ready(self) -> list[Channel]:
         return [agent for agent, workers in self._agents.items() if workers is not None]
@@ -145,6 +176,9 @@ class Host(threading.Thread):
         self._selector.unregister(agent.socket)
         agent.close()
         del self._agents[agent], self._heard[agent]
+        self._machines.pop(agent, None)
+        if self._model is not None and not self._model.has_run:
+            self._model = next(iter(self._machines.values()), None)
         self._leave(agent)
 
     def _leave(self, agent: Channel) -> None:
@@ -192,6 +226,8 @@ class Host(threading.Thread):
             return  # this host was frozen, and the others have gone on
         self._round, self._round_deadline, self._told = ready, math.inf, set()
         self._store = _open_store(self._interface)
+        if self._model is not None:
+            self._model = replace(self._model, has_run=True)
         self._rounds += 1
         host = 0 if self._renewal is None else self._renewal.number
         # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2

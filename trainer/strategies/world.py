@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
@@ -23,7 +25,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainer.errors import EXIT_REGROUP, ConnectError, LaunchError, SamestepError
+from trainer.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
+from trainer.strategies.agreement import Facts, Machine, disagreement
 from trainer.strategies.neighbor import Neighbor
 
 if TYPE_CHECKING:
@@ -33,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 # Keys of the store.
 PROGRESS = "progress"  # the step that the run continues from, for the agent
-_FAILURE = "failure"  # "RANK EXIT_CODE" of the first rank that fails
+FAILURE = "failure"  # "RANK EXIT_CODE" of the first rank that fails, also for the agent
 _ENDING = "ending"  # number of ranks at the end of a successful run
 _POLL_SECONDS = 0.5
+_BROKEN_SECONDS = 5.0  # for the main thread or another rank to say why a collective has failed
 
 _LEFT: list[object] = []  # process groups that were left, kept until the process ends
 
@@ -57,6 +61,7 @@ class World:
     timeout: timedelta
     _over: threading.Event = field(default_factory=threading.Event)
     _watchers: list[threading.Thread] = field(default_factory=list)
+    _devices: list[torch.device] = field(default_factory=list)  # once they are connected
 
     @classmethod
     def start(cls, timeout_seconds: float) -> World:
@@ -81,6 +86,19 @@ class World:
         watcher.start()
         world._watchers.append(watcher)
         return world
+
+    def agree(self, facts: Facts) -> None:
+        """Compares what all ranks must share, before any collective. One operation of the store.
+
+        Raises:
+            LaunchError: another rank has other facts.
+        """
+        if self.store is None:
+            return
+        own = Machine(f"rank {self.rank} ({platform.node()})", facts)
+        stored = self.store.compare_set("facts", "", json.dumps([own.name, dict(facts)]))
+        if problem := disagreement(Machine(*json.loads(stored)), own):
+            raise LaunchError(problem)
 
     def connect(self, backend: str, device: torch.device | None = None) -> None:
         """Initializes collectives.
@@ -111,6 +129,8 @@ class World:
                 timeout=self.timeout,
                 device_id=device,
             )
+        if device is not None:
+            self._devices.append(device)
 
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
@@ -180,7 +200,7 @@ class World:
                 time.sleep(2 * _POLL_SECONDS)
             code = error.exit_code if isinstance(error, SamestepError) else EXIT_REGROUP
             mine = f"{self.rank} {code}"
-            first = self.store.compare_set(_FAILURE, "", mine).decode()
+            first = self.store.compare_set(FAILURE, "", mine).decode()
             if first != mine:
                 rank, exit_code = first.split()
                 _leave(rank, int(exit_code))
@@ -212,20 +232,25 @@ class World:
         would continue to train unnoticed.
         """
         parent = os.getppid()
+        broken = 0.0  # when a collective was found to have failed
         try:
             with closing(Neighbor(store, self.rank, self.size)) as neighbor:
-                while not store.check([_FAILURE]):
+                while not store.check([FAILURE]):
                     if neighbor.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
                         # If all ranks were at the end, it has only ended before this one.
                         if store.add(_ENDING, 0) == self.size:
                             return
                         # Does nothing if the rank has reported its failure itself.
-                        store.compare_set(_FAILURE, "", f"{neighbor.rank} {EXIT_REGROUP}")
+                        store.compare_set(FAILURE, "", f"{neighbor.rank} {EXIT_REGROUP}")
                     if self._over.is_set():
                         return
                     if os.getppid() != parent:
                         _leave("", EXIT_REGROUP)
-                failure = store.get(_FAILURE).decode()
+                    if problem := _broken_collective(self._devices):
+                        broken = broken or time.monotonic()
+                        if time.monotonic() > broken + _BROKEN_SECONDS:
+                            self._end_broken(store, problem)
+                failure = store.get(FAILURE).decode()
         except RuntimeError:
             if self._over.wait(_POLL_SECONDS):
                 return
@@ -235,6 +260,42 @@ class World:
             if int(code) != EXIT_REGROUP:
                 time.sleep(_POLL_SECONDS)  # the rank that failed reports first
             _leave(rank, int(code))
+
+    def _end_broken(self, store: Store, problem: str) -> None:
+        """Ends the run after a failed collective that neither the main thread nor a rank reports.
+
+        The main thread may wait for something that never comes, or not use the device for long.
+        """
+        mine = f"{self.rank} {EXIT_CRASHED}"
+        if store.compare_set(FAILURE, "", mine).decode() != mine:
+            return
+        where = f"rank {self.rank} ({platform.node()})"
+        if problem == "TIMEOUT":
+            logger.error(
+                "error: %s has waited in a collective for training.collective_timeout, %g s, for a "
+                "rank that hangs. Set training.hang_timeout, which names that rank.",
+                where,
+                self.timeout.total_seconds(),
+            )
+        else:
+            logger.error(
+                "error: a collective of %s has failed, and no rank says why. Check the network and "
+                "the devices.",
+                where,
+            )
+        logging.shutdown()
+        os._exit(EXIT_CRASHED)
+
+
+def _broken_collective(devices: Iterable[torch.device]) -> str:
+    """The error of a process group whose back-end watches its collectives; "" if there is none."""
+    for device in devices:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with suppress(RuntimeError):  # a group for the host has no back-end for the device
+                error = group._get_backend(device).get_error()  # type: ignore[attr-defined]
+                if error != ErrorType.SUCCESS:
+                    return str(error.name)
+    return ""
 
 
 def _leave(culprit: str, code: int) -> NoReturn:

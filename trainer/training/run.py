@@ -50,6 +50,7 @@ from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
 from trainer.training.probe_rows import build_probes
 from trainer.training.rewind import rewind
+from trainer.training.shared_facts import facts_of
 from trainer.training.start_record import start_of
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
@@ -157,7 +158,7 @@ def _fit(
 
 @contextmanager
 def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
-    """Connects to the other ranks and builds the strategy.
+    """Connects to the other ranks, which must train the same, and builds the strategy.
 
     On success the ranks leave in order. If this one fails, it tells the others why.
     """
@@ -170,6 +171,8 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
                 f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
                 " Set it to false, or use a GPU of compute capability 8.9 or above."
             )
+        if world.store is not None:
+            world.agree(facts_of(experiment, checkpoint_folder(experiment)))
         world.connect(accelerator.collective_backend, accelerator.collective_device)
         yield experiment.strategy.build(accelerator, world, experiment.training.precision)
         world.close()

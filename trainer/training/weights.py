@@ -155,7 +155,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
             return replace(_from_huggingface(folder), hub=hub)
         if _is_adapter(folder):
             return _from_adapter(folder, rank, world_size)
-        is_step = _is_step(folder)
+        is_step = is_step(folder)
         root = folder.parent if is_step else checkpoints_of(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
     if not is_step:
@@ -294,13 +294,13 @@ def load_config(path: str | Location) -> ModelConfig:
     Raises:
         CheckpointError: there is none, or its description is damaged.
     """
-    folder = _resolve(path)
+    folder = resolve(path)
     if _is_huggingface(folder):
         return _config_and_tensors(folder)[0]
     if _is_adapter(folder):
         return _from_adapter(folder, 0, 1).config
     # Reading only the description: preflight checks should not verify gigabytes.
-    if not _is_step(folder):
+    if not is_step(folder):
         check_weights(folder)
         root = checkpoints_of(folder)
         folder = integrity.step_folder(root, max(integrity.committed_steps(root)))
@@ -320,7 +320,7 @@ def check_weights(start: Location) -> None:
         huggingface.load_folder(start)
     elif _is_adapter(start):
         huggingface.load_adapter(start)
-    elif _is_step(start):
+    elif is_step(start):
         integrity.check_sizes(start)
     elif not integrity.committed_steps(checkpoints_of(start)):
         raise CheckpointError(
@@ -329,20 +329,20 @@ def check_weights(start: Location) -> None:
 
 
 def _resolve_together(path: str | Location, world_size: int) -> Location:
-    """Returns the folder that `_resolve` returns, of the same step on all ranks. Collective.
+    """Returns the folder that `resolve` returns, of the same step on all ranks. Collective.
 
     Raises:
-        CheckpointError: as `_resolve` raises it, on any rank.
+        CheckpointError: as `resolve` raises it, on any rank.
     """
     with raise_on_all_ranks(world_size):
-        folder = _resolve(path)
+        folder = resolve(path)
     # Of a run that is still training, RUN/best may be another step a moment later. So the step that
     # rank 0 has found counts. Models of the Hub are in a folder of each machine.
     step = gather(folder.name, world_size)[0]
     return folder if is_hub_path(str(path)) or folder.name == step else folder.parent / step
 
 
-def _resolve(path: str | Location) -> Location:
+def resolve(path: str | Location) -> Location:
     """Returns a folder; downloads a model of the Hub, and finds the checkpoint of RUN/best."""
     if is_hub_path(str(path)):
         return model_folder(str(path))
@@ -376,7 +376,8 @@ def _is_adapter(folder: Location) -> TypeGuard[Path]:
     return isinstance(folder, Path) and huggingface.is_adapter(folder)
 
 
-def _is_step(folder: Location) -> bool:
+def is_step(folder: Location) -> bool:
+    """Whether a folder is one checkpoint of a run."""
     return (folder / integrity.META).exists()
 
 

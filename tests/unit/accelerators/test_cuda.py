@@ -127,6 +127,19 @@ def test_kernels_of_others_are_not_loaded(
     assert KERNELS not in os.environ
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+def test_nccl_leaves_the_process_alive_when_a_collective_fails(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str
+) -> None:
+    """Also under torchrun, which sets 1; a choice of the user stays."""
+    monkeypatch.delenv(cuda._ERROR_HANDLING, raising=False)
+    if given is not None:
+        monkeypatch.setenv(cuda._ERROR_HANDLING, given)
+    cuda.Config().build()
+    assert os.environ[cuda._ERROR_HANDLING] == kept
+    monkeypatch.setenv(cuda._ERROR_HANDLING, "")  # which is undone after the test
+
+
 class Runtime:
     """Calls of CUDA's runtime, which answers with `status`, and remembers an error."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 
 import tests.processes  # noqa: F401 sets up the fork server
 from tests.ports import free_port
@@ -33,7 +34,7 @@ from trainer.errors import (
     ConfigError,
     LaunchError,
 )
-from trainer.strategies.world import World
+from trainer.strategies.world import FAILURE, World
 
 CONTEXT = multiprocessing.get_context("forkserver")
 WAIT = 1000  # until it is stopped by a signal, and then exit with 75
@@ -42,6 +43,8 @@ DEAF = 1002  # hang, whatever signal comes
 LATE = 1004  # until it is stopped by a signal, and then exit as one whose checkpoint takes too long
 COLLECT = 1005  # garbage, and be done
 LISTEN = 1006  # write down the addresses on which this process and its agent listen, and be done
+ABORT = 1007  # as a library does when the other end of a collective, rank 1, has failed
+SLOW = 1008  # crash, but take a moment to say why
 STUCK = 1003  # go on from the step of this round's number, but no later one than 2, and crash
 
 
@@ -78,6 +81,13 @@ def act(arguments: list[str]) -> int:
         return EXIT_DONE
     if code == STUCK:
         World.start(20).tell_progress(min(round_number, 2))
+        return EXIT_CRASHED
+    if code == ABORT:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store.set(FAILURE, f"1 {EXIT_CRASHED}")
+        os.abort()
+    if code == SLOW:
+        time.sleep(1)
         return EXIT_CRASHED
     if code in (WAIT, LATE, HANG, DEAF):
         time.sleep(100)
@@ -204,6 +214,39 @@ def test_restarts_are_counted_from_the_newest_checkpoint(tmp_path: Path) -> None
     assert "4 times in a row, each time before there was a checkpoint newer than step 2" in (
         (tmp_path / "stderr").read_text()
     )
+
+
+def test_an_abort_after_the_failure_of_another_rank_blames_that_rank(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [ABORT, 0], [SLOW, 0]) == EXIT_DONE
+    assert "rank 1 failed: starting again" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("failure", [f"1 {EXIT_CRASHED}", f"1 {EXIT_REGROUP}", "no store"])
+def test_aborts_after_failures_on_other_machines_are_not_counted(failure: str) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = free_port() if failure == "no store" else store.port
+    store.set(FAILURE, failure)
+    judging = judge_of_one_worker()
+    for _ in range(1 if failure == "no store" else 5):  # without a store it takes seconds
+        assert judging._judge(Round(0, 2, port), [Exit(0, -signal.SIGABRT)]) is None
+
+
+@pytest.mark.parametrize("failure", [None, f"0 {EXIT_REGROUP}"])
+def test_aborts_of_its_own_are_counted(failure: str | None) -> None:
+    """Its neighbor may have noticed the death of this rank first."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if failure is not None:
+        store.set(FAILURE, failure)
+    judging = judge_of_one_worker()
+    aborted = Round(0, 2, store.port), [Exit(0, -signal.SIGABRT)]
+    for _ in range(3):
+        assert judging._judge(*aborted) is None
+    with pytest.raises(LaunchError, match="was killed by SIGABRT: 4 times in a row"):
+        judging._judge(*aborted)
+
+
+def judge_of_one_worker() -> _Agent:
+    return _Agent(SimpleNamespace(), "a run", 1, Elastic(), [])  # type: ignore[arg-type]
 
 
 def test_without_elastic_a_death_ends_the_run(tmp_path: Path) -> None:

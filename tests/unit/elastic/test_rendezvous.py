@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -44,10 +45,15 @@ def _secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the agents share the folder `checkpoints` there
 
 
-def agent(port: int, min_agents: int, max_agents: int, run: str = "train") -> Rendezvous:
-    return Rendezvous(
-        f"127.0.0.1:{port}", min_agents, max_agents, run, Path("checkpoints").absolute()
-    )
+def agent(
+    port: int,
+    min_agents: int,
+    max_agents: int,
+    run: str = "train",
+    facts: dict[str, str | None] | None = None,
+) -> Rendezvous:
+    address = f"127.0.0.1:{port}"
+    return Rendezvous(address, min_agents, max_agents, run, Path("checkpoints").absolute(), facts)
 
 
 def agents(count: int, min_agents: int, max_agents: int) -> list[Rendezvous]:
@@ -93,6 +99,64 @@ def test_an_agent_that_joins_is_announced(join: Join) -> None:
     assert event_of(first) == "joined"
     both = [join(first, 1).result(5), waiting.result(5)]
     assert [joined.world_size for joined in both if joined] == [2, 2]
+
+
+def test_machines_that_differ_do_not_start(join: Join) -> None:
+    """Nobody knows which of them is right."""
+    first = agent(0, 2, 3, facts={"seed": "1", "data": "a"})
+    first._connect()
+    second = agent(first._port, 2, 3, facts={"seed": "7", "data": "a", "extra": "b"})
+    waiting = [join(first, 1), join(second, 1)]
+    for future in waiting:
+        with pytest.raises(LaunchError) as error:
+            future.result(5)
+        assert error.value.exit_code == 1  # a machine that differs has no reason to come again
+        assert re.search(
+            r"differ \((seed: 1 on .*, 7 on|seed: 7 on .*, 1 on) .*extra: ", str(error.value)
+        )
+
+
+def test_a_machine_that_differs_is_refused_and_the_others_go_on(
+    join: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = agent(0, 1, 3, facts={"seed": "1", "weights": "a"})
+    first._connect()
+    assert join(first, 1).result(5) is not None
+    wrong = agent(first._port, 1, 3, facts={"seed": "7", "weights": "a"})
+    with pytest.raises(LaunchError, match="seed: 1 on"):
+        join(wrong, 1).result(5)
+    assert first.event() is None  # no round ends for it
+    assert "refused      " in caplog.text
+    right = agent(first._port, 1, 3, facts={"seed": "1", "weights": None})
+    waiting = join(right, 1)
+    assert event_of(first) == "joined"
+    both = [join(first, 1).result(5), waiting.result(5)]
+    assert [joined.world_size for joined in both if joined] == [2, 2]
+
+
+def test_a_machine_of_the_run_is_right_under_a_new_host(join: Join) -> None:
+    """Even if the host is a machine that has just joined and differs."""
+    host = agent(0, 2, 3, facts={"seed": "7"})
+    host._connect()
+    wrong = join(host, 1)
+    former = [agent(host._port, 2, 3, facts={"seed": "1"}) for _ in range(2)]
+    for each in former:
+        each._machine = replace(each._machine, has_run=True)
+    rounds = [join(each, 1) for each in former]
+    with pytest.raises(LaunchError, match="seed: "):
+        wrong.result(5)
+    assert [joined.world_size for future in rounds if (joined := future.result(5))] == [2, 2]
+
+
+def test_an_agent_of_an_older_version_is_refused(join: Join) -> None:
+    first = agent(0, 1, 2, facts={"samestep": "2"})
+    first._connect()
+    assert join(first, 1).result(5) is not None
+    older = agent(first._port, 1, 2)
+    send = older._send
+    older._send = lambda machine=None, **rest: send(**rest)  # type: ignore[method-assign]
+    with pytest.raises(LaunchError, match="samestep: 2 on .*, an older version on another machine"):
+        join(older, 1).result(5)
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":1", "here:port", "here:70000"])

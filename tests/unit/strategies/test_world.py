@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import re
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from tests.processes import run_ranks
 from trainer.accelerators.cpu import CpuAccelerator
-from trainer.errors import EXIT_CRASHED, ConnectError
+from trainer.errors import EXIT_CRASHED, ConnectError, LaunchError
 from trainer.strategies import fsdp
+from trainer.strategies import world as module
 from trainer.strategies.world import PROGRESS, World
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +101,60 @@ def test_the_world_alone_creates_groups() -> None:
         if re.search(rf"(?<!world\.){calls}", path.read_text(encoding="utf-8"))
     }
     assert found == {"trainer/strategies/world.py"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ErrorType.TIMEOUT,
+            r"rank 0 .* has waited in a collective for training.collective_timeout",
+        ),
+        (ErrorType.COMM_ERROR, "a collective of rank 0 .* has failed, and no rank says why"),
+    ],
+)
+def test_a_failed_collective_ends_a_run_whose_main_threads_hang(
+    tmp_path: Path, error: ErrorType, reason: str
+) -> None:
+    """As back-ends report that watch their collectives themselves, but leave the process alive."""
+    with pytest.raises(AssertionError, match=r"\[0, 1\] died without a word"):
+        run_ranks(2, hang_in_a_collective, error.name, tmp_path / "log")
+    assert re.search(reason, (tmp_path / "log").read_text())
+
+
+def hang_in_a_collective(error: str, log: Path) -> None:
+    logging.basicConfig(filename=log)
+    module._BROKEN_SECONDS = 0.5
+    world = World.start(20)
+    world.connect("gloo")
+    if world.rank == 0:
+        failed = SimpleNamespace(get_error=lambda: ErrorType.__members__[error])
+        groups = {"own": SimpleNamespace(_get_backend=lambda device: failed)}
+        dist.distributed_c10d._world = SimpleNamespace(pg_map=groups.values())
+        world._devices.append(torch.device("cpu"))
+    time.sleep(60)
+
+
+def test_ranks_that_would_train_something_else_do_not_start() -> None:
+    """However many differ: each names the rank that came first."""
+    found = run_ranks(3, start_with_own_seed)
+    assert sorted(each is None for each in found) == [False, False, True]
+    first = next(each for each in found if each)
+    assert "differ (seed: " in first
+    assert "7 on rank " in first
+    assert f"({platform.node()})" in first
+    assert "torch" not in first
+    assert "weights" not in first
+
+
+def start_with_own_seed() -> str | None:
+    world = World.start(20)
+    facts = {"torch": "2", "seed": str(7 + world.rank), "weights": None if world.rank else "a"}
+    try:
+        world.agree(facts)
+    except LaunchError as error:
+        return str(error)
+    return None
 
 
 def test_an_elastic_run_starts_again_when_its_processes_cannot_connect(
