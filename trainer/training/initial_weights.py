@@ -95,9 +95,9 @@ def stored_values(
     # reads the whole model.
     def values(name: str, first: int, stop: int) -> Tensor:
         if name in extended:
-            return extended[name](first, stop)
+            return weights.finite(name, extended[name](first, stop))
         if name in sources:
-            return tensors.elements(sources[name], first, stop).float()
+            return weights.finite(name, tensors.elements(sources[name], first, stop).float())
         assert seed is not None, "weights of this very model hold all of its parameters"
         return model.initial_values(name, first, stop, seed)
 

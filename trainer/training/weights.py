@@ -114,9 +114,29 @@ class Weights:
                 "Export it again."
             )
         every = model.named_parameters(remove_duplicate=False)
-        model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
+        values = {name: self.finite(name, self.tensors[name]) for name in self.tensors}
+        model.load_state_dict({name: values[stored[parameter]] for name, parameter in every})
         give_spellings(model, lambda: self.load_tokenizer().spellings())
         return model.eval()
+
+    def finite(self, name: str, values: Tensor) -> Tensor:
+        """Returns values of a parameter.
+
+        Raises:
+            CheckpointError: one of them is NaN or infinite; with the stored tensor and its file.
+        """
+        if values.float().isfinite().all():
+            return values
+        place, origin = f"{name} of {self.folder}", self
+        while isinstance(origin.folder, Path):
+            if found := huggingface.first_not_finite(origin.folder):
+                place = found
+            if origin.base is None:
+                break
+            origin = origin.base
+        raise CheckpointError(
+            f"{place} holds NaN or infinity. Copy or download it again, or name other weights"
+        )
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, inside the context."""
