@@ -28,6 +28,7 @@ from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
+from trainer.training.label_order import is_reordered, with_label_order
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,16 @@ class Weights:
         raise CheckpointError(
             f"{place} holds NaN or infinity. Copy or download it again, or name other weights"
         )
+
+    def in_label_order(self, labels: tuple[str, ...]) -> Weights:
+        """Returns the weights with the head's outputs in the order of `labels`.
+
+        If these are not the labels of the head in another order, nothing changes.
+        """
+        if not is_reordered(self.config.labels, labels):
+            return self
+        config, tensors = with_label_order(self.config, self.tensors, labels)
+        return replace(self, config=config, tensors=tensors)
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, inside the context."""
@@ -284,6 +295,7 @@ def _load_base(
 
 def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
     """Returns all parameters of a model: the trained ones, and the frozen ones of the base."""
+    base = base.in_label_order(config.labels)
     with torch.device("meta"):
         model = config.build()
     names = [name for name, _ in model.named_parameters()]
