@@ -17,6 +17,7 @@ from data_pipeline.sources.columns import (
     index_of,
     items,
     label_text,
+    listed,
     number,
     row_of,
 )
@@ -35,7 +36,8 @@ class Config(TextsConfig):
 
     Attributes:
         label: column of the class: one of `labels`, or, if no label is a number, its index among
-            them, or a list of a probability for each of them, as a teacher predicts.
+            them, or a probability for each of them, as a teacher predicts: an object by label, or a
+            list in the order of `labels`.
         labels: the classes.
         group: column or template shared by rows that are scored together, such as the question that
             they answer.
@@ -97,7 +99,7 @@ class Classification(TextsSource):
         label, probabilities = None, tuple[float, ...]()
         if config.each is not None:
             label = float(column(row, config.each) in items(row, config.label))
-        elif isinstance(value := value_of(row, config.label, config.words), list):
+        elif isinstance(value := value_of(row, config.label, config.words), list | dict):
             probabilities = self._probabilities(value)
         else:
             label = float(index_of(value, self.labels, config.label))
@@ -133,8 +135,12 @@ class Classification(TextsSource):
             return False
         return label_text(label) in self.config.ignore
 
-    def _probabilities(self, values: list[object]) -> tuple[float, ...]:
+    def _probabilities(self, values: list[object] | dict[str, object]) -> tuple[float, ...]:
         name = self.config.label
+        if isinstance(values, dict):
+            if sorted(values) != sorted(self.labels):
+                raise BadRecord(f"{name} has probabilities of other labels: {listed(values)}")
+            values = [values[label] for label in self.labels]
         if len(values) != len(self.labels):
             raise BadRecord(f"{name} has {len(values)} probabilities for {len(self.labels)} labels")
         numbers: list[float] = []

@@ -1,16 +1,39 @@
-"""Tables of questions whose answers are spans of a context, as SQuAD, also in SQuAD's own JSON."""
+"""Tables of questions whose answers are spans of a context, as SQuAD, also in SQuAD's own JSON.
+
+SQuAD counts `answer_start` in characters. Other tools count bytes of UTF-8 (C, Go, Rust) or UTF-16
+code units (JavaScript, Java), which are larger numbers after any character beyond ASCII or beyond
+16 bits. All rows of a file count alike, so the unit is the one that most answers of the file fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from data_pipeline.sources import BadRecord, TaskSource
+from data_pipeline.sources import BadRecord, Record, TaskSource
 from data_pipeline.sources.columns import Row, brief, column, nested, row_of, text, whole
-from data_pipeline.sources.table import TableConfig, TableSource
+from data_pipeline.sources.table import TableConfig, TableSource, encoded
 from trainer.examples import TaskRow
+from trainer.storage import shown
 from trainer.tasks import TaskKind
+
+logger = logging.getLogger(__name__)
+
+# Encoding -> bytes of a unit and its name. Of units that fit equally many answers the first counts.
+_UNITS = {
+    "": (1, "characters"),
+    "utf-16-le": (2, "UTF-16 code units"),
+    "utf-8": (1, "bytes of UTF-8"),
+}
+_UNIT = "(unit of answer_start)"  # an extra column, for workers, which see no other row of the file
+# Published starts are off by one or two characters, and by a few more if a context was stripped
+# afterwards. Farther away is another occurrence.
+_SLACK = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +47,9 @@ class Config(TableConfig):
         question: column of the question; dots reach into nested objects.
         context: column of the text that answers are spans of.
         answers: column of the answers: a list of {text, answer_start}, or both lists, {text: [],
-            answer_start: []}; answer_start counts characters. An empty list means that there is no
-            answer.
+            answer_start: []}. An empty list means that there is no answer. answer_start counts
+            characters, or in a whole file UTF-16 code units or bytes of UTF-8, and may be off by 4;
+            without it, an answer is its first occurrence.
         id: column that names the question, if there is one.
     """
 
@@ -61,16 +85,61 @@ class QuestionAnswering(TableSource, TaskSource):
                 return _questions(articles)
         return super().rows_of(value)
 
+    def records(self) -> Iterator[Record]:
+        units = self._units()
+        for record in super().records():
+            if not units[record.file] or record.problem is not None:
+                yield record
+                continue
+            try:
+                data = encoded({**row_of(record.data), _UNIT: units[record.file]})
+            except BadRecord:  # whoever parses the record gets the reason
+                data = record.data
+            yield Record.of(record.file, record.line, data, record.read)
+
+    def _units(self) -> list[str]:
+        """Returns the unit of `answer_start` in each file.
+
+        Most answers are near their stated starts in this unit, and of equal units at most of them.
+        """
+        near = [Counter[str]() for _ in self.files]
+        exact = [Counter[str]() for _ in self.files]
+        for record in super().records():
+            try:
+                context, answers = self._context_and_answers(row_of(record.content()))
+            except BadRecord:
+                continue
+            if context.isascii():  # all units agree
+                continue
+            for unit, (answer, stated) in itertools.product(_UNITS, answers):
+                start = _characters(context, stated, unit)
+                with contextlib.suppress(BadRecord):
+                    exact[record.file][unit] += _find(context, answer, start) == start
+                    near[record.file][unit] += 1
+        units = list[str]()
+        for index, file in enumerate(self.files):
+            unit = max(_UNITS, key=lambda unit: (near[index][unit], exact[index][unit]))
+            if unit:
+                logger.info("%s counts answer_start in %s", shown(file), _UNITS[unit][1])
+            units.append(unit)
+        return units
+
     def decode_row(self, data: bytes) -> TaskRow:
         row = row_of(data)
-        context = text(row, self.config.context)
+        context, found = self._context_and_answers(row)
+        if found and row.get("is_impossible") is True:
+            raise BadRecord("is_impossible is true, and there are answers")
         spans, answers = list[tuple[int, int, int]](), list[str]()
-        for answer, start in _answers(nested(row, self.config.answers), self.config.answers):
-            begin = _nearest(context, answer, start)
+        for answer, stated in found:
+            begin = _find(context, answer, _characters(context, stated, str(row.get(_UNIT, ""))))
             spans.append((begin, begin + len(answer), 0))
             answers.append(answer)
         texts = (text(row, self.config.question), context)
         return TaskRow(texts, spans=tuple(spans), answers=tuple(answers), group=self._group(row))
+
+    def _context_and_answers(self, row: Row) -> tuple[str, list[tuple[str, int | None]]]:
+        name = self.config.answers
+        return text(row, self.config.context), _answers(nested(row, name), name)
 
     def _group(self, row: Row) -> str:
         # Optional: without a name, the texts of a row choose its split.
@@ -99,26 +168,26 @@ def _questions(articles: list[Any]) -> Iterable[Row]:
         raise BadRecord("not in the format of SQuAD") from None
 
 
-def _answers(value: Any, name: str) -> list[tuple[str, int]]:
-    """Returns each answer with its stated start; 0 if none is stated."""
+def _answers(value: Any, name: str) -> list[tuple[str, int | None]]:
+    """Returns each answer with its stated start; None if none is stated."""
     # Hugging Face has columns of a list, {"text": ["a", "b"], "answer_start": [3, 7]}, and SQuAD a
     # list of objects, [{"text": "a", "answer_start": 3}, ...].
     try:
         if isinstance(value, dict):
             texts = value["text"]
-            starts = value.get("answer_start") or [0] * len(texts)
+            starts = value.get("answer_start") or [None] * len(texts)
             # A text, too, can be iterated over: its letters would be the answers.
             if not isinstance(texts, list) or not isinstance(starts, list):
                 raise TypeError
             pairs = list(zip(texts, starts, strict=True))
         else:
-            pairs = [(answer["text"], answer.get("answer_start", 0)) for answer in value]
+            pairs = [(answer["text"], answer.get("answer_start")) for answer in value]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise BadRecord(f"column {name!r} holds no answers, as [{{text, answer_start}}]") from None
-    found = []
+    found = list[tuple[str, int | None]]()
     for answer, start in pairs:
-        begin = whole(start)
-        if not isinstance(answer, str) or begin is None:
+        begin = None if start is None else whole(start)
+        if not isinstance(answer, str) or (begin is None and start is not None):
             raise BadRecord(
                 f"an item of {name} is not a text and where it begins: {brief((answer, start))}"
             )
@@ -128,20 +197,38 @@ def _answers(value: Any, name: str) -> list[tuple[str, int]]:
     return found
 
 
-def _nearest(
-    context: str,
-    answer: str,
-    start: int,
-) -> int:
-    """Returns the start of the occurrence of an answer that is nearest to its stated start.
+def _characters(context: str, start: int | None, unit: str) -> int | None:
+    """Converts a start in units of an encoding to characters; inside of one, to its begin."""
+    if start is None or start <= 0 or not unit:
+        return start if start is None else max(0, start)
+    size, _ = _UNITS[unit]
+    # In "né 2", "2" begins at character 3 and at byte 4.
+    before = context.encode(unit, "surrogatepass")[: start * size]
+    return len(before.decode(unit, "ignore"))
 
-    Stated starts are often off by a few characters, as when a text was stripped afterwards.
+
+def _find(context: str, answer: str, start: int | None) -> int:
+    """Returns where an answer begins: at its stated start, or at the only occurrence near it.
+
+    Raises:
+        BadRecord: there is none, or there are several, any of which might be meant.
     """
-    start = max(0, start)
-    # The last occurrence that begins at or before `start`, and the first one at or after it. In
-    # "a bee, a bee", "bee" stated at 6 is at 2 or 9: 9 is nearer.
-    around = (context.rfind(answer, 0, start + len(answer)), context.find(answer, start))
-    found = [begin for begin in around if begin >= 0]
-    if not found:
+    first = context.find(answer)
+    if first < 0:
         raise BadRecord(f"an answer is not in the context: {brief(answer)}")
-    return min(found, key=lambda begin: abs(begin - start))
+    if start is None:
+        return first
+    if context.startswith(answer, start):
+        return start
+    # In "a bee, a bee", "bee" stated at 4 is at 2, and stated at 6 it may be at 2 or at 9.
+    near = [
+        begin
+        for begin in range(max(0, start - _SLACK), start + _SLACK + 1)
+        if context.startswith(answer, begin)
+    ]
+    if len(near) == 1:
+        return near[0]
+    times = "twice" if near else "not"
+    raise BadRecord(
+        f"an answer is {times} within {_SLACK} characters of answer_start: {brief(answer)}"
+    )

@@ -22,6 +22,7 @@ from tests.conformance.worker import Losses, make_trainer, run_once
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
 from tests.processes import run_ranks
+from trainer.cli import main
 from trainer.config import load
 from trainer.metrics import squad
 from trainer.strategies.world import World
@@ -313,6 +314,97 @@ def test_datasets_with_the_same_labels_are_mixed(
         f"the labels of {tmp_path / 'unlike'} are x, y, and model.labels is about_class, about_file"
         in message
     )
+
+
+@pytest.fixture(scope="module")
+def reordered(tuned: Path) -> Path:
+    """The dataset of `tuned`, built with its labels in the other order."""
+    output, labels = tuned / "data-reordered", json.dumps(tasks.LABELS[::-1])
+    build = [str(tuned / "classification-data.yaml"), f"output={output}", f"source.labels={labels}"]
+    assert main(["data", "build", *build]) == 0
+    return output
+
+
+def test_labels_in_another_order_are_the_same_labels(
+    tuned: Path, reordered: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """The advice of the message, obeyed, gives the scores and predictions of the run."""
+    run, data = tuned / "run-classification", f"data.path={reordered}"
+    message = samestep("evaluate", run, data).message
+    advice = """model.labels='["about_file", "about_class"]'"""
+    assert f"set {advice}, in this order, or build the dataset again" in message
+    assert """with source.labels='["about_class", "about_file"]'""" in message
+    obeyed = (data, advice.replace("'", ""))
+    files = [tmp_path / "own.jsonl", tmp_path / "reordered.jsonl"]
+    own = samestep("evaluate", run, "--predictions", files[0])
+    other = samestep("evaluate", run, *obeyed, "--predictions", files[1])
+    assert own.out == other.out
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    for one, two in zip(
+        *(sorted(each, key=lambda row: row["texts"]) for each in rows), strict=True
+    ):
+        assert (one["label"], one["prediction"]) == (two["label"], two["prediction"])
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
+    # A run that has begun keeps its order.
+    train = ("train", tuned / "classification.yaml", "training.steps=61", *obeyed)
+    assert "the checkpoint is of another model (model.labels" in samestep(*train).message
+
+
+def test_a_checkpoint_is_not_scored_as_another_model(
+    tuned: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """With outputs of other names, or with settings that leave all shapes as they are."""
+    run = tuned / "run-classification"
+    assert "holds another model than" in samestep("evaluate", run, "model.heads=1").message
+    unlike = tmp_path / "unlike"
+    build = ("data", "build", tuned / "classification-data.yaml", f"output={unlike}")
+    renamed = "source.words={label: {about_class: x, about_file: y}}"
+    assert samestep(*build, "source.labels=[x,y]", renamed).code == 0
+    message = samestep("evaluate", run, f"data.path={unlike}", "model.labels=[x,y]").message
+    assert "model.labels: ['about_class', 'about_file'] -> ['x', 'y']" in message
+
+
+def test_a_head_is_trained_on_with_its_labels_in_another_order(
+    tuned: Path, reordered: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """As the start of a run, as frozen weights of its checkpoints, and as a teacher."""
+    trained, run = tuned / "run-classification", tmp_path / "run"
+    start = (
+        *("train", tuned / "classification.yaml", f"init_from={trained}", f"data.path={reordered}"),
+        *("training.steps=1", "training.evaluate_every=1", "optimizer.lr=1e-9"),
+        *("schedule.warmup_steps=0", "optimizer.weight_decay=0"),
+    )
+    expected = _accuracy(samestep("evaluate", trained).out)
+    assert expected > 0.9
+    assert samestep(*start, f"output={run}", "frozen=[head, embeddings]").code == 0
+    assert _accuracy(samestep("evaluate", run).out) == expected
+    bias = [load_weights(each).tensors["head.classifier.bias"] for each in (trained, run)]
+    assert torch.equal(bias[1], bias[0].flip(0))
+    assert load_weights(run).config.labels == tasks.LABELS[::-1]
+    distill = (
+        f"objective={{kind: distillation, teacher: {trained}, of: classification, hard: 0.0}}",
+        "model.dropout=0",
+        "model.attention_dropout=0",
+    )
+    assert samestep(*start, f"output={tmp_path / 'student'}", *distill).code == 0
+    (first, *_) = tasks.rows_of(tmp_path / "student")
+    assert first["train/soft_loss"] == pytest.approx(0, abs=1e-6)
+    assert (first["train/agreement"], first["train/accuracy"]) == (1, 1)
+
+
+def _accuracy(scores: str) -> float:
+    return float(dict(line.split() for line in scores.splitlines())["accuracy"])
+
+
+def test_a_mixture_has_one_order_of_labels(
+    tuned: Path, reordered: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    parts = [{"path": str(tuned / "data-classification")}, {"path": str(reordered)}]
+    train = ("train", tuned / "classification.yaml", f"output={tmp_path / 'run'}")
+    message = samestep(*train, "data.path=null", f"data.sources={json.dumps(parts)}").message
+    assert f"the labels of {reordered} are about_file, about_class" in message
+    fix = """; build the dataset again with source.labels='["about_class", "about_file"]'"""
+    assert f"about_class, about_file{fix}" in message
 
 
 def test_a_fine_tuned_model_serves_in_transformers(

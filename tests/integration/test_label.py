@@ -76,7 +76,9 @@ def test_probabilities_are_those_of_transformers(
     )
     with torch.no_grad():
         expected = model(**given).logits.softmax(-1)
-    np.testing.assert_allclose([row["label"] for row in found], expected.numpy(), atol=2e-6)
+    assert {tuple(row["label"]) for row in found} == {tuple(model.config.id2label.values())}
+    probabilities = [list(row["label"].values()) for row in found]
+    np.testing.assert_allclose(probabilities, expected.numpy(), atol=2e-6)
 
     with (tmp_path / "rows.csv").open("w", newline="") as table:
         writer = csv.DictWriter(table, ["id", "text"])
@@ -100,14 +102,16 @@ def test_probabilities_are_those_of_transformers(
         i for i, row in enumerate(rows) if len(row["text"].split()) < 15
     ]  # the export reads 32 tokens, not 24
     np.testing.assert_allclose(
-        [again[i]["soft"] for i in short], [found[i]["label"] for i in short], atol=2e-6
+        [list(again[i]["soft"].values()) for i in short],
+        [probabilities[i] for i in short],
+        atol=2e-6,
     )
 
 
 def test_a_student_learns_from_what_was_labeled(
     teacher: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """And no label of a person."""
+    """And no label of a person, also with the teacher's labels in another order."""
     file = tasks.write(tmp_path / "rows.jsonl", unlabeled(300))
     assert samestep("label", teacher, file, "--output", tmp_path / "train.jsonl.zst").code == 0
     build = yaml.safe_load((teacher.parent / "classification-data.yaml").read_text())
@@ -115,6 +119,7 @@ def test_a_student_learns_from_what_was_labeled(
         [str(tmp_path / "train.jsonl.zst")],
         str(tmp_path / "data"),
     )
+    build["source"]["labels"] = build["source"]["labels"][::-1]
     (tmp_path / "data.yaml").write_text(yaml.safe_dump(build))
     assert samestep("data", "build", tmp_path / "data.yaml").code == 0
     experiment = yaml.safe_load((teacher.parent / "classification.yaml").read_text())

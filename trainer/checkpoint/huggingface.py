@@ -24,6 +24,7 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
+_WRAPPERS = ("_orig_mod.", "module.")
 
 
 def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
@@ -37,6 +38,24 @@ def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
                 f"cannot read {path}: {error}. Copy or download it again"
             ) from error
     return tensors
+
+
+def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Removes what torch.compile and DistributedDataParallel put before all names."""
+    for wrapper in _WRAPPERS:
+        if tensors and all(name.startswith(wrapper) for name in tensors):
+            inner = {name.removeprefix(wrapper): each for name, each in tensors.items()}
+            return _unwrapped(inner)  # a compiled model may be wrapped again
+    return tensors
+
+
+def first_not_finite(folder: Path) -> str | None:
+    """Names the first tensor with NaN or infinity, and its file; None if there is none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _load_tensors([path]).items():
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                return f"{name} in {path}"
+    return None
 
 
 def identity(folder: Path) -> str:
@@ -58,7 +77,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
     """
     config = _read_json(folder / _CONFIG)
     if (folder / _WEIGHTS).exists():
-        return config, _load_tensors([folder / _WEIGHTS])
+        return config, _unwrapped(_load_tensors([folder / _WEIGHTS]))
     if (folder / _INDEX).exists():  # a large model: maps tensor names to files
         shards = _read_json(folder / _INDEX).get("weight_map", {})
         _check_names(shards, folder / _INDEX)
@@ -68,7 +87,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
                 f"{folder / _INDEX} lists {absent[0]}, which {folder / shards[absent[0]]} does not "
                 "hold. Download the folder again"
             )
-        return config, tensors
+        return config, _unwrapped(tensors)
     if (folder / "pytorch_model.bin").exists():
         raise CheckpointError(
             f"{folder} has its weights in pytorch_model.bin, a pickle, which may run code when it "
@@ -108,7 +127,7 @@ def load_adapter(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
             f"{folder} has no {_ADAPTER_WEIGHTS}. Copy or download all its files, or save it as "
             "safetensors"
         )
-    return config, _load_tensors([folder / _ADAPTER_WEIGHTS])
+    return config, _unwrapped(_load_tensors([folder / _ADAPTER_WEIGHTS]))
 
 
 def save_folder(

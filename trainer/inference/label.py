@@ -97,6 +97,7 @@ def run(
         "column": column,
         "precision": precision,
         "batch_tokens": batch_tokens,
+        "labels": list(labeler.labels),
     }
     # With a changed teacher or file, resuming stops with the name of what has changed.
     with resumable(output, made_of) as done, Progress("labeling", 1.0) as progress:
@@ -108,14 +109,11 @@ def run(
         # leave little padding, and bound what an interruption loses.
         while read := list(islice(records, _ROWS)):
             kept, rows = _encode(read, source, labeler, skip)
-            lines = _lines(kept, labeler(rows, batch_tokens), column)
+            lines = _lines(kept, labeler(rows, batch_tokens), column, labeler.labels)
             done.add("".join(lines).encode(), len(read), len(lines))
             progress.update(read[-1].read)
     skipped = done.records - done.rows
     logger.info("wrote %s: %d rows; %d were left out", output, done.rows, skipped)
-    if labeler.is_classifier:
-        classes = ", ".join(labeler.labels)
-        logger.info("%s holds the probabilities of these classes, in order: %s", column, classes)
 
 
 def _encode(
@@ -152,12 +150,17 @@ def _encode(
     return kept, rows
 
 
-def _lines(records: Sequence[Record], found: npt.NDArray[np.float32], column: str) -> list[str]:
-    """The records as JSON Lines, with their labels [N, C]."""
+def _lines(
+    records: Sequence[Record],
+    found: npt.NDArray[np.float32],
+    column: str,
+    labels: tuple[str, ...],
+) -> list[str]:
+    """The records as JSON Lines, with their labels [N, C]; probabilities by the name of a class."""
     # Rounded, or most of the file would be digits below the precision of the model.
     lines = []
     for record, values in zip(records, found.astype(float).round(_DIGITS).tolist(), strict=True):
-        label = values if len(values) > 1 else values[0]
+        label = dict(zip(labels, values, strict=True)) if len(values) > 1 else values[0]
         lines.append(json_lines.line({**row_of(record.data), column: label}))
     return lines
 

@@ -91,7 +91,11 @@ _ARCHITECTURES: dict[str, str] = {
     **{kind: f"BartFor{TASKS[kind].architecture}" for kind in _HEADS},
 }
 _LOGITS_BIAS = "final_logits_bias"  # [1, V]
-_COPIES = re.compile(r"model\.(encoder|decoder)\.embed_tokens\.weight|lm_head\.weight")
+_ALIASES = (
+    "model.encoder.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "lm_head.weight",
+)
 # Stored by fairseq and the first checkpoints.
 _UNUSED = re.compile(r"model\.(encoder|decoder)\.version")
 
@@ -277,8 +281,7 @@ class Config(Family):
             full = f"model.{name}" if is_bare else name
             if not _UNUSED.fullmatch(full):
                 found[full] = tensor
-        for name in [name for name in found if _COPIES.fullmatch(name)]:
-            huggingface.drop_copy(found, name, "model.shared.weight")
+        huggingface.keep_one(found, "model.shared.weight", *_ALIASES)
         bias = found.pop(_LOGITS_BIAS, None)
         if self.head == "language_model":
             # The bare model has none, for which transformers takes zeros.

@@ -351,7 +351,7 @@ class Config(Family):
             logger.info("left out, since the model has no such parameters: %s", ", ".join(ignored))
         found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
         if self.head == "language_model":
-            self._drop_copies(found)
+            self._join_copies(found)
         return huggingface.join_tensors(found, table, self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -403,18 +403,20 @@ class Config(Family):
         has_prefix = not name.startswith(cls.bare_names)
         return name if has_prefix else f"{cls.prefix or cls.model_type}.{name}"
 
-    def _drop_copies(self, found: dict[str, Tensor]) -> None:
-        """Drops second copies: the matrix of a tied head, and the head's bias.
+    def _join_copies(self, found: dict[str, Tensor]) -> None:
+        """Joins the names of the matrix of a tied head, and those of the head's bias.
 
         transformers adds `decoder.bias`: a copy of `bias` in a tied model, otherwise the bias that
         is used.
         """
-        # A tied model keeps `bias` and drops its copy. An untied one keeps `decoder.bias`, which
-        # transformers uses, even if a stale `bias` is there.
         decoder, bias = self.head_names["decoder"], self.head_names["bias"]
-        copy = found.pop(f"{decoder}.bias", None)
-        if copy is not None and not (self.tied and bias in found):
-            found[bias] = copy
-        if self.tied:
-            (embedding,) = self.tensor_names()["embeddings.tokens.weight"]
-            huggingface.drop_copy(found, f"{decoder}.weight", embedding)
+        decoder_bias = f"{decoder}.bias"
+        if not self.tied:
+            # transformers uses `decoder.bias`, even if a stale `bias` is there.
+            if decoder_bias in found:
+                found[bias] = found.pop(decoder_bias)
+            return
+        if decoder_bias != bias:
+            huggingface.keep_one(found, bias, decoder_bias)
+        (embedding,) = self.tensor_names()["embeddings.tokens.weight"]
+        huggingface.keep_one(found, embedding, f"{decoder}.weight")

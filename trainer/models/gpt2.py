@@ -40,6 +40,7 @@ _LAYER = {
 # transformers' Conv1D stores [in, out].
 _TRANSPOSED = re.compile(r".*\.(attn|mlp)\.c_\w+\.weight")
 # Stored by older versions of transformers.
+_BARE = ("wte.", "wpe.", "h.", "ln_f.", "tokens_embed.", "positions_embed.")
 _BUFFERS = re.compile(r".*\.attn\.(masked_)?bias")
 
 
@@ -171,10 +172,10 @@ class Config(Family):
         for name, tensor in tensors.items():
             if _BUFFERS.fullmatch(name):
                 continue
-            has_prefix = name.startswith(("transformer.", "lm_head.", "score."))
-            found[name if has_prefix else f"transformer.{name}"] = _transpose(name, tensor)
-        # The tied head is stored a second time.
-        huggingface.drop_copy(found, "lm_head.weight", self.table_names["embeddings.tokens.weight"])
+            # A checkpoint of the bare model (GPT2Model) has no "transformer." before its names.
+            full = f"transformer.{name}" if name.startswith(_BARE) else name
+            found[full] = _transpose(name, tensor)
+        huggingface.keep_one(found, self.table_names["embeddings.tokens.weight"], "lm_head.weight")
         return huggingface.join_tensors(found, self.tensor_names(), self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -184,18 +184,29 @@ def split_tensors(
     return exported
 
 
-def drop_copy(found: dict[str, Tensor], copy: str, original: str) -> None:
-    """Drops the second copy of a tied matrix from a checkpoint.
+def keep_one(found: dict[str, Tensor], name: str, *aliases: str) -> None:
+    """Keeps a tied tensor of a checkpoint under one of its names.
+
+    A checkpoint may store it under any of them: safetensors keeps the first in alphabetical order.
+
+    Args:
+        found: the checkpoint's tensors, changed in place.
+        name: the name to keep.
+        aliases: its other names.
 
     Raises:
-        CheckpointError: it differs from the first.
+        CheckpointError: it is stored twice, with other values.
     """
-    matrix, embedding = found.pop(copy, None), found.get(original)
-    if matrix is not None and embedding is not None and not torch.equal(matrix, embedding):
-        raise CheckpointError(
-            f"{copy} differs from the word embeddings, but config.json says that they are tied. "
-            "Set tie_word_embeddings to false in config.json."
-        )
+    for alias in aliases:
+        copy = found.pop(alias, None)
+        if copy is None:
+            continue
+        first = found.setdefault(name, copy)
+        if first is not copy and not torch.equal(first, copy):
+            raise CheckpointError(
+                f"{alias} differs from {name}, but config.json says that they are tied. Set "
+                "tie_word_embeddings to false in config.json, or remove the wrong one."
+            )
 
 
 def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -211,16 +222,37 @@ def _check(
     expected: Mapping[str, tuple[int, ...]],
     config: TransformerConfig,
 ) -> None:
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name} is unexpected" for name in tensors if name not in expected]
-    problems += [
-        f"{name} is {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    problems = [
+        [f"{name} is missing" for name in missing],
+        [f"{name} is unexpected" for name in unexpected],
+        [
+            f"{name} is {list(tensors[name].shape)} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ],
     ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(
-            f"the weights do not fit this {config.model_type} model: {'; '.join(problems[:5])}"
-            f"{more}. Use the config.json that belongs to them."
+    if not any(problems):
+        return
+    # Some of each: names that are missing are often those that are unexpected, with a prefix.
+    shown = [problem for kind in problems for problem in kind[:3]]
+    hidden = sum(map(len, problems)) - len(shown)
+    prefix = next(
+        (
+            other.removesuffix(name)
+            for name in missing
+            for other in unexpected
+            if other.endswith(f".{name}")
+        ),
+        None,
+    )
+    raise CheckpointError(
+        f"the weights do not fit this {config.model_type} model: {'; '.join(shown)}"
+        f"{f' and {hidden} more' if hidden else ''}. "
+        + (
+            f"Remove {prefix!r} from the names of the tensors."
+            if prefix
+            else "Use the config.json that belongs to them."
         )
+    )

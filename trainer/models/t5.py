@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -72,7 +71,7 @@ _HEADS: dict[Head, dict[str, str]] = {
 _PREFIX = "transformer."
 # Stored by the first checkpoints.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-_COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight")
+_ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -315,9 +314,8 @@ class Config(Family):
         found = {name.removeprefix(_PREFIX): tensors[name] for name in tensors}
         found.pop(_UNUSED, None)
         table = self._table()
-        for name in list(found):
-            if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight"):
-                huggingface.drop_copy(found, name, "shared.weight")
+        aliases = (*_ALIASES, "lm_head.weight") if self.tied else _ALIASES
+        huggingface.keep_one(found, "shared.weight", *aliases)
         has_own_head = "head.decoder.weight" in table
         if has_own_head and "lm_head.weight" not in found and "shared.weight" in found:
             # transformers 5 ties new models of v1.1, too, and then stores the matrix once.

@@ -44,7 +44,6 @@ _LAYER = {
         for kind in ("weight", "bias")
     },
 }
-_HEADS = ("transformer.", "lm_loss.", "sequence_summary.", "logits_proj.", "classifier.", "qa_out")
 _MASK = "transformer.mask_emb"
 _POOLED = {"pooler": "sequence_summary.summary", "classifier": "logits_proj"}
 
@@ -93,6 +92,7 @@ class Config(bert.Config):
     }
     # The dropout after the last layer is the last: heads that score each position have none.
     heads_with_dropout: ClassVar[frozenset[str]] = frozenset()
+    bare_names: ClassVar[tuple[str, ...]] = ("word_embedding.", "mask_emb", "layer.")
     fewest_types: ClassVar[int] = 0
     # In transformers these are parameters of the layer, not linear layers.
     targets_not_in_peft: ClassVar[frozenset[str]] = frozenset(
@@ -206,7 +206,7 @@ class Config(bert.Config):
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {self._canonical(name): _flat(name, each) for name, each in tensors.items()}
         if self.head == "language_model":
-            huggingface.drop_copy(found, "lm_loss.weight", "transformer.word_embedding.weight")
+            huggingface.keep_one(found, "transformer.word_embedding.weight", "lm_loss.weight")
         else:
             found.pop(_MASK, None)
         return huggingface.join_tensors(found, self.tensor_names(), self)
@@ -249,7 +249,7 @@ class Config(bert.Config):
     @classmethod
     def _canonical(cls, name: str) -> str:
         # A checkpoint of the bare model (XLNetModel) has no "transformer." before its names.
-        return name if name.startswith(_HEADS) else f"transformer.{name}"
+        return f"transformer.{name}" if name.startswith(cls.bare_names) else name
 
 
 def _flat(name: str, tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from trainer.storage import keeper
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.start_record import INITIAL
+from trainer.training.start_record import alters_model
 from trainer.training.state import Meta, state_tensors
 
 logger = logging.getLogger(__name__)
@@ -246,9 +246,7 @@ def changes_since(meta: Meta, description: Meta) -> str:
     shown = of_kinds(changes)
     texts = {key: f"{key}: {old} -> {new}" for key, (old, new) in shown.items()}
     of_model = [
-        text
-        for key, text in texts.items()
-        if key.startswith("model.") and "dropout" not in key and not key.endswith(INITIAL)
+        text for key, text in texts.items() if key.startswith("model.") and alters_model(key)
     ]
     if of_model:
         raise ConfigError(

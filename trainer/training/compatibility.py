@@ -193,17 +193,23 @@ def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: 
 
 def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's, and an objective that needs others."""
-    model = experiment.model
+    model, others = experiment.model, tuple[str, ...]()
     for source in named_sources(dataset).values():
         labels = () if source.manifest.task is None else source.manifest.task.labels
         for phase in experiment.resolved_phases():
             phase.objective.task.check_labels(labels)
         # The head's outputs are numbered like the labels: another order would train another task.
         if model.head in FEWEST_LABELS and labels != model.labels:
+            fix = f"set model.labels='{json.dumps(labels)}', in this order"
+            if len(model.labels) > 1:
+                build = f"build the dataset again with source.labels='{json.dumps(model.labels)}'"
+                # Of a mixture, no setting of the model suits all.
+                fix = build if others else f"{fix}, or {build}"
             raise ConfigError(
                 f"the labels of {source.name} are {', '.join(labels)}, and model.labels is "
-                f"{', '.join(model.labels)}; set model.labels='{json.dumps(labels)}', in this order"
+                f"{', '.join(model.labels)}; {fix}"
             )
+        others = labels
 
 
 def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:

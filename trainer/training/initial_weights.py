@@ -7,18 +7,21 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Kinds, kind_name
+from trainer.config import Kinds, differences, kind_name, to_tree
+from trainer.config.tree import of_kinds
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
 from trainer.training.added_tokens import ExtendedRows, extended_rows
+from trainer.training.label_order import is_reordered
+from trainer.training.start_record import alters_model
 from trainer.training.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -47,12 +50,17 @@ def stored_values(
         CheckpointError: the weights are of another model.
         ConfigError: the dataset has another tokenizer, or a parameter without a value is frozen.
     """
+    if is_reordered(weights.config.labels, model.config.labels):
+        logger.info("the outputs of the head move to the order of model.labels")
+        weights = weights.in_label_order(model.config.labels)
     # `start.sources` names the stored tensor of each parameter. At the start of a run the model
     # decides: it may take its head from another one's, or leave it to be initialized.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = Stored(weights.config, {name: weights.tensors.shape(name) for name in weights.tensors})
     start = Start({name: name for name in shapes})
-    if seed is not None:
+    if seed is None:
+        _check_same_model(weights, model.config)
+    else:
         _check_peft(weights, model)
         start = model.start_from(stored)
         for name, parameter in model.named_parameters():
@@ -95,13 +103,31 @@ def stored_values(
     # reads the whole model.
     def values(name: str, first: int, stop: int) -> Tensor:
         if name in extended:
-            return extended[name](first, stop)
+            return weights.finite(name, extended[name](first, stop))
         if name in sources:
-            return tensors.elements(sources[name], first, stop).float()
+            return weights.finite(name, tensors.elements(sources[name], first, stop).float())
         assert seed is not None, "weights of this very model hold all of its parameters"
         return model.initial_values(name, first, stop, seed)
 
     return values
+
+
+def _check_same_model(weights: Weights, config: ModelConfig) -> None:
+    """Rejects settings that make another model of trained weights, even of equal shapes."""
+    trained = weights.config
+    if len(trained.labels) == len(config.labels) == 1:  # a number, whatever a dataset calls it
+        trained = replace(cast(Any, trained), labels=config.labels)
+    before, now = ({"kind": kind_name(each), **to_tree(each)} for each in (trained, config))
+    changes = [
+        f"model.{name}: {old} -> {new}"
+        for name, (old, new) in of_kinds(differences(before, now)).items()
+        if alters_model(name)
+    ]
+    if changes:
+        raise ConfigError(
+            f"{weights.folder} holds another model than the experiment's ({', '.join(changes)}). "
+            "Use its settings, or train with these."
+        )
 
 
 def _fix(stored: ModelConfig, own: ModelConfig) -> str:

@@ -17,6 +17,11 @@ INITIAL = ("initialization", "initializer_range")
 """Settings of a model that have no effect after step 0, so a resumed run may have others."""
 
 
+def alters_model(setting: str) -> bool:
+    """Whether a trained model computes something else with another value of a setting."""
+    return "dropout" not in setting and not setting.endswith(INITIAL)
+
+
 def start_of(
     experiment: Experiment,
     dataset: AnyDataset,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +20,7 @@ from trainer.training.compiled import compile_units
 from trainer.training.experiment import Experiment
 from trainer.training.fused_attention import fuse_attention
 from trainer.training.initial_weights import stored_values
+from trainer.training.label_order import is_reordered
 from trainer.training.weights import Weights, load_weights
 
 
@@ -67,9 +70,11 @@ def build_teacher(
         ConfigError: the outputs or hidden states of the two models cannot be compared, or the
             run's sequences are not for the teacher.
     """
+    student, name = experiment.model, experiment.objective.teacher_path
+    if is_reordered(config.labels, student.labels):
+        config = replace(cast(Any, config), labels=student.labels)
     with torch.device("meta"):
         model = config.build()
-    student, name = experiment.model, experiment.objective.teacher_path
     # Both models get the same batch, and their outputs are compared position by position.
     settings = ["head", "labels", "causal", "prefix_lm", "encoder_decoder"]
     if student.head == "language_model":

@@ -28,6 +28,7 @@ from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
+from trainer.training.label_order import is_reordered, with_label_order
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +115,39 @@ class Weights:
                 "Export it again."
             )
         every = model.named_parameters(remove_duplicate=False)
-        model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
+        values = {name: self.finite(name, self.tensors[name]) for name in self.tensors}
+        model.load_state_dict({name: values[stored[parameter]] for name, parameter in every})
         give_spellings(model, lambda: self.load_tokenizer().spellings())
         return model.eval()
+
+    def finite(self, name: str, values: Tensor) -> Tensor:
+        """Returns values of a parameter.
+
+        Raises:
+            CheckpointError: one of them is NaN or infinite; with the stored tensor and its file.
+        """
+        if values.float().isfinite().all():
+            return values
+        place, origin = f"{name} of {self.folder}", self
+        while isinstance(origin.folder, Path):
+            if found := huggingface.first_not_finite(origin.folder):
+                place = found
+            if origin.base is None:
+                break
+            origin = origin.base
+        raise CheckpointError(
+            f"{place} holds NaN or infinity. Copy or download it again, or name other weights"
+        )
+
+    def in_label_order(self, labels: tuple[str, ...]) -> Weights:
+        """Returns the weights with the head's outputs in the order of `labels`.
+
+        If these are not the labels of the head in another order, nothing changes.
+        """
+        if not is_reordered(self.config.labels, labels):
+            return self
+        config, tensors = with_label_order(self.config, self.tensors, labels)
+        return replace(self, config=config, tensors=tensors)
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, inside the context."""
@@ -264,6 +295,7 @@ def _load_base(
 
 def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
     """Returns all parameters of a model: the trained ones, and the frozen ones of the base."""
+    base = base.in_label_order(config.labels)
     with torch.device("meta"):
         model = config.build()
     names = [name for name, _ in model.named_parameters()]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from data_pipeline.reading.dataset import Dataset
+from tests.integration.commands import Samestep
 from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, bert
+from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_config, load_weights
 
 
@@ -48,6 +51,35 @@ def test_it_has_the_trained_values(kind: type[bert.Config]) -> None:
     assert [name for name, _ in loaded.named_parameters()] == list(weights.tensors)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_run_does_not_start_from_weights_that_are_no_numbers(
+    value: float,
+    finished_run: Path,
+    dataset_folder: Path,
+    experiment_file: str,
+    tmp_path: Path,
+    samestep: Samestep,
+) -> None:
+    """The message names the tensor and the file of a Hugging Face folder, or a run's parameter."""
+    folder, name = tmp_path / "exported", "bert.encoder.layer.1.output.dense.weight"
+    assert samestep("export", finished_run, folder).code == 0
+    file = folder / "model.safetensors"
+    tensors = {each: tensor.clone() for each, tensor in load_file(file).items()}
+    tensors[name][3, 5] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = samestep("train", experiment_file, f"init_from={folder}", f"output={tmp_path / 'run'}")
+    assert f"{name} in {file} holds NaN or infinity" in result.message
+    weights = load_weights(finished_run)
+    own = {each: tensor.clone() for each, tensor in weights.tensors.items()}
+    own["layers.1.ffn.down.weight"][3, 5] = value
+    weights = replace(weights, tensors=StoredTensors.of(own))
+    values = stored_values(weights, weights.config.build(), Dataset.open(dataset_folder), seed=0)
+    for read in (lambda: values("layers.1.ffn.down.weight", 0, 400), weights.model):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.ffn\.down\.weight of .* holds NaN"):
+            read()
+    assert len(values("layers.1.ffn.down.weight", 400, 410)) == 10
 
 
 def test_it_has_to_offer_what_is_asked_of_it() -> None:

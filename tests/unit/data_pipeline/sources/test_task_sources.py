@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from dataclasses import dataclass
@@ -341,6 +342,10 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
         ("Yes", "label is not one of no, yes: 'Yes'"),
         ([0.25, 0.75], (0.25, 0.75)),
         ("[1, 0]", (1.0, 0.0)),
+        ({"yes": 0.75, "no": 0.25}, (0.25, 0.75)),
+        ('{"yes": 1, "no": 0}', (0.0, 1.0)),
+        ({"yes": 0.5, "maybe": 0.5}, "label has probabilities of other labels: yes, maybe"),
+        ({"yes": 0.5, "no": 0.2}, "probabilities of label do not sum to 1: 0.7"),
         ([0.25, 0.7], "probabilities of label do not sum to 1: 0.95"),
         ([1.0], "label has 1 probabilities for 2 labels"),
         ([-0.5, 1.5], "label holds what is no probability: [-0.5, 1.5]"),
@@ -512,13 +517,26 @@ CONTEXT = "a bee, a bee and a bee"
         (
             [{"text": "bee", "answer_start": 12}],
             [(9, 12)],
-        ),  # the nearest one, 3 before and 7 behind
+        ),  # 3 before; the next is 7 behind
         ([{"text": "bee", "answer_start": 15}], [(19, 22)]),
         (
-            [{"text": "bee", "answer_start": -1}, {"text": "bee", "answer_start": 99}],
+            [{"text": "bee", "answer_start": 14}],
+            "an answer is not within 4 characters of answer_start: 'bee'",
+        ),
+        (
+            [{"text": "bee", "answer_start": 6}],
+            "an answer is twice within 4 characters of answer_start: 'bee'",
+        ),
+        (
+            [{"text": "bee", "answer_start": -1}, {"text": "bee", "answer_start": 22}],
             [(2, 5), (19, 22)],
         ),
+        (
+            [{"text": "bee", "answer_start": 2}, {"text": "bee", "answer_start": 99}],
+            "an answer is not within 4 characters of answer_start: 'bee'",
+        ),
         ({"text": ["bee"]}, [(2, 5)]),
+        ([{"text": "bee"}, {"text": "bee", "answer_start": None}], [(2, 5), (2, 5)]),
         ('[{"text": "and", "answer_start": 13}]', [(13, 16)]),
         ([{"text": "wasp", "answer_start": 2}], "an answer is not in the context: 'wasp'"),
         ([{"text": " ", "answer_start": 1}], "empty answer"),
@@ -550,6 +568,116 @@ def test_answers_are_found_in_their_context(file, answers, expected):
     spans = tuple((begin, end, 0) for begin, end in expected)
     texts = tuple(CONTEXT[begin:end] for begin, end in expected)
     assert found == TaskRow(("what?", CONTEXT), spans=spans, answers=texts, group="7")
+
+
+# "Key" and "5 May" several times each; 1, 2, 3 or 4 bytes and 1 or 2 code units for a character.
+REPEATED = {
+    "Key": "キー は Key 。 Key is a brand ; Key made it . The key of the film is Key .",
+    "5 May": "🚀🚀🚀🚀 on 5 May they flew , on 5 May they landed 🚀 , and on 5 May they slept",
+    "é": "é is an é , and a café is none of them , é",
+    "one": "only one , and one more",
+}
+UNITS = {"characters": ("utf-32-le", 4), "UTF-16": ("utf-16-le", 2), "UTF-8": ("utf-8", 1)}
+
+
+def questions_in(unit: str, off: int = 0) -> tuple[list[dict[str, Any]], list[int]]:
+    """A question for each occurrence of each answer, and where each answer begins."""
+    encoding, size = UNITS[unit]
+    rows, begins = [], []
+    for answer, context in REPEATED.items():
+        for begin in [i for i in range(len(context)) if context.startswith(answer, i)]:
+            start = len(context[:begin].encode(encoding)) // size + off
+            answers = {"text": [answer], "answer_start": [start]}
+            rows.append({"id": len(rows), "question": "?", "context": context, "answers": answers})
+            begins.append(begin)
+    return rows, begins
+
+
+def begins_of(source: TaskSource) -> list[int | str]:
+    return [
+        row if isinstance(row, str) else row.spans[0][0]
+        for _, row in parsed(source)
+        if isinstance(row, str) or row.spans
+    ]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_starts_of_answers_count_in_one_unit_in_a_file(unit, tmp_path, caplog):
+    """Also if they are off by one, and if only one of two files counts so."""
+    other, begins = questions_in("characters")
+    for off in (0, 1):
+        rows, _ = questions_in(unit, off)
+        paths = [
+            write(tmp_path / f"{name}{off}.jsonl", "\n".join(map(json.dumps, each)))
+            for name, each in (("a", rows), ("b", other))
+        ]
+        source = question_answering.Config(tuple(paths)).build()
+        with caplog.at_level("INFO"):
+            assert begins_of(source) == begins * 2
+    named = [] if unit == "characters" else ["a0", "a1"]
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == len(named)
+    for name, message in zip(named, messages, strict=True):
+        assert f"{name}.jsonl counts answer_start in" in message
+        assert unit in message
+
+
+def test_starts_of_answers_in_other_formats(tmp_path):
+    """SQuAD's own JSON, CSV with lists as JSON, Parquet, and a dataset of `datasets`."""
+    import datasets
+
+    rows, begins = questions_in("UTF-8")
+    articles = [
+        {
+            "paragraphs": [
+                {
+                    "context": row["context"],
+                    "qas": [
+                        {
+                            "id": row["id"],
+                            "question": "?",
+                            "answers": [
+                                {
+                                    "text": row["answers"]["text"][0],
+                                    "answer_start": row["answers"]["answer_start"][0],
+                                }
+                            ],
+                        },
+                        {"id": "none", "question": "?", "answers": [], "is_impossible": True},
+                    ],
+                }
+            ]
+        }
+        for row in rows
+    ]
+    nested = write(tmp_path / "a.json", json.dumps({"data": articles}))
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    with open(tmp_path / "a.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0])
+        writer.writerows([*list(row.values())[:3], json.dumps(row["answers"])] for row in rows)
+    for settings in (
+        {"paths": (nested,)},
+        {"paths": (f"{tmp_path}/a.parquet",)},
+        {"paths": (f"{tmp_path}/a.csv",)},
+        {"dataset": HubDataset(f"{tmp_path}/saved")},
+    ):
+        assert begins_of(question_answering.Config(**settings).build()) == begins, settings
+
+
+def test_answers_that_fit_no_unit_are_rejected(tmp_path):
+    """Of a file in characters: bytes are far from the answer, and an impossible one has none."""
+    rows, begins = questions_in("characters")
+    (far,) = [row for row in questions_in("UTF-8")[0] if row["id"] == 3]
+    contrary = {**rows[0], "is_impossible": True}
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, [*rows, far, contrary])))
+    source = question_answering.Config((path,)).build()
+    *found, wrong, impossible = begins_of(source)
+    assert found == begins
+    assert wrong == "an answer is not within 4 characters of answer_start: 'Key'"
+    assert impossible == "is_impossible is true, and there are answers"
 
 
 @pytest.mark.parametrize("indent", [None, 1])
