@@ -17,7 +17,8 @@ from typing import BinaryIO, ClassVar
 from data_pipeline.sources import BadRecord, Problem, TaskSource
 from data_pipeline.sources.columns import brief, check_labels, index_of, items, row_of
 from data_pipeline.sources.files import Split
-from data_pipeline.sources.table import TableConfig, TableSource, encoded
+from data_pipeline.sources.jsonl import encoded
+from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
