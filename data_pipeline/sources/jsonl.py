@@ -20,7 +20,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
+        paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         field: key of the text; dots reach into nested objects, unless a key has the dots.
     """
 

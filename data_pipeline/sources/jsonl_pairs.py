@@ -15,7 +15,7 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
+        paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         source: key of the source; dots reach into nested objects, unless a key has the dots.
         target: key of the target.
         prefix: prepended to each source, as "translate English to German: ".

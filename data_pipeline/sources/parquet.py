@@ -26,7 +26,8 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed in memory.
+        paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed in
+            memory.
         field: column of the text; dots reach into structs, unless a column's name has them.
     """
 

@@ -110,8 +110,8 @@ class TableConfig:
 
     Attributes:
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv
-            (without quoting) or .parquet; `.gz` and `.zst` are decompressed. None for a dataset
-            that is only evaluated on.
+            (without quoting) or .parquet; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed. None
+            for a dataset that is only evaluated on.
         heldout: the same, of the held-out rows; without it, `heldout_fraction` chooses among all
             rows.
         header: names of the columns of .csv and .tsv files that have no line of names; [] reads

@@ -34,7 +34,7 @@ class Config(TableConfig):
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both
             with a header line; .tsv without quoting) or .parquet; or .conll: one word per line, its
             tag in the last of the columns, which spaces separate, and a blank line after each
-            sentence. `.gz` and `.zst` are decompressed.
+            sentence. `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         tokens: column with the list of words; dots reach into nested objects.
         tags: column with the list of their tags, each one of `labels`, or its index among them.
         labels: the tags, "O" among them, the others as "B-PER" and "I-PER".

@@ -23,7 +23,8 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: tar files, glob patterns or URLs; `.tar.gz`, `.tgz` and `.tar.zst` are decompressed.
+        paths: tar files, glob patterns or URLs; `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.xz` and
+            `.tar.zst` are decompressed.
         member: suffix of the members that are documents, as WebDataset counts it: from the first
             dot of the name, in upper or lower case, so `text.json` for `a/0001.text.JSON`. Other
             members are skipped if they belong to a sample with such a document, and rejected if

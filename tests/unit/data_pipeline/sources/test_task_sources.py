@@ -29,6 +29,7 @@ from data_pipeline.sources import (
     tagging,
 )
 from data_pipeline.sources.table import HubDataset
+from data_pipeline.sources.unlabeled import Unlabeled
 from trainer.config import Kinds, decode, to_tree
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
@@ -330,6 +331,12 @@ def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
         match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then in \.gz, \.bz2, ",
     ):
         regression.Config((conll,)).build()
+
+
+def test_a_file_to_label_has_no_two_columns_of_one_name(tmp_path):
+    """All its columns go to the labeled file, not only those of the texts."""
+    path = write(tmp_path / "a.parquet", doubled("text", "n", "n"))
+    assert parsed(Unlabeled.open(path, ("text",), {})) == [(1, "two columns are named 'n'")]
 
 
 @dataclass(frozen=True)
