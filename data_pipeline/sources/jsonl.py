@@ -123,6 +123,8 @@ def value_at(value: object, name: str) -> object:
         KeyError: there is none.
         BadRecord: there are several.
     """
+    if "." not in name and isinstance(value, dict):  # as most names, in each row
+        return value[name]
     meanings = list(_meanings(value, name))
     if not meanings:
         raise KeyError(name)
