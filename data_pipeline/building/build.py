@@ -334,7 +334,7 @@ class _Build:
         """Makes the manifest from the outcomes, and lists the rejected records."""
         splits: dict[str, list[ShardInfo]] = {"train": [], "heldout": []}
         reasons: Counter[str] = Counter()
-        documents_in = 0
+        documents_in, first_rejected = 0, ""
         with atomic_write(self.folder / "rejected.jsonl") as file:
             for index in range(len(self.units)):
                 outcome = Outcome.load(outcome_path(self.folder, index))
@@ -346,6 +346,7 @@ class _Build:
                     self.examples[split].append(outcome.examples.get(split, {}))
                 for name, line, reason in outcome.rejected:
                     reasons[fault(reason)] += 1
+                    first_rejected = first_rejected or f"{self.files[name]}:{line}: {reason}"
                     entry = {"file": self.files[name], "line": line, "reason": reason}
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
@@ -354,7 +355,7 @@ class _Build:
             (self.folder / "duplicates.jsonl").unlink(missing_ok=True)
         counts = f"{documents_in} read, {reasons.total()} rejected"
         if reasons:
-            counts += f" ({dict(reasons)})"
+            counts += f" ({dict(reasons)}), the first at {first_rejected}"
         first_heldout = self.source.first_heldout
         if first_heldout is not None and not splits["heldout"]:
             raise DataError(

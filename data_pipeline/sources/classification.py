@@ -21,7 +21,7 @@ from data_pipeline.sources.columns import (
     number,
     row_of,
 )
-from data_pipeline.sources.table import encoded
+from data_pipeline.sources.jsonl import encoded
 from data_pipeline.sources.templates import TextsConfig, TextsSource, columns_of, value_of, write
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow

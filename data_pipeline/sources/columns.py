@@ -6,11 +6,11 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from data_pipeline.sources import BadRecord
-from data_pipeline.sources.jsonl import load_json
+from data_pipeline.sources.jsonl import load_json, splits, value_at
 from trainer.errors import ConfigError
 
 Row: TypeAlias = dict[str, object]
@@ -31,26 +31,21 @@ def row_of(data: bytes) -> Row:
 
 
 def column(row: Row, name: str) -> object:
-    """Returns the value of a column.
-
-    Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column's
-    own name has the dots: "answers.text.0" is row["answers"]["text"][0].
+    """Returns the value of a column; see `value_at`: "answers.text.0" may be nested.
 
     Raises:
         BadRecord: there is no such column.
     """
-    # CSV can have a column that is named "a.b".
-    if name in row:
-        return row[name]
-    value: object = row
-    for key in name.split("."):
-        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
-            value = value[int(key)]
-        elif isinstance(value, dict) and key in value:
-            value = value[key]
-        else:
-            raise BadRecord(no_column(name, row))
-    return value
+    try:
+        return value_at(row, name)
+    except KeyError:
+        raise BadRecord(no_column(name, row)) from None
+
+
+def outer_columns(name: str, names: Sequence[str]) -> list[str]:
+    """Chooses the columns of a table to read for a name: "a.b" may be one, or be inside of "a"."""
+    keys = {key for key, _ in splits(name)}
+    return [column for column in names if column in keys]
 
 
 def no_column(name: str, names: Iterable[str]) -> str:
@@ -99,7 +94,8 @@ def items(row: Row, name: str) -> list[object]:
 def whole(value: object) -> int | None:
     """Converts a number without fraction, or its digits, to an integer; None for anything else."""
     if isinstance(value, str):
-        return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
+        match = re.fullmatch(r"([0-9]{1,9})(\.0+)?", value)
+        return int(match[1]) if match else None
     # pandas writes a column of whole numbers with a missing value as 0.0, 1.0, ...
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
@@ -131,8 +127,11 @@ def index_of(
     if given in labels:
         return labels.index(given)
     # If a label is a number itself, as "1" of ("0", "1"), a number that is no label is wrong: it
-    # must not be taken for an index.
-    index = None if any(whole(label) is not None for label in labels) else whole(value)
+    # must not be taken for an index. 1.0 and "1.0" are that label.
+    numbers = [whole(label) for label in labels]
+    index = whole(value)
+    if index is not None and any(number is not None for number in numbers):
+        index = numbers.index(index) if numbers.count(index) == 1 else None
     if index is None or not 0 <= index < len(labels):
         raise BadRecord(f"{name} is not one of {listed(labels)}: {brief(value)}")
     return index

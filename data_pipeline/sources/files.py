@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
 import io
 import logging
+import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import zstandard
 
@@ -23,18 +26,36 @@ Split: TypeAlias = Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
 """Splits an open file into records, as (line, bytes)."""
 
 # zstd's default limit of 128 MiB rejects files of `zstd --long=31`.
-_ZSTD_WINDOW = 2**31
+_WINDOW = 2**31
 _BUFFER = 2**16
 # 4 bytes of Zstandard may stand for 128 KiB, so this many may become 64 MiB in one call.
-_ZSTD_INPUT = 2**11
+_FRAME_INPUT = 2**11
 # Text shrinks to a third or a tenth, and a bomb to a thousandth or less.
 _MOST_EXPANSION = 300
 _FREE_BYTES = 2**28  # that any file may expand to
-_COMPRESSIONS = {".gz": ".gz", ".tgz": ".gz", ".zst": ".zst"}
+_COMPRESSIONS = {
+    ".gz": ".gz",
+    ".gzip": ".gz",
+    ".tgz": ".gz",
+    ".bz2": ".bz2",
+    ".xz": ".xz",
+    ".zst": ".zst",
+    ".zstd": ".zst",
+}
+"""Suffixes, in lower case, and the usual one for the same compression."""
+_FIRST_BYTES = {
+    ".gz": re.compile(rb"\x1f\x8b\x08"),
+    ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    ".xz": re.compile(rb"\xfd7zXZ\0"),
+    ".zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+}
+"""How compressed files begin. No text in UTF-8 begins so, but for one with bzip2's ten signs."""
 
 
 def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ...]:
-    """Returns the files and URLs that match patterns (`*`, `?`, `**`, `~`), each once, sorted.
+    """Returns the files and URLs that match patterns (`*`, `?`, `[`, `**`, `~`), each once, sorted.
+
+    The name of an existing file or folder is no pattern: "a[1].txt" is that file, if there is one.
 
     Args:
         name: the setting with the patterns, for messages.
@@ -66,11 +87,20 @@ def matches(pattern: str, name: str = "source.paths") -> list[str]:
     """
     if storage.is_url(pattern):
         found, hint = storage.glob(pattern), ""
+        only_folders = not found and storage.exists(pattern)
     else:
+        escaped = storage.with_literal_names(os.path.expanduser(pattern), os.path.exists)
         # `**` matches folders, too.
-        paths = glob.glob(os.path.expanduser(pattern), recursive=True)
+        paths = glob.glob(escaped, recursive=True)
         found = list(filter(os.path.isfile, paths))
+        only_folders = any(map(os.path.isdir, paths))
         hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
+    if not found and only_folders:
+        shown = storage.shown(pattern).rstrip("/")
+        raise ConfigError(
+            f"{name}: {shown!r} matches a folder, and no file. Name the files in it, such as "
+            f"{shown}/*.jsonl."
+        )
     if not found:
         raise ConfigError(
             f"{name}: no file matches {storage.shown(pattern)!r}. Correct the pattern{hint}."
@@ -110,14 +140,14 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
             problem = "empty file" if line == 0 else None
         except EOFError:
             problem = "truncated file"
-        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError):
+        except (gzip.BadGzipFile, zlib.error):
             problem = "corrupt file"
         except BadRecord as error:
             problem = str(error)
         except OSError as error:
             raise DataError(
                 f"cannot read {storage.shown(path)}: {error.strerror or error}. Check that it "
-                "exists and is readable."
+                "exists, is a file and is readable."
             ) from error
         before += weights[index]
         # Damage costs the rest of one file: reading continues with the next one.
@@ -135,23 +165,40 @@ def _weights(files: tuple[str, ...]) -> list[int]:
     return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
 
 
+def uncompressed(name: str) -> str:
+    """The name of a file without the suffix of its compression: "a.csv" for "a.csv.GZ"."""
+    return name[: len(name) - len(_suffix(name))]
+
+
+def _suffix(name: str) -> str:
+    return next((suffix for suffix in _COMPRESSIONS if name.lower().endswith(suffix)), "")
+
+
 def _compression(name: str) -> str:
-    """How a file is compressed by its name: ".gz", ".zst", or "" if it is plain."""
-    return next((kind for suffix, kind in _COMPRESSIONS.items() if name.endswith(suffix)), "")
+    """How a file is compressed by its name: ".gz", ".bz2", ".xz", ".zst", or "" if it is plain."""
+    return _COMPRESSIONS.get(_suffix(name), "")
 
 
 def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
-    """Decompresses a file by its suffix: `.gz`, `.tgz`, `.zst`, or plain.
+    """Decompresses a file by its suffix.
 
     Reading a truncated file raises EOFError where its data end, and reading one that expands like a
     decompression bomb raises BadRecord.
+
+    Raises:
+        BadRecord: the file is compressed in another way than its name says.
     """
     compression = _compression(name)
+    first_bytes = disk.read(10)
+    disk.seek(0)
+    for kind, pattern in _FIRST_BYTES.items():
+        if kind != compression and pattern.match(first_bytes):
+            raise BadRecord(f"compressed, but not as its name says: rename it to end in {kind}")
     if compression == ".gz":
         # `read` and `readinto` would lose what they have got when they reach the damage of a file.
         return io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=disk).read1, disk), _BUFFER)
-    if compression == ".zst":
-        return io.BufferedReader(_Bounded(_ZstdReader(disk).read1, disk), _BUFFER)
+    if compression:
+        return io.BufferedReader(_Bounded(_Frames(disk, compression).read1, disk), _BUFFER)
     return disk
 
 
@@ -178,33 +225,52 @@ class _Bounded(io.RawIOBase):
         return len(content)
 
 
-class _ZstdReader:
-    """The decompressed bytes of a Zstandard file of one or more frames.
+class _Frames:
+    """The decompressed bytes of a Zstandard, bzip2 or xz file of one or more frames.
 
-    zstandard's own `stream_reader` mistakes the end of a truncated file for the end of the data.
+    The libraries' own readers mistake damage for the end of the data: zstandard's the end of a
+    truncated file, and Python's a damaged frame behind another one.
     """
 
-    def __init__(self, disk: BinaryIO) -> None:
-        self._disk = disk
-        self._frame: zstandard.ZstdDecompressionObj | None = None
+    def __init__(self, disk: BinaryIO, compression: str) -> None:
+        self._disk, self._compression = disk, compression
+        self._frame: Any = None
         self._input = self._output = b""
+        # The most output of one call; zstandard has no such argument, and needs none.
+        self._limit = () if compression == ".zst" else (_BUFFER,)
 
     def read1(self, size: int) -> bytes:
         """Returns the next bytes, at most `size`; none at the end."""
         while not self._output:
-            self._input = self._input or self._disk.read(_ZSTD_INPUT)
-            if not self._input:
-                # A frame that is still open at the end of the file was cut off.
-                if self._frame is not None:
-                    raise EOFError
-                return b""
+            # With a limit, a frame may still hold output of its earlier input.
+            if self._frame is None or getattr(self._frame, "needs_input", True):
+                self._input = self._input or self._disk.read(_FRAME_INPUT)
+                if not self._input:
+                    # A frame that is still open at the end of the file was cut off.
+                    if self._frame is not None:
+                        raise EOFError
+                    return b""
             if self._frame is None:
-                decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-                self._frame = decompressor.decompressobj()
-            self._output = self._frame.decompress(self._input)
+                self._input = self._input.lstrip(b"\0")  # xz files may be padded
+                if not self._input:
+                    continue
+                self._frame = _new_frame(self._compression)
+            try:
+                self._output = self._frame.decompress(self._input, *self._limit)
+            except (zstandard.ZstdError, lzma.LZMAError, OSError):
+                raise BadRecord("corrupt file") from None
             # Bytes behind the end of a frame begin the next one.
             self._input = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None
         content, self._output = self._output[:size], self._output[size:]
         return content
+
+
+def _new_frame(compression: str) -> Any:
+    """A decompressor of one frame, with `decompress`, `eof` and `unused_data`."""
+    if compression == ".bz2":
+        return bz2.BZ2Decompressor()
+    if compression == ".xz":
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ, _WINDOW)
+    return zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()

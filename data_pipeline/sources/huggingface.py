@@ -5,13 +5,15 @@ Needs the extra `hf`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.sources import BadRecord, Problem, Record, Source, require
+from data_pipeline.sources.columns import outer_columns
+from data_pipeline.sources.jsonl import value_at
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class Config:
             files.
         name: the subset, if there are several.
         split: the split to read.
-        field: column of the text; dots reach into nested columns.
+        field: column of the text; dots reach into nested columns, unless a column's name has them.
         revision: commit, tag or branch of the repository. Name a commit: anything else may change
             between two builds.
     """
@@ -58,8 +60,15 @@ class Config:
         import datasets
 
         saved_by_datasets = ("state.json", "dataset_dict.json")
+        is_saved = any(Path(self.path, name).is_file() for name in saved_by_datasets)
+        # `datasets` would read the files of "rows1" for the folder "rows[1]".
+        if has_magic(self.path) and not is_saved:
+            raise DataError(
+                f"source.path {self.path!r} is a pattern to `datasets`, which may read another "
+                "folder. Rename the folder, without any of *?[."
+            )
         try:
-            if any(Path(self.path, name).is_file() for name in saved_by_datasets):
+            if is_saved:
                 saved = datasets.load_from_disk(self.path)
                 return saved[self.split] if isinstance(saved, datasets.DatasetDict) else saved
             # Streaming reads from the Hub only. Without internet, a dataset can still be in the
@@ -131,24 +140,27 @@ class HuggingFace(Source):
         return self.config.read(self._columns, self._text)
 
     def _columns(self, names: Sequence[str]) -> list[str]:
-        top = self.config.field.partition(".")[0]
-        if top not in names:
+        found = outer_columns(self.config.field, names)
+        if not found:
             raise DataError(
-                f"{self.files[0]} has no column {top!r}. Set source.field to one of: "
+                f"{self.files[0]} has no column {self.config.field!r}. Set source.field to one of: "
                 f"{', '.join(names)}."
             )
-        return [top]
+        return found
 
     def _text(self, row: dict[str, Any]) -> bytes:
-        text = functools.reduce(_get, self.config.field.split("."), row)
+        try:
+            text = value_at(row, self.config.field)
+        except KeyError:
+            text = None
+        except BadRecord as error:
+            return Problem.of(str(error))
+        if isinstance(text, bytes):  # the workers decode it
+            return text
         if not isinstance(text, str):
             return Problem.of(f"field {self.config.field!r} is not text")
         # Half a surrogate pair passes here, and the workers reject the document.
         return text.encode("utf-8", "surrogatepass")
-
-
-def _get(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, dict) else None
 
 
 def _reason(error: Exception) -> str:

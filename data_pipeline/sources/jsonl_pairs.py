@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from data_pipeline.sources import PairSource, Record
 from data_pipeline.sources.files import find, read_records
-from data_pipeline.sources.jsonl import lines, load_json, text_of
+from data_pipeline.sources.jsonl import load_json, text_of, values
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
-        source: key of the source; dots reach into nested objects.
+        paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
+        source: key of the source; dots reach into nested objects, unless a key has the dots.
         target: key of the target.
         prefix: prepended to each source, as "translate English to German: ".
     """
@@ -43,7 +43,7 @@ class JsonLinesPairs(PairSource):
     target: str
 
     def records(self) -> Iterator[Record]:
-        return read_records(self.files, lines)
+        return read_records(self.files, values)
 
     def decode_pair(self, data: bytes) -> tuple[str, str]:
         value = load_json(data)

@@ -20,8 +20,8 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        source_paths: files, glob patterns or URLs of the sources; `.gz` and `.zst` are
-            decompressed.
+        source_paths: files, glob patterns or URLs of the sources; `.gz`, `.bz2`, `.xz` and `.zst`
+            are decompressed.
         target_paths: files of the targets, as many and in the same order (the files of a pattern
             are ordered by name).
         prefix: prepended to each source, as "translate English to German: ".

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from data_pipeline.sources import BadRecord, Record, Source, require
+from data_pipeline.sources.columns import outer_columns, repeated
 from data_pipeline.sources.files import find, read_records
+from data_pipeline.sources.jsonl import ambiguous, splits
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROWS = 1024  # decoded at a time
 _BUFFER = 2**22  # bytes read at a time
+# Arrow's names of types of text. Files of older programs have text as binary, in UTF-8.
+_TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,9 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed in memory.
-        field: column of the text; dots reach into structs.
+        paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed in
+            memory.
+        field: column of the text; dots reach into structs, unless a column's name has them.
     """
 
     paths: tuple[str, ...]
@@ -48,9 +53,9 @@ class Parquet(Source):
         import pyarrow as pa
         from pyarrow import compute
 
-        top, *inner = self.field.split(".")
         row = 0
         for batch in batches(file, self._columns):
+            top, *inner = self._path(batch.schema)
             texts = compute.struct_field(batch[top], inner) if inner else batch[top]
             # As bytes: the workers decode them, and invalid UTF-8 spoils its own row only.
             for text in texts.cast(pa.large_binary()).to_pylist():
@@ -58,17 +63,39 @@ class Parquet(Source):
                 yield row, text or b""  # a row without text is an empty document
 
     def _columns(self, schema: pa.Schema) -> list[str]:
+        self._path(schema)
+        return [self.field]
+
+    def _path(self, schema: pa.Schema) -> tuple[str, ...]:
+        """The column of the text, and the fields of structs that lead to it."""
         import pyarrow as pa
 
-        # "meta.body" must be a struct "meta" with a text "body".
-        found: pa.Schema | pa.DataType = schema
-        for name in self.field.split("."):
-            is_struct = isinstance(found, (pa.Schema, pa.StructType))
-            found = found.field(name).type if is_struct and name in found.names else None
-        if found not in (pa.string(), pa.large_string()):
-            names = ", ".join(schema.names)
-            raise BadRecord(f"no text column {self.field!r} among {names}")
-        return [self.field]
+        found = list(_paths(schema, self.field))
+        outer = outer_columns(self.field, schema.names)
+        if twice := repeated(outer):
+            raise BadRecord(f"two columns are named {twice!r}")
+        if len(found) > 1:
+            raise BadRecord(ambiguous(self.field))
+        for path, kind in found:
+            # pandas stores a categorical column as a dictionary of its values.
+            if str(kind.value_type if pa.types.is_dictionary(kind) else kind) in _TEXT:
+                return path
+        names = ", ".join(schema.names)
+        raise BadRecord(f"no text column {self.field!r} among {names}")
+
+
+def _paths(
+    fields: pa.Schema | pa.StructType, name: str, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
+    """Yields what a name may mean: the path and the type of a column or of a field of a struct."""
+    import pyarrow as pa
+
+    for key, rest in splits(name):
+        for field in fields:
+            if field.name == key and rest is None:
+                yield (*above, key), field.type
+            elif field.name == key and rest is not None and isinstance(field.type, pa.StructType):
+                yield from _paths(field.type, rest, (*above, key))
 
 
 def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterator[pa.RecordBatch]:

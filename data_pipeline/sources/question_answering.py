@@ -43,7 +43,7 @@ class Config(TableConfig):
     Attributes:
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, which may be
             SQuAD's own, of nested articles, .csv, .tsv (both with a header line; .tsv without
-            quoting) or .parquet; `.gz` and `.zst` are decompressed.
+            quoting) or .parquet; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         question: column of the question; dots reach into nested objects.
         context: column of the text that answers are spans of.
         answers: column of the answers: a list of {text, answer_start}, or both lists, {text: [],

@@ -12,7 +12,6 @@ import csv
 import functools
 import io
 import itertools
-import json
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,9 +28,9 @@ from data_pipeline.sources import (
     parquet,
     require,
 )
-from data_pipeline.sources.columns import no_column, repeated
-from data_pipeline.sources.files import Split, find, identity, read_records
-from data_pipeline.sources.jsonl import lines, load_json
+from data_pipeline.sources.columns import no_column, outer_columns, repeated
+from data_pipeline.sources.files import Split, find, identity, read_records, uncompressed
+from data_pipeline.sources.jsonl import encoded, json_or_none, lines, values
 from trainer.errors import ConfigError
 from trainer.storage import shown
 
@@ -111,8 +110,8 @@ class TableConfig:
 
     Attributes:
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv
-            (without quoting) or .parquet; `.gz` and `.zst` are decompressed. None for a dataset
-            that is only evaluated on.
+            (without quoting) or .parquet; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed. None
+            for a dataset that is only evaluated on.
         heldout: the same, of the held-out rows; without it, `heldout_fraction` chooses among all
             rows.
         header: names of the columns of .csv and .tsv files that have no line of names; [] reads
@@ -168,7 +167,8 @@ class TableConfig:
             if suffix(file) not in self.formats:
                 raise ConfigError(
                     f"{shown(file)} has an unknown format. Its name must end in "
-                    f"{', '.join(self.formats)}, and then in .gz or .zst if it is compressed."
+                    f"{', '.join(self.formats)}, and then in .gz, .bz2, .xz or .zst if it is "
+                    "compressed."
                 )
         if ".parquet" in map(suffix, files):
             require("pyarrow", "parquet", "reading .parquet")
@@ -189,10 +189,7 @@ class TableConfig:
 
 def suffix(file: str) -> str:
     """The format in the name of a file, such as ".csv" for "a.csv.gz"."""
-    name = shown(file)
-    for compression in (".gz", ".zst"):
-        name = name.removesuffix(compression)
-    return os.path.splitext(name)[1].lower()
+    return os.path.splitext(uncompressed(shown(file)))[1].lower()
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ class TableSource(Source):
         # .tsv files of GLUE and others have single quotation marks in texts, so there a mark is
         # an ordinary character.
         splitters: dict[str, Split] = {
-            ".jsonl": lines,
+            ".jsonl": values,
             ".json": self._json,
             ".csv": functools.partial(
                 _csv_rows, delimiter=",", quoting=csv.QUOTE_MINIMAL, names=self.header
@@ -242,7 +239,7 @@ class TableSource(Source):
     def records(self) -> Iterator[Record]:
         for index, name in enumerate(self.files):
             if self.parts:
-                found = self.parts[index].read(self._chosen, encoded)
+                found = self.parts[index].read(self._chosen, self._encoded)
             else:
                 found = read_records((name,), self.splitter(suffix(name)))
             for record in found:
@@ -257,12 +254,12 @@ class TableSource(Source):
     def _json(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Splits JSON Lines, or a single value that holds all rows."""
         content = file.readline()
-        value = _json_or_none(content)
+        value = json_or_none(content)
         # A first line that is a row begins JSON Lines. Anything else may begin a value of many
         # lines, as "[" or SQuAD's '{"data": ['.
         if not isinstance(value, dict) or self.rows_of(value) is not None:
             content += file.read()
-            rows = self.rows_of(_json_or_none(content))
+            rows = self.rows_of(json_or_none(content))
             if rows is not None:
                 yield from enumerate(map(encoded, rows), start=1)
                 return
@@ -271,29 +268,44 @@ class TableSource(Source):
     def _parquet(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         # Rows are numbered through all batches of the file.
         batches = parquet.batches(file, lambda schema: self._chosen(schema.names))
-        return enumerate(itertools.chain.from_iterable(map(_batch_rows, batches)), start=1)
+        return enumerate(itertools.chain.from_iterable(map(self._batch_rows, batches)), start=1)
+
+    def _batch_rows(self, batch: pa.RecordBatch) -> Iterator[bytes]:
+        """Yields the rows of an Arrow batch; a row with invalid UTF-8 is a Problem."""
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:
+            # Arrow converts a batch as a whole or not at all: find the bad row by itself.
+            if batch.num_rows == 1:
+                yield Problem.of("invalid UTF-8")
+                return
+            for index in range(batch.num_rows):
+                yield from self._batch_rows(batch.slice(index, 1))
+            return
+        yield from map(self._encoded, rows)
+
+    def _encoded(self, row: dict[str, object]) -> bytes:
+        """Encodes a row as the bytes of a record; a Problem if a text of it is not valid."""
+        # Files of older programs have texts as bytes, in UTF-8.
+        for name in self.columns:
+            if isinstance(content := row.get(name), bytes):
+                try:
+                    row[name] = content.decode()
+                except UnicodeDecodeError:
+                    return Problem.of("invalid UTF-8")
+        return encoded(row)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
-        """Chooses the columns of a table to read.
-
-        "a.b" is a column of this name, or inside column "a".
-        """
-        # Of a nested column the outermost is read: "s.text" needs "s".
-        top = {
-            name: name if name in names else name.partition(".")[0]
-            for name in (*self.columns, *self.optional)
-        }
-        for name in self.columns:
-            if top[name] not in names:
+        """Chooses the columns of a table to read; of a nested column, the outermost."""
+        chosen = set[str]()
+        for name in (*self.columns, *self.optional):
+            outer = outer_columns(name, names)
+            if not outer and name in self.columns:
                 raise BadRecord(no_column(name, names))
-        return [name for name in names if name in top.values()]
-
-
-def _json_or_none(data: bytes) -> object:
-    try:
-        return load_json(data)
-    except BadRecord:
-        return None
+            if twice := repeated(outer):
+                raise BadRecord(f"two columns are named {twice!r}")
+            chosen.update(outer)
+        return [name for name in names if name in chosen]
 
 
 def _csv_rows(
@@ -312,10 +324,13 @@ def _csv_rows(
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            problem = f"invalid CSV: {error}"
             if not header:
-                raise BadRecord(problem) from None
-            yield line, Problem.of(problem)
+                raise BadRecord(_bad_row(line, reader.line_num, f"invalid CSV: {error}")) from None
+            last = reader.line_num
+            if last > line and "field limit" in str(error):
+                # Whether the quotation is still open is unknown, and so is which lines are rows.
+                last += sum(1 for _ in decoded)
+            yield from _lost(line, last, f"invalid CSV: {error}")
             continue
         if cells is None:
             return
@@ -328,34 +343,20 @@ def _csv_rows(
         elif len(cells) != len(header):
             names_of = "header" if names else "the line of names"
             problem = f"not as many cells as {names_of} has: {len(cells)}, not {len(header)}"
-            yield line, Problem.of(problem)
+            yield from _lost(line, reader.line_num, problem)
         else:
             yield line, encoded(dict(zip(header, cells, strict=True)), "invalid UTF-8")
 
 
-def _batch_rows(batch: pa.RecordBatch) -> Iterator[bytes]:
-    """Yields the rows of an Arrow batch; a row with invalid UTF-8 is a Problem."""
-    try:
-        yield from map(encoded, batch.to_pylist())
-    except UnicodeDecodeError:
-        # Arrow converts a batch as a whole or not at all: find the bad row by itself.
-        if batch.num_rows == 1:
-            yield Problem.of("invalid UTF-8")
-        else:
-            for index in range(batch.num_rows):
-                yield from _batch_rows(batch.slice(index, 1))
+def _lost(first: int, last: int, problem: str) -> Iterator[tuple[int, bytes]]:
+    """Yields a Problem for each line of a row that cannot be read.
+
+    A quotation mark that is not closed makes one row of all lines up to the next mark.
+    """
+    for line in range(first, last + 1):
+        yield line, Problem.of(_bad_row(first, last, problem))
 
 
-def encoded(row: object, problem: str = "invalid Unicode") -> bytes:
-    """Encodes a row as the bytes of a record; a Problem if a text of it cannot be encoded."""
-    try:
-        # Not as ASCII with escapes, which could spell half a surrogate pair.
-        return json.dumps(row, ensure_ascii=False, default=_plain).encode()
-    except UnicodeEncodeError:
-        return Problem.of(problem)
-
-
-def _plain(value: object) -> str | None:
-    """Replaces a value that JSON cannot represent: bytes by null, a date or decimal by its text."""
-    # Images and sounds of a dataset are bytes. No text is made of them, and they are large.
-    return None if isinstance(value, bytes) else str(value)
+def _bad_row(first: int, last: int, problem: str) -> str:
+    quotation = f", in a quotation from line {first} to line {last}" if last > first else ""
+    return problem + quotation

@@ -17,7 +17,8 @@ from typing import BinaryIO, ClassVar
 from data_pipeline.sources import BadRecord, Problem, TaskSource
 from data_pipeline.sources.columns import brief, check_labels, index_of, items, row_of
 from data_pipeline.sources.files import Split
-from data_pipeline.sources.table import TableConfig, TableSource, encoded
+from data_pipeline.sources.jsonl import encoded
+from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
@@ -33,7 +34,7 @@ class Config(TableConfig):
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both
             with a header line; .tsv without quoting) or .parquet; or .conll: one word per line, its
             tag in the last of the columns, which spaces separate, and a blank line after each
-            sentence. `.gz` and `.zst` are decompressed.
+            sentence. `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         tokens: column with the list of words; dots reach into nested objects.
         tags: column with the list of their tags, each one of `labels`, or its index among them.
         labels: the tags, "O" among them, the others as "B-PER" and "I-PER".

@@ -16,7 +16,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
+        paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         document: one document is a whole "file", or a "paragraph", which ends at a blank line.
     """
 

@@ -16,8 +16,8 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        paths: files, glob patterns or URLs, without a header line; `.gz` and `.zst` are
-            decompressed.
+        paths: files, glob patterns or URLs, without a header line; `.gz`, `.bz2`, `.xz` and `.zst`
+            are decompressed.
         source: column of the source, counted from 1.
         target: column of the target.
         prefix: prepended to each source, as "translate English to German: ".

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data_pipeline.sources.columns import row_of
+from data_pipeline.sources import BadRecord
+from data_pipeline.sources.columns import repeated, row_of
 from data_pipeline.sources.templates import TextsConfig, TextsSource
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
@@ -44,4 +45,6 @@ class Unlabeled(TextsSource):
     def _chosen(self, names: Sequence[str]) -> list[str]:
         # Rejects a table without the columns of the texts; the others go to the labeled file.
         super()._chosen(names)
+        if twice := repeated(names):
+            raise BadRecord(f"two columns are named {twice!r}")
         return list(names)

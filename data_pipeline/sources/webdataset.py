@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Self
 
-from data_pipeline.sources import BadRecord, Record, decode_utf8, jsonl
+from data_pipeline.sources import BadRecord, Problem, Record, decode_utf8, jsonl
 from data_pipeline.sources.files import find, read_records
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that WebDataset keeps for itself."""
+_HIDDEN = re.compile(r"(^|/)\.[^/]*$")
+"""Hidden files, as those that macOS adds."""
 _READ_BYTES = 2**16
 
 
@@ -21,9 +23,12 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: tar files, glob patterns or URLs; `.tar.gz`, `.tgz` and `.tar.zst` are decompressed.
-        member: suffix of the members that are documents, as WebDataset counts it: `text.json` for
-            `a/0001.text.json`. All other members are skipped.
+        paths: tar files, glob patterns or URLs; `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.xz` and
+            `.tar.zst` are decompressed.
+        member: suffix of the members that are documents, as WebDataset counts it: from the first
+            dot of the name, in upper or lower case, so `text.json` for `a/0001.text.JSON`. Other
+            members are skipped if they belong to a sample with such a document, and rejected if
+            they do not.
         field: key of the text if `member` ends in `json`; dots reach into nested objects.
     """
 
@@ -53,15 +58,18 @@ class WebDataset(jsonl.JsonLines):
         from webdataset import tariterators
 
         number = 0
+        samples = _Samples(self.member)
         try:
             # Not the library's own loop: it reads whole a sparse member, of which some bytes may
             # declare terabytes of zeros. Nor "r|*", which decompresses without a bound.
             with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
                 for member in tar:
                     tar.members = []  # type: ignore[attr-defined] # or it would remember all
-                    suffix = tariterators.base_plus_ext(member.name)[1]
+                    if member.isdir() or _META.match(member.name):
+                        continue
+                    key, suffix = tariterators.base_plus_ext(member.name)
                     # Members of other suffixes are not even read.
-                    if suffix != self.member or not member.isreg() or _META.match(member.name):
+                    if not samples.has_text(member, key or member.name, suffix or ""):
                         continue
                     if member.issparse():
                         raise BadRecord("sparse member")
@@ -72,6 +80,50 @@ class WebDataset(jsonl.JsonLines):
                 _check_end(tar)
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark
+        # Behind the documents, whose numbers are those without these.
+        yield from enumerate(samples.without_text(), start=number + 1)
+
+
+class _Samples:
+    """Keeps count of the samples of a tar that have no document.
+
+    Args:
+        member: suffix of the members that are documents.
+    """
+
+    def __init__(self, member: str) -> None:
+        self._suffix = member.lower()  # WebDataset ignores case, too
+        self._with_text = set[str]()
+        self._others: dict[str, list[str]] = {}  # key of a sample without text: names of members
+
+    def has_text(self, member: tarfile.TarInfo, key: str, suffix: str) -> bool:
+        """Notes a member of the sample `key`; returns whether it is a document."""
+        if suffix.lower() == self._suffix and member.isreg():
+            self._with_text.add(key)
+            self._others.pop(key, None)
+            return True
+        if key not in self._with_text and not _HIDDEN.search(member.name):
+            names = self._others.setdefault(key, [])
+            if not names or self._looks_like_text(member.name):
+                names.append(member.name)
+        return False
+
+    def without_text(self) -> Iterator[Problem]:
+        """Yields a Problem for each document that is missing."""
+        for names in self._others.values():
+            # "v1.0001.txt" and "v1.0002.txt" have one key, "v1", and are two documents.
+            texts = list(filter(self._looks_like_text, names))
+            for name in texts or names[:1]:
+                reason = f"no member {self._suffix!r} in a sample: {name}"
+                if texts:
+                    reason += (
+                        ". Its suffix begins at the first dot of the name: rename it, or set "
+                        "source.member"
+                    )
+                yield Problem.of(reason)
+
+    def _looks_like_text(self, name: str) -> bool:
+        return name.lower().endswith(f".{self._suffix}")
 
 
 class _Member(tarfile.TarInfo):

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
+from data_pipeline.tokenizers.sentencepiece import sentinels_in
 from data_pipeline.tokenizers.sentences import full_stops
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 from trainer.config import Tree
@@ -174,13 +175,12 @@ class HuggingFace:
         ids = {role: vocab[name] for role, name in names.items() if name}
         added = backend.get_added_tokens_decoder().items()
         special = {*ids.values(), *(i for i, token in added if token.special)}
-        numbered = (f"<extra_id_{n}>" for n in itertools.count())
         self.vocabulary = Vocabulary(
             size=max(vocab.values(), default=-1) + 1,
             **{role: ids.get(role) for role in ("pad", "cls", "sep", "mask", "eos")},
             special=tuple(sorted(special)),
             continuing=_continuing(backend, vocab),
-            sentinels=tuple(vocab[t] for t in itertools.takewhile(vocab.__contains__, numbered)),
+            sentinels=sentinels_in(vocab),
             between=_between(backend),
             full_stops=full_stops(vocab),
         )

@@ -9,7 +9,7 @@ import hashlib
 import heapq
 import io
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
 
@@ -128,7 +128,8 @@ class SentencePiece:
     """A SentencePiece model with sentinels; methods as in `tokenizer.Tokenizer`.
 
     As in T5, sentinels have the ids above the pieces, in descending order: <extra_id_0> has the
-    highest one. Their number is `extra_ids` in the settings.
+    highest one. Their number is `extra_ids` in the settings. Models such as mT5's have them among
+    their pieces instead.
 
     Attributes:
         vocabulary: its size and special tokens.
@@ -140,7 +141,8 @@ class SentencePiece:
         settings: the tokenizer_config.json beside it.
 
     Raises:
-        DataError: the file is damaged, or transformers changes the ids of such a model.
+        DataError: the file is damaged, transformers changes the ids of such a model, or the
+            settings add sentinels to a model that has some.
     """
 
     def __init__(self, content: bytes, settings: Tree) -> None:
@@ -153,15 +155,29 @@ class SentencePiece:
                 "name that folder."
             )
         self._content = content
-        self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         pieces = [piece.piece for piece in model.pieces]
-        sentinels = settings.get("extra_ids", _SENTINELS_OF_T5 if kind in T5_CLASSES else 0)
-        size = len(pieces) + sentinels
-        # With 5 pieces and 2 sentinels, <extra_id_0> is 6 and <extra_id_1> is 5.
-        self._special = {size - 1 - n: f"<extra_id_{n}>" for n in range(sentinels)}
-        for i, piece in enumerate(pieces):
-            if processor.is_control(i) or processor.is_unknown(i):
-                self._special[i] = piece
+        inside = sentinels_in({piece: i for i, piece in enumerate(pieces)})
+        usual = _SENTINELS_OF_T5 if kind in T5_CLASSES and not inside else 0
+        added = settings.get("extra_ids", usual)
+        if inside and added:
+            raise DataError(
+                f"{MODEL} has {len(inside)} sentinels (<extra_id_0>, ...) among its pieces, and "
+                f"extra_ids is {added}, which makes two of each. Set extra_ids to 0 in "
+                "tokenizer_config.json."
+            )
+        for i in inside:  # a control piece is one that no text produces
+            model.pieces[i].type = model.SentencePiece.CONTROL
+        used = model.SerializeToString() if inside else content
+        self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=used)
+        size = len(pieces) + added
+        # With 5 pieces and 2 added sentinels, <extra_id_0> is 6 and <extra_id_1> is 5.
+        sentinels = inside or tuple(range(size - 1, len(pieces) - 1, -1))
+        self._special = {
+            i: piece
+            for i, piece in enumerate(pieces)
+            if processor.is_control(i) or processor.is_unknown(i)
+        }
+        self._special |= {i: f"<extra_id_{n}>" for n, i in enumerate(sentinels)}
         roles = {
             "pad": processor.pad_id(),
             "unk": processor.unk_id(),
@@ -175,21 +191,21 @@ class SentencePiece:
             **{role: ids.get(role) for role in ("pad", "cls", "sep", "mask", "eos")},
             special=tuple(sorted(self._special)),
             continuing=tuple(i for i, piece in enumerate(pieces) if not piece.startswith(_SPACE)),
-            sentinels=tuple(range(size - 1, len(pieces) - 1, -1)),
+            sentinels=sentinels,
             between=1,
             full_stops=full_stops({piece: i for i, piece in enumerate(pieces)}),
         )
         named = ids.keys() & {"pad", "unk", "eos"}
         self.names = {f"{role}_token": pieces[ids[role]] for role in named}
         kind = T5_CLASSES[0] if is_of_t5(model) else _OF_ANY
-        default = {"tokenizer_class": kind, "extra_ids": sentinels}
+        default = {"tokenizer_class": kind, "extra_ids": added}
         self.settings = {**default, **self.names, **settings}
         self._dtype = token_dtype(size)
 
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the model file and the number of sentinels."""
-        sentinels = str(len(self.vocabulary.sentinels))
-        return hashlib.sha256(self._content + sentinels.encode()).hexdigest()
+        """Hex SHA-256 of the model file and the number of sentinels added to it."""
+        added = str(self.vocabulary.size - self._processor.get_piece_size())
+        return hashlib.sha256(self._content + added.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         # Remembering words, as `words` does, would be half as fast: the library itself is faster
@@ -243,7 +259,7 @@ class SentencePiece:
         return text
 
     def token(self, token_id: int) -> str | None:
-        if token_id < self._processor.get_piece_size():
+        if token_id not in self._special and token_id < self._processor.get_piece_size():
             return self._processor.id_to_piece(token_id)
         return self._special.get(token_id)
 
@@ -257,6 +273,17 @@ class SentencePiece:
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""
         return {MODEL: self._content}
+
+
+def sentinels_in(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the ids of <extra_id_0>, <extra_id_1>, ... in a vocabulary; mT5 spells ▁ first."""
+    ids = list[int]()
+    while True:
+        name = f"<extra_id_{len(ids)}>"
+        token_id = vocabulary.get(name, vocabulary.get(_SPACE + name))
+        if token_id is None:
+            return tuple(ids)
+        ids.append(token_id)
 
 
 def is_of_t5(model: Message) -> bool:

@@ -63,7 +63,7 @@ def register_generate(commands: Commands) -> None:
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
     add("text", nargs="*", help="texts (default: the lines of standard input)")
-    add("--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also .gz or .zst')
+    add("--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also compressed')
     add("--output", metavar="FILE", help="a new JSON Lines file with the source and text of each")
     add("--prefix", default="", help="prepended to each text, such as the name of a task for T5")
     add("--sample", action="store_true", help="sample instead of maximizing")
@@ -117,7 +117,7 @@ def register_features(commands: Commands) -> None:
     )
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
-    add("file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst")
+    add("file", metavar="FILE", help="texts, one a line, or .jsonl; also compressed")
     add("--output", required=True, metavar="FILE.npy", help="a new file")
     add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
     add(
@@ -215,7 +215,7 @@ def register_neighbors(commands: Commands) -> None:
     add(
         "--corpus",
         metavar="FILE",
-        help="texts to compare with, one a line, or .jsonl; also .gz, .zst",
+        help="texts to compare with, one a line, or .jsonl; also compressed",
     )
     add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
     add(
@@ -294,7 +294,7 @@ def register_label(commands: Commands) -> None:
     add(
         "file",
         metavar="FILE",
-        help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern or "
+        help="rows: .jsonl, .json, .csv, .tsv or .parquet, also compressed; a path, a pattern or "
         "an address",
     )
     add(
@@ -359,7 +359,7 @@ def register_augment(commands: Commands) -> None:
     add(
         "file",
         metavar="FILE",
-        help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern or "
+        help="rows: .jsonl, .json, .csv, .tsv or .parquet, also compressed; a path, a pattern or "
         "an address",
     )
     add(

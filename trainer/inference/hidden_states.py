@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.sources import BadRecord, Record, Source
-from data_pipeline.sources.files import read_records
+from data_pipeline.sources.files import read_records, uncompressed
 from data_pipeline.sources.jsonl import JsonLines, lines
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
@@ -45,7 +45,7 @@ class _Lines(Source):
 def read_texts(
     path: str, field: str | None = None, *, default: str = "text", blank: bool = False
 ) -> Iterator[str]:
-    """Reads the texts of a file (plain, `.gz` or `.zst`) or an address, one a line.
+    """Reads the texts of a file (plain or compressed) or an address, one a line.
 
     The first text is read at once, so that a wrong name is found before a model is loaded.
 
@@ -58,7 +58,7 @@ def read_texts(
         DataError: the file cannot be read or is empty, or a line holds no text.
     """
     source: Source = _Lines((path,), blank)
-    if path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+    if uncompressed(path).lower().endswith((".jsonl", ".json")):
         source = JsonLines((path,), field or default)
     elif field is not None:
         raise ConfigError(

@@ -35,8 +35,10 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     if not is_of_t5(model) or vocabulary.pad is None or vocabulary.eos is None:
         return False
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
-    # With 5 pieces and 2 sentinels, <extra_id_1> is 5 and <extra_id_0> is 6.
-    names = [f"<extra_id_{n}>" for n in range(len(vocabulary.sentinels))]
+    # With 5 pieces and 2 sentinels, <extra_id_1> is 5 and <extra_id_0> is 6. Of mT5, they are
+    # pieces, and `transformers` finds them as such.
+    names = [f"<extra_id_{n}>" for n in range(vocabulary.size - len(pieces))]
+    inside = {token for token in vocabulary.sentinels if token < len(pieces)}
     unknown = model.trainer_spec.unk_id
     vocab = [*pieces, *((name, 0.0) for name in reversed(names))]
     backend = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=unknown, byte_fallback=False))
@@ -49,7 +51,7 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, vocabulary.eos)]
     )
-    special = [vocab[token][0] for token in sorted({*vocabulary.special, unknown})]
+    special = [vocab[token][0] for token in sorted({*vocabulary.special, unknown} - inside)]
     backend.add_special_tokens(
         [tokenizers.AddedToken(name, special=True, normalized=False) for name in special]
     )

@@ -16,6 +16,7 @@ from trainer.storage.local import (
     make_folder,
     new_folder,
     sync_folder,
+    with_literal_names,
     write_text,
 )
 from trainer.storage.objects import (
@@ -65,6 +66,7 @@ __all__ = [
     "sync_folder",
     "under_way",
     "upload",
+    "with_literal_names",
     "write",
     "write_text",
 ]

@@ -6,9 +6,10 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape, has_magic
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -29,6 +30,17 @@ class Digest:
 
     sha256: str
     bytes: int
+
+
+def with_literal_names(pattern: str, exists: Callable[[str], bool]) -> str:
+    """Escapes the leading part of a glob pattern that exists under the very name as written.
+
+    If there is a folder `a[1]`, the pattern "a[1]/*.txt" names its files, and not those of `a1`.
+    """
+    literal = pattern
+    while has_magic(literal) and not exists(literal):
+        literal = os.path.dirname(literal)
+    return escape(literal) + pattern[len(literal) :]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
 from trainer.storage.attempts import attempt, shown, status_of
-from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy
+from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy, with_literal_names
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -68,7 +68,16 @@ def sizes(url: str) -> dict[str, int]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Sorted URLs of the objects that match a pattern with `*`, `**` or `?`."""
+    """Sorted URLs of the objects that match a pattern with `*`, `**`, `?` or `[`.
+
+    A name that exists comes before a pattern: see `with_literal_names`.
+    """
+    if pattern.startswith(("http://", "https://")):
+        # A web server lists no folders, and in its URLs `?` begins a query.
+        if ("*" in pattern or "[" in pattern) and exists(pattern):
+            return [pattern]
+    else:
+        pattern = with_literal_names(pattern, exists)
 
     def glob_once(fs: AbstractFileSystem, path: str) -> list[str]:
         found = fs.glob(path, detail=True).items()

@@ -56,6 +56,14 @@ def test_what_is_written_is_there(s3_folder: str) -> None:
     assert not storage.exists(s3_folder)
 
 
+def test_a_name_that_exists_comes_before_a_pattern(s3_folder: str) -> None:
+    for name in ("a[1].txt", "a1.txt", "b[1]/c.txt", "b1/c.txt", "d2/c.txt"):
+        storage.write(f"{s3_folder}/{name}", b"x")
+    assert storage.glob(f"{s3_folder}/a[1].txt") == [f"{s3_folder}/a[1].txt"]
+    assert storage.glob(f"{s3_folder}/b[1]/*.txt") == [f"{s3_folder}/b[1]/c.txt"]
+    assert storage.glob(f"{s3_folder}/d[12]/*.txt") == [f"{s3_folder}/d2/c.txt"]
+
+
 def test_a_folder_of_many_objects_takes_few_requests(
     faulty_s3: FaultyProxy, s3_folder: str
 ) -> None:

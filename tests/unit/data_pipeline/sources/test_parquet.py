@@ -60,7 +60,16 @@ def test_a_row_group_is_not_read_as_a_whole(tmp_path, monkeypatch):
     assert shares[-1] > 0.9
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+KINDS = {
+    "string": pa.string(),
+    "large": pa.large_string(),
+    "view": pa.string_view(),
+    "dictionary": pa.dictionary(pa.int32(), pa.string()),
+    "binary": pa.binary(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_row_without_text_is_one_bad_record(tmp_path, kind):
     write(tmp_path / "a.parquet", {"text": pa.array(["one", None, "", "two"], kind)})
     assert parsed(source_of(tmp_path / "a.parquet")) == [
@@ -78,6 +87,49 @@ def test_the_text_may_be_inside_a_struct(tmp_path):
     )
     found = parsed(source_of(tmp_path / "a.parquet", field="meta.text.body"))
     assert [text for _, _, text in found] == ["one", "! empty document", "two"]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_text_of_any_type_may_be_inside_a_struct_or_no_utf_8(tmp_path, kind):
+    texts = pa.array(["one", "zwölf"], kind)
+    write(tmp_path / "a.parquet", {"s": pa.StructArray.from_arrays([texts], ["text"])})
+    write(tmp_path / "b.parquet", {"s.text": pa.array([b"\xff", b"x"], pa.binary())})
+    found = parsed(source_of(tmp_path / "?.parquet", field="s.text"))
+    assert [text for _, _, text in found] == ["one", "zwölf", "! invalid UTF-8", "x"]
+
+
+def test_a_categorical_of_pandas_is_text(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    texts = pandas.Categorical(["one", "two", "one"])
+    pandas.DataFrame({"text": texts}).to_parquet(tmp_path / "a.parquet")
+    assert [t for _, _, t in parsed(source_of(tmp_path / "a.parquet"))] == ["one", "two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"meta.text": ["flat"], "meta": [{"n": 1}]}, "flat"),
+        ({"meta.text": ["flat"], "meta": ["other"]}, "flat"),
+        ({"meta": [{"text": "deep"}], "text": ["other"]}, "deep"),
+        (
+            {"meta.text": ["flat"], "meta": [{"text": "deep"}]},
+            "! 'meta.text' is both a name with dots and a path to a nested value. Rename one",
+        ),
+    ],
+)
+def test_a_name_may_have_dots_itself_but_not_two_meanings(tmp_path, columns, found):
+    write(tmp_path / "a.parquet", columns)
+    assert parsed(source_of(tmp_path / "a.parquet", field="meta.text")) == [("a.parquet", 1, found)]
+
+
+def test_two_columns_of_one_name_are_refused_if_one_of_them_is_read(tmp_path):
+    columns = [pa.array([text]) for text in ("a", "b", "c")]
+    pq.write_table(pa.Table.from_arrays(columns, ["text", "n", "n"]), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_arrays(columns, ["text", "text", "n"]), tmp_path / "b.parquet")
+    assert parsed(source_of(tmp_path / "?.parquet")) == [
+        ("a.parquet", 1, "a"),
+        ("b.parquet", 1, "! two columns are named 'text'"),
+    ]
 
 
 @pytest.mark.parametrize("field", ["body", "id", "meta", "meta.absent", "text.deeper"])

@@ -91,6 +91,22 @@ def test_a_pattern_matches_files_not_folders(hub):
     )
 
 
+@pytest.mark.parametrize(
+    "root", ["hf://datasets/owner/corpus", "{}/datasets/owner/corpus/resolve/main"]
+)
+def test_a_name_that_exists_is_no_pattern(hub, root):
+    hub.write("datasets/owner/corpus/odd/a[1].txt", b"right")
+    hub.write("datasets/owner/corpus/odd/a1.txt", b"wrong")
+    assert texts_of(text.Config((f"{root.format(hub.endpoint)}/odd/a[1].txt",)).build()) == [
+        "right"
+    ]
+
+
+def test_a_folder_of_the_hub_is_told_from_a_pattern_without_a_match(hub):
+    with pytest.raises(ConfigError, match=r"corpus/data' matches a folder, and no file\."):
+        text.Config(("hf://datasets/owner/corpus/data",)).build()
+
+
 def test_an_object_store_is_listed_and_read(s3_folder):
     for name in ("b", "a"):
         storage.write(f"{s3_folder}/deep/{name}.jsonl.gz", gzip.compress(JSON_LINES))
@@ -209,6 +225,31 @@ def test_a_dataset_saved_to_the_disk_is_read(tmp_path):
     assert texts_of(config.build()) == [*TEXTS[:5], "! field 'meta.body' is not text"]
     config = huggingface.Config(str(tmp_path / "splits"), field="meta.body", split="test")
     assert texts_of(config.build()) == TEXTS[:1]
+
+
+def test_names_with_dots_and_texts_in_bytes_are_read_from_a_dataset(tmp_path):
+    import datasets
+
+    def texts(**columns):
+        datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "rows")
+        return texts_of(huggingface.Config(str(tmp_path / "rows"), field="meta.body").build())
+
+    assert texts(**{"meta.body": ["flat"], "meta": ["other"]}) == ["flat"]
+    assert texts(meta=[{"body": b"deep"}, {"body": b"\xff"}]) == ["deep", "! invalid UTF-8"]
+    assert texts(**{"meta.body": ["flat"], "meta": [{"body": "deep"}]}) == [
+        "! 'meta.body' is both a name with dots and a path to a nested value. Rename one"
+    ]
+
+
+def test_a_folder_that_is_a_pattern_to_datasets_is_refused(tmp_path):
+    """For the folder "rows[1]", `datasets` would read the files of "rows1"."""
+    for name, content in (("rows[1]", "right"), ("rows1", "wrong")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": content}))
+    with pytest.raises(
+        DataError, match=r"rows\[1\]' is a pattern to `datasets`.* Rename the folder"
+    ):
+        texts_of(huggingface.Config(f"{tmp_path}/rows[1]").build())
 
 
 def test_a_dataset_in_the_cache_needs_no_network(hub, monkeypatch):

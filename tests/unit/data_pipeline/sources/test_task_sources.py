@@ -4,9 +4,11 @@ one.
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,9 +26,11 @@ from data_pipeline.sources import (
     multiple_choice,
     question_answering,
     regression,
+    table,
     tagging,
 )
 from data_pipeline.sources.table import HubDataset
+from data_pipeline.sources.unlabeled import Unlabeled
 from trainer.config import Kinds, decode, to_tree
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
@@ -56,7 +60,8 @@ def row_or_reason(source: TaskSource, row: Any) -> TaskRow | str:
 
 def write(path: Path, data: str | bytes) -> str:
     data = data.encode() if isinstance(data, str) else data
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    path.write_bytes(compress.get(path.suffix.lower(), bytes)(data))
     return str(path)
 
 
@@ -78,9 +83,19 @@ TASK_ROWS = [
 ]
 
 
-def parquet_of(rows: list[dict[str, Any]]) -> bytes:
+def parquet_of(rows: list[dict[str, Any]], kind: pa.DataType | None = None) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=2)
+    table = pa.Table.from_pylist(rows)
+    if kind is not None:
+        table = table.cast(pa.schema([(name, kind) for name in table.column_names]))
+    pq.write_table(table, sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
+
+
+def doubled(*names: str) -> bytes:
+    """A table of columns with these names."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays([pa.array(["no"])] * len(names), list(names)), sink)
     return sink.getvalue().to_pybytes()
 
 
@@ -98,7 +113,14 @@ def parquet_of(rows: list[dict[str, Any]]) -> bytes:
             [2, 4, 5],
         ),
         ("a.TSV", 'b\ta\tlabel\none, two\tsay "hi"\tyes\ndrei\tgrößer\tno\n x \t5\t1\n', [2, 3, 4]),
+        ("a.jsonl", json.dumps(ROWS), [1, 2, 3]),
+        ("a.csv.GZ", 'a,b,label\n"say ""hi""","one, two",yes\ngrößer,drei,no\n5, x ,1', [2, 3, 4]),
+        ("a.jsonl.bz2", "\n".join(map(json.dumps, ROWS)), [1, 2, 3]),
+        ("a.json.xz", json.dumps(ROWS), [1, 2, 3]),
         ("a.parquet", parquet_of(ROWS), [1, 2, 3]),
+        ("a.parquet", parquet_of(ROWS, pa.dictionary(pa.int8(), pa.string())), [1, 2, 3]),
+        ("a.parquet", parquet_of(ROWS, pa.string_view()), [1, 2, 3]),
+        ("a.parquet", parquet_of(ROWS, pa.binary()), [1, 2, 3]),
         ("a.parquet.gz", parquet_of(ROWS), [1, 2, 3]),
     ],
 )
@@ -164,9 +186,48 @@ def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path)
         (write(tmp_path / "a.csv", f'text,label\n{"x" * 300_000},no\n"a,no\nb,no\n'),),
         labels=LABELS,
     )
-    long, (line, reason) = parsed(source.build())
+    long, *lost = parsed(source.build())
     assert long == (2, TaskRow(("x" * 300_000,), 0.0))
-    assert (line, reason) == (3, "invalid CSV: unexpected end of data")
+    reason = "invalid CSV: unexpected end of data, in a quotation from line 3 to line 4"
+    assert lost == [(3, reason), (4, reason)]
+
+
+def test_every_line_that_an_open_quotation_swallows_is_counted(tmp_path, monkeypatch):
+    lines = ["text,label", *(f"{number},no" for number in range(2, 40))]
+    lines[4] = '"five,no'
+    lines[9] = 'a "ten,no'  # this mark ends the quotation, within a cell
+    lines[19] = '"twenty,no'
+    lines[24] = '",no,more'  # here a quotation ends well, but its row has three cells
+    lines[29] = '"thirty'
+    lines[34] = '",yes'  # and this row is as it should be
+    path = write(tmp_path / "a.csv", "\n".join(lines))
+    source = classification.Config((path,), labels=LABELS).build()
+    found = dict(parsed(source))
+    bad = {line: reason for line, reason in found.items() if isinstance(reason, str)}
+    mark = "invalid CSV: ',' expected after '\"', in a quotation from line 5 to line 10"
+    cells = "not as many cells as the line of names has: 3, not 2"
+    assert bad == {
+        **dict.fromkeys(range(5, 11), mark),
+        **dict.fromkeys(range(20, 26), f"{cells}, in a quotation from line 20 to line 25"),
+    }
+    assert sorted({*found} - {*bad}) == [
+        *range(2, 5),
+        *range(11, 20),
+        *range(26, 31),
+        *range(36, 40),
+    ]
+    monkeypatch.setattr(table, "_LONGEST_CELL", 50)
+    found = dict(parsed(source))
+    # Behind a cell that is too long, nobody knows where the quotation ends.
+    assert [line for line, reason in found.items() if isinstance(reason, str)] == [
+        *range(5, 11),
+        *range(20, 26),
+    ]
+    lines[9] = "no mark"
+    write(tmp_path / "a.csv", "\n".join(lines))
+    found = dict(parsed(source))
+    assert [line for line, reason in found.items() if isinstance(reason, TaskRow)] == [2, 3, 4]
+    assert len(found) == 38
 
 
 @pytest.mark.parametrize(
@@ -183,6 +244,9 @@ def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path)
         ),
         ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text': there are x, y")]),
         ("a.csv", "text,text,label\n1,2,3\n", [(1, "two columns are named 'text'")]),
+        ("a.parquet", doubled("text", "text", "label"), [(1, "two columns are named 'text'")]),
+        ("a.parquet", doubled("text", "label", "label"), [(1, "two columns are named 'label'")]),
+        ("a.parquet", doubled("text", "n", "n"), [(1, "no column 'label': there are text, n, n")]),
         (
             "a.jsonl",
             b'{"text": "\xff"}\n{\n[1]\n{"text": 3}',
@@ -265,9 +329,15 @@ def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
     conll = write(tmp_path / "a.conll.gz", "EU B-ORG\n")
     with pytest.raises(
         ConfigError,
-        match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then in \.gz or",
+        match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then in \.gz, \.bz2, ",
     ):
         regression.Config((conll,)).build()
+
+
+def test_a_file_to_label_has_no_two_columns_of_one_name(tmp_path):
+    """All its columns go to the labeled file, not only those of the texts."""
+    path = write(tmp_path / "a.parquet", doubled("text", "n", "n"))
+    assert parsed(Unlabeled.open(path, ("text",), {})) == [(1, "two columns are named 'n'")]
 
 
 @dataclass(frozen=True)
@@ -335,6 +405,9 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
         (0, 0.0),
         ("1", 1.0),
         (1.0, 1.0),
+        ("1.0", 1.0),
+        ("1.00", 1.0),
+        ("1.5", "label is not one of no, yes: '1.5'"),
         (2, "label is not one of no, yes: 2"),
         ("-1", "label is not one of no, yes: '-1'"),
         (True, "label is not one of no, yes: True"),
@@ -363,6 +436,18 @@ def test_a_class_is_a_name_or_an_index_or_a_distribution(file, label, expected):
         assert found == TaskRow(("x",), None, probabilities=expected)
     else:
         assert found == TaskRow(("x",), expected)
+
+
+def test_a_label_that_is_a_number_may_be_written_as_a_float_or_a_decimal(file):
+    source = classification.Config((file,), labels=("1", "0", "2.0")).build()
+    labels = [row_or_reason(source, {"text": "x", "label": n}) for n in (0.0, "1.00", 2, 0.5, 3)]
+    assert labels == [
+        TaskRow(("x",), 1.0),
+        TaskRow(("x",), 0.0),
+        TaskRow(("x",), 2.0),
+        "label is not one of 1, 0, 2.0: 0.5",
+        "label is not one of 1, 0, 2.0: 3",
+    ]
 
 
 def test_labels_are_names_or_indices_of_names_and_ignored_ones_are_no_rows(tmp_path):
@@ -406,6 +491,10 @@ def test_names_of_groups_and_columns_that_no_text_can_hold_are_bad_records(file,
         ({"s": {"one": "x", "two": "\ud83d"}, "label": 1}, "invalid Unicode in s.two"),
         ({"s": {"one": "x"}, "label": 1}, "no column 's.two': there are s, label"),
         ({"s": "x", "label": 1}, "no column 's.one': there are s, label"),
+        (
+            {"s": {"one": "x"}, "s.one": "x", "s.two": "y", "label": 1},
+            "'s.one' is both a name with dots and a path to a nested value. Rename one",
+        ),
         ({"s.one": "x", "s.two": "y"}, "no column 'label': there are s.one, s.two"),
         (
             {f"a{n:03}": n for n in range(99)},

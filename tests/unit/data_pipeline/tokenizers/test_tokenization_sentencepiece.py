@@ -309,6 +309,76 @@ def test_the_settings_of_a_folder_say_how_many_sentinels_there_are(
     assert (tokenizer.fingerprint == t5.fingerprint) == (count == 100)
 
 
+def with_sentinels_inside(tokenizer: Tokenizer, folder: Path, kind: str, spelling: str) -> Path:
+    """Writes a model with 100 sentinels among its pieces, as mT5's, and mT5's settings."""
+    content = tokenizer._backend.files()["spiece.model"]
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    for number in range(99, -1, -1):
+        piece = model.pieces.add()
+        piece.piece, piece.type = spelling.format(number), getattr(piece, kind)
+    (folder / "spiece.model").write_bytes(model.SerializeToString())
+    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("spelling", ["▁<extra_id_{}>", "<extra_id_{}>"])
+@pytest.mark.parametrize("kind", ["NORMAL", "USER_DEFINED", "CONTROL"])
+def test_sentinels_among_the_pieces_are_found(t5, tmp_path, kind, spelling) -> None:
+    """mT5 has them at the end, spelled "▁<extra_id_0>", in descending order like T5."""
+    folder = with_sentinels_inside(t5, tmp_path, kind, spelling)
+    tokenizer = Tokenizer.load(folder)
+    v = tokenizer.vocabulary
+    assert (v.size, v.sentinels) == (1300, tuple(range(1299, 1199, -1)))
+    assert v.special == t5.vocabulary.special
+    texts = [*TEXTS[:5], HARD, "a <extra_id_0> b<extra_id_1>"]
+    found = ids_of(tokenizer, texts)
+    assert found == ids_of(t5, texts)
+    assert not {i for ids in found for i in ids}.intersection(v.sentinels)
+    assert [ids.tolist() for ids in tokenizer.encode_prompts(PROMPTS)] == [
+        ids.tolist() for ids in t5.encode_prompts(PROMPTS)
+    ]
+    assert tokenizer.decode([1299, 1200]) == "<extra_id_0><extra_id_99>"
+    tokenizer.save(tmp_path / "saved")
+    again = Tokenizer.load(tmp_path / "saved")
+    assert (again.fingerprint, again.vocabulary) == (tokenizer.fingerprint, v)
+    (folder / "tokenizer_config.json").unlink()
+    assert Tokenizer.load(folder).vocabulary == v
+
+
+def test_sentinels_are_not_added_to_a_model_that_has_some(t5, tmp_path) -> None:
+    folder = with_sentinels_inside(t5, tmp_path, "USER_DEFINED", "▁<extra_id_{}>")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    assert Tokenizer.load(folder).vocabulary.size == 1300
+    (folder / "tokenizer_config.json").write_text('{"extra_ids": 100}')
+    with pytest.raises(
+        DataError, match=r"100 sentinels .* extra_ids is 100, .* Set extra_ids to 0"
+    ):
+        Tokenizer.load(folder)
+
+
+def test_transformers_finds_sentinels_among_the_pieces_at_the_same_ids(t5, tmp_path) -> None:
+    folder = with_sentinels_inside(t5, tmp_path, "USER_DEFINED", "▁<extra_id_{}>")
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.save(tmp_path / "ours")
+    convert(tmp_path / "ours", tokenizer.vocabulary)
+    text = "a <extra_id_0> class <extra_id_1>"
+    for path in (folder, tmp_path / "ours"):
+        theirs = transformers.AutoTokenizer.from_pretrained(path)
+        assert len(theirs) == tokenizer.vocabulary.size
+        assert theirs(text, add_special_tokens=False)["input_ids"] == (
+            tokenizer.encode_prompts([text])[0].tolist()
+        )
+        assert theirs(LINES[:200], add_special_tokens=False)["input_ids"] == ids_of(
+            tokenizer, LINES[:200]
+        )
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "spiece.model").unlink(missing_ok=True)
+    assert Tokenizer.load(tmp_path / "theirs").vocabulary.sentinels == (
+        tokenizer.vocabulary.sentinels
+    )
+
+
 def test_a_bare_model_file_has_no_sentinels_and_may_lack_special_tokens(t5, tmp_path) -> None:
     tokenizer = Tokenizer.load(model_of(t5, tmp_path / "some.model"))
     assert tokenizer.vocabulary.sentinels == ()
