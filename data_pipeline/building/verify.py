@@ -47,7 +47,7 @@ def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
             if storage.is_url(location):
                 folder = Path(copy)
                 fetch_tokenizer(location, folder)
-            fingerprint = Tokenizer.load(folder / "tokenizer").fingerprint
+            fingerprint = Tokenizer.load(folder / "tokenizer", saved=True).fingerprint
     except DataError as error:
         return [f"tokenizer: {error}"]
     same = fingerprint == manifest.tokenizer_fingerprint
