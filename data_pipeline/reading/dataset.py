@@ -133,6 +133,7 @@ class Dataset:
         return self._load_tokenizer()
 
     def _load_tokenizer(self) -> Tokenizer:
+        self.manifest.check_tokenizer(self.path)
         tokenizer = Tokenizer.load(self.path / "tokenizer", saved=True)
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise DataError(
