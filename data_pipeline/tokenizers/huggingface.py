@@ -35,7 +35,6 @@ _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 # Distinct characters that a WordPiece vocabulary spells words with, as in BERT's own.
 _ALPHABET_LIMIT = 1000
-MODEL = "tokenizer.json"
 _IN_MEMORY = 2**26  # bytes of compressed texts; more go to a temporary file
 
 # Names of special tokens that the tokenizer's settings do not give.
@@ -179,7 +178,7 @@ class HuggingFace:
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.names,
             **beside.by_name(settings),
-            **_restated(backend),
+            **beside.stated(backend),
         }
         ids = {role: vocab[name] for role, name in names.items() if name}
         added = backend.get_added_tokens_decoder().items()
@@ -267,20 +266,7 @@ class HuggingFace:
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""
-        return {MODEL: self._backend.to_str(pretty=True).encode()}
-
-
-def _restated(backend: tokenizers.Tokenizer) -> Tree:
-    """Returns the settings that classes of `transformers` prefer to those in tokenizer.json."""
-    content = json.loads(backend.to_str())
-    normalizer, splitter = content["normalizer"] or {}, content["pre_tokenizer"] or {}
-    if normalizer.get("type") == "BertNormalizer":
-        return {
-            "do_lower_case": normalizer["lowercase"],
-            "strip_accents": normalizer["strip_accents"],
-            "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
-        }
-    return {"add_prefix_space": True} if splitter.get("add_prefix_space") else {}
+        return {beside.MODEL: self._backend.to_str(pretty=True).encode()}
 
 
 def _special_token(
@@ -320,7 +306,7 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
     """
     # Before the files: the class may be code of the folder.
     kind = beside.class_name(folder, settings)
-    if (folder / MODEL).is_file():
+    if (folder / beside.MODEL).is_file():
         backend = read_saved(folder)
         beside.check_tokenizer_json(backend, kind, settings)
     elif (folder / "vocab.txt").is_file():
@@ -335,7 +321,7 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
     else:
         raise FileNotFoundError(folder)
     beside.add_tokens(backend, folder, settings)
-    if not (folder / MODEL).is_file():
+    if not (folder / beside.MODEL).is_file():
         _set_template(backend, settings)
     return backend
 
@@ -346,9 +332,9 @@ def read_saved(folder: Path) -> tokenizers.Tokenizer:
     Raises:
         FileNotFoundError: there is none.
     """
-    if not (folder / MODEL).is_file():
+    if not (folder / beside.MODEL).is_file():
         raise FileNotFoundError(folder)
-    return tokenizers.Tokenizer.from_file(str(folder / MODEL))
+    return tokenizers.Tokenizer.from_file(str(folder / beside.MODEL))
 
 
 def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:

@@ -7,8 +7,10 @@ another class or setting, the same vocabulary gives other ids for the same text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken
@@ -16,6 +18,12 @@ from tokenizers import AddedToken
 from trainer.config import Tree
 from trainer.errors import DataError
 
+if TYPE_CHECKING:
+    from data_pipeline.tokenizers.sentencepiece import SentencePiece
+
+logger = logging.getLogger(__name__)
+
+MODEL = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 _ADDED = "added_tokens.json"
 _NAMES = "special_tokens_map.json"
@@ -163,6 +171,23 @@ def check_wordpiece(settings: Tree) -> None:
             raise DataError(f"{name} is {value!r} in {CONFIG}, which is not supported. {_CONVERT}")
 
 
+def stated(backend: tokenizers.Tokenizer) -> Tree:
+    """Returns the settings that tokenizer.json has, by their names in tokenizer_config.json."""
+    normalizer, splitter = map(_state, (backend.normalizer, backend.pre_tokenizer))
+    found: Tree = {}
+    if normalizer.get("type") == "BertNormalizer":
+        found["do_lower_case"] = normalizer["lowercase"]
+        found["strip_accents"] = normalizer["strip_accents"]
+        found["tokenize_chinese_chars"] = normalizer["handle_chinese_chars"]
+    if splitter.get("type") == "ByteLevel":
+        found["add_prefix_space"] = splitter["add_prefix_space"]
+    return found
+
+
+def _state(part: Any) -> Tree:
+    return {} if part is None else json.loads(part.__getstate__())
+
+
 def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settings: Tree) -> None:
     """Rejects settings that say something else than tokenizer.json.
 
@@ -172,33 +197,32 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
         DataError: there is one, or the class has no tokenizer.json.
     """
     if kind in _IN_PYTHON:
-        check_class(kind, "tokenizer.json", frozenset())
-    content = json.loads(backend.to_str())
-    normalizer = content["normalizer"] or {}
-    stated: dict[str, bool | None] = {}
-    if kind not in _OF_ANY and normalizer.get("type") == "BertNormalizer":
-        lowercase = normalizer["lowercase"]
-        accents = normalizer["strip_accents"]
-        stated["do_lower_case"] = lowercase
-        stated["strip_accents"] = lowercase if accents is None else accents
-        stated["tokenize_chinese_chars"] = normalizer["handle_chinese_chars"]
-    splitter = content["pre_tokenizer"] or {}
-    for part in splitter.get("pretokenizers", [splitter]):
-        if part.get("type") == "ByteLevel":
-            stated["add_prefix_space"] = part["add_prefix_space"]
-    for name, value in stated.items():
-        if flag(settings, name, value) != value:
-            written = json.dumps(settings[name])
+        check_class(kind, MODEL, frozenset())
+    found = stated(backend)
+    lowercase = found.get("do_lower_case")
+    defaults = {"do_lower_case": True, "tokenize_chinese_chars": True, "add_prefix_space": False}
+    for name, default in {**defaults, "strip_accents": lowercase}.items():
+        # Other classes ignore BERT's settings.
+        if name not in found or (kind in _OF_ANY and name != "add_prefix_space"):
+            continue
+        value = lowercase if found[name] is None else found[name]
+        given = flag(settings, name, None)
+        if given not in (None, value):
             raise DataError(
-                f"{name} is {written} in {CONFIG}, and tokenizer.json has {json.dumps(value)}. "
-                "Correct one of them: earlier versions of samestep used tokenizer.json."
+                f"{name} is {json.dumps(given)} in {CONFIG}, and {MODEL} has {json.dumps(value)}. "
+                f"Correct one of them: earlier versions of samestep used {MODEL}."
+            )
+        if given is None and value != default and kind in BERT_CLASSES | GPT2_CLASSES:
+            logger.warning(
+                "%s has %s %s, and %s does not say so: %s of transformers would change that. "
+                "Write it there.",
+                *(MODEL, name, json.dumps(value), CONFIG, kind),
             )
 
 
 def check_sentencepiece(
+    backend: SentencePiece,
     kind: str | None,
-    names: Mapping[str, str],
-    token: Callable[[int], str | None],
     settings: Tree,
     added: Mapping[str, tuple[AddedToken, int]],
 ) -> None:
@@ -206,8 +230,6 @@ def check_sentencepiece(
 
     Args:
         kind: see `class_name`.
-        names: the model's special tokens by role.
-        token: returns the model's token of an id.
         added: see `added_tokens`.
 
     Raises:
@@ -220,14 +242,17 @@ def check_sentencepiece(
         if settings.get(name) not in (None, *values):
             raise DataError(f"{name} is {settings[name]!r} in {CONFIG}. {_CONVERT}")
     for role in ("pad", "eos", "unk"):
-        named, own = role_name(settings, role), names.get(f"{role}_token")
+        named, own = role_name(settings, role), backend.names.get(f"{role}_token")
         if named not in (None, own):
             raise DataError(f"{role}_token is {named!r}, and {own!r} in the model. {_CONVERT}")
+    for name in special_names(settings):
+        if name not in backend.names.values() and not backend.has(name):
+            raise DataError(f"the model has no special token {name!r}. {_CONVERT}")
     for content, (_, token_id) in added.items():
-        if token(token_id) != content:
+        if (own := backend.token(token_id)) != content:
             raise DataError(
-                f"the added token {content!r} has the id {token_id}, where the model has "
-                f"{token(token_id)!r}. {_CONVERT}"
+                f"the added token {content!r} has the id {token_id}, where the model has {own!r}. "
+                f"{_CONVERT}"
             )
 
 

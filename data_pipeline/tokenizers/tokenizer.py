@@ -290,7 +290,7 @@ def _read_sentencepiece(folder: Path, settings: Tree, saved: bool) -> SentencePi
         settings = {"tokenizer_class": kind} | settings
     backend = SentencePiece(content, settings)
     added = beside.added_tokens(folder, settings)
-    beside.check_sentencepiece(kind, backend.names, backend.token, settings, added)
+    beside.check_sentencepiece(backend, kind, settings, added)
     return backend
 
 

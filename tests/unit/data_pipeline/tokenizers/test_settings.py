@@ -10,8 +10,15 @@ import pytest
 import tokenizers
 import transformers
 
+from data_pipeline.building.build import build
+from data_pipeline.building.config import Config as BuildConfig
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.sources import jsonl
+from data_pipeline.tokenizers.settings import BERT_CLASSES, GPT2_CLASSES
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from trainer.errors import DataError
+from trainer.models import bert as family
+from trainer.publish.tokenizer import adapt
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [
@@ -29,6 +36,7 @@ WORDS = [
     "##1",
 ]
 WORDS += ["中", "国", "##国", "中国", ".", "1", "ab", "##ab", "<", ">", "new", "##s"]
+SIZE = len(SPECIAL + WORDS)
 TEXTS = ["Er möchte, MÖCHTE er?", "covid19 [url] covid 19 [unused1]", "中国 中 国.", "ab abab", ""]
 TEXTS += ["<new> news [URL]<e>ab", " ab  ab "]
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -108,6 +116,17 @@ def test_a_space_before_a_text_is_that_of_transformers(add_prefix_space, kind, t
     settings |= dict.fromkeys(("eos_token", "sep_token"), "</s>")
     folder = gpt2(tmp_path / "gpt2", tokenizer_config={**settings, "mask_token": "<mask>"})
     assert_ids_of_transformers(folder, tmp_path / "export")
+
+
+@pytest.mark.parametrize(("make", "classes"), [(bert, BERT_CLASSES), (gpt2, GPT2_CLASSES)])
+def test_every_class_that_is_read_gives_these_ids(make, classes, tmp_path):
+    for kind in sorted(classes):
+        if not hasattr(transformers, kind):  # removed by a newer version
+            continue
+        folder = make(tmp_path / kind, tokenizer_config={"tokenizer_class": kind})
+        ids = [tokens.tolist() for tokens in Tokenizer.load(folder).encode_batch(TEXTS)]
+        theirs = getattr(transformers, kind).from_pretrained(folder, split_special_tokens=True)
+        assert theirs(TEXTS, add_special_tokens=False)["input_ids"] == ids, kind
 
 
 def entry(content: str, special: bool = False, **flags: bool) -> dict[str, object]:
@@ -348,6 +367,20 @@ def test_a_tokenizer_json_of_other_settings_is_refused(make, name, value, tmp_pa
         Tokenizer.load(write(folder, tokenizer_config=settings))
 
 
+def test_defaults_of_a_class_that_a_tokenizer_json_does_not_have_are_named(tmp_path, caplog):
+    folder = bert(tmp_path / "cased", tokenizer_config={"do_lower_case": None})
+    tokenizer = Tokenizer.load(folder)
+    assert "has capital letters" in caplog.text
+    tokenizer.save(tmp_path / "saved")
+    shutil.copy(tmp_path / "saved" / "tokenizer.json", folder)
+    caplog.clear()
+    assert Tokenizer.load(folder).fingerprint == tokenizer.fingerprint
+    assert "tokenizer.json has do_lower_case false" in caplog.text
+    caplog.clear()
+    assert Tokenizer.load(tmp_path / "saved").fingerprint == tokenizer.fingerprint
+    assert not caplog.messages
+
+
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("t5")
@@ -381,6 +414,8 @@ def test_added_tokens_of_a_sentencepiece_model_are_its_sentinels(t5, tmp_path):
         ({"tokenizer_config": {"keep_accents": False}}, "keep_accents is False"),
         ({"tokenizer_config": {"sp_model_kwargs": {"alpha": 0.1}}}, "sp_model_kwargs is"),
         ({"special_tokens_map": {"eos_token": "<eos>"}}, "eos_token is '<eos>'"),
+        ({"special_tokens_map": {"mask_token": "<m>"}}, "no special token '<m>'"),
+        ({"tokenizer_config": {"additional_special_tokens": ["<x>"]}}, "no special token '<x>'"),
         *(
             ({"config": {"model_type": model}, "tokenizer_config": {}}, kind)
             for model, kind in (
@@ -409,3 +444,26 @@ def test_a_model_of_t5_has_the_sentinels_of_its_class(t5, tmp_path):
     for model, sentinels in (("t5", 100), ("other", 0)):
         write(folder, config={"model_type": model}, tokenizer_config={})
         assert len(Tokenizer.load(folder).vocabulary.sentinels) == sentinels
+
+
+def test_added_tokens_reach_the_dataset_and_the_export(tmp_path):
+    folder = bert(tmp_path / "model", added_tokens={"[url]": SIZE, "covid19": SIZE + 1})
+    text = "Möchte er covid19 [url]?"
+    (tmp_path / "texts.jsonl").write_text(f"{json.dumps({'text': text})}\n" * 4)
+    source = jsonl.Config((str(tmp_path / "texts.jsonl"),))
+    output = str(tmp_path / "dataset")
+    config = BuildConfig(source, Config(str(folder)), output, heldout_fraction=0, workers=1)
+    manifest = build(config)
+    assert manifest is not None
+    dataset = Dataset.open(output)
+    shard = dataset.open_shard(manifest.shards[0])
+    stored = shard.tokens[shard.start[0] : shard.start[0] + shard.length[0]].tolist()
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert stored == theirs(text, add_special_tokens=False)["input_ids"]
+    assert {SIZE, SIZE + 1} < set(stored)
+    dataset.tokenizer.save(tmp_path / "export")
+    model = family.Config(vocab_size=manifest.vocab_size, layers=1, width=8, heads=1, ffn_width=8)
+    adapt(tmp_path / "export", model, dataset.tokenizer.vocabulary, generates_targets=False)
+    write(tmp_path / "export", config={"model_type": "bert"})
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert exported(text)["input_ids"] == theirs(text)["input_ids"]
