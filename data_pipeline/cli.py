@@ -123,7 +123,8 @@ def _add_verify(commands: Commands) -> None:
         "verify",
         _verify,
         "compare every byte of a dataset with its manifest",
-        "Prints a line for each problem, and exits with 1 if there is any.\n\n"
+        "Prints a line for each problem, and exits with 1 if there is any. Files of which the\n"
+        "manifest has no hash are listed, too.\n\n"
         "example:\n  samestep data verify datasets/python_docs",
     )
     _add_folder(parser)
@@ -238,7 +239,7 @@ def _build(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from data_pipeline.building.verify import verify
+    from data_pipeline.building.verify import unsealed, verify
     from data_pipeline.reading.remote import load_manifest
 
     # Shell completion ends folders with a slash, and an address with two has no such object.
@@ -246,8 +247,8 @@ def _verify(args: argparse.Namespace) -> int:
     problems = verify(location)
     # Names of files may hold brackets, which would be markup to rich.
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for problem in problems:
-        console.print(problem)
+    for sentence in (*problems, *unsealed(location)):
+        console.print(sentence)
     if problems:
         console.print(
             f"{location} is damaged ({len(problems)} problems). Copy it again, or build it again "

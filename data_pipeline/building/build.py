@@ -43,7 +43,7 @@ from data_pipeline.building.units import (
     outcome_path,
     texts_path,
 )
-from data_pipeline.building.verify import verify
+from data_pipeline.building.verify import small_files, verify
 from data_pipeline.format.manifest import (
     FORMAT,
     MANIFEST,
@@ -383,6 +383,7 @@ class _Build:
             splits={split: tuple(shards) for split, shards in splits.items()},
             settings=self.settings,
             duplicates=self._count_duplicates(),
+            small_files=small_files(self.folder),
         )
 
     def _count_duplicates(self) -> int | None:

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from data_pipeline.building.progress import Meter
-from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
+from data_pipeline.building.verify import SMALL_FILES
+from data_pipeline.format.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.remote import SENTENCEPIECE_MODEL, TOKENIZER_FILES
 from trainer import storage
 from trainer.errors import ConfigError, DataError, ObjectNotFoundError
 
@@ -25,10 +25,6 @@ logger = logging.getLogger(__name__)
 PARTIAL_MANIFEST = "manifest.partial.json"
 
 _TRANSFERS = 8  # at a time
-_SMALL_FILES = (
-    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
-    "rejected.jsonl",
-)
 
 
 def push(folder: Path, url: str, force: bool = False) -> None:
@@ -57,9 +53,10 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     if replaced:
         storage.remove(f"{url}/{MANIFEST}")
     counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
-    for name in (*_SMALL_FILES, *counts):
-        if (folder / name).exists():
-            storage.upload(folder / name, f"{url}/{name}")
+    sealed = manifest.small_files or {}
+    for name in (*SMALL_FILES, *counts):
+        if name in sealed or (folder / name).exists():
+            _send_small(folder, url, name, sealed.get(name))
         else:
             # Of a former dataset: its tokenizer.json would be used instead of our spiece.model.
             storage.remove(f"{url}/{name}")
@@ -114,6 +111,22 @@ def _make_way(url: str, manifest: Manifest, force: bool) -> bool:
     return True
 
 
+def _send_small(folder: Path, url: str, name: str, sealed: FileInfo | None) -> None:
+    try:
+        digest = storage.upload(folder / name, f"{url}/{name}")
+    except OSError as error:
+        raise DataError(f"cannot read {folder / name}: {error}. Copy it back.") from error
+    if sealed is not None and digest.sha256 != sealed.sha256:
+        storage.remove(f"{url}/{name}")
+        raise _changed(folder / name)
+
+
+def _changed(path: Path) -> DataError:
+    return DataError(
+        f"the bytes of {path} have changed (SHA-256 differs). Build the dataset again."
+    )
+
+
 def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
     """Uploads a shard; returns False if it is there already."""
     address = f"{url}/{shard.name}"
@@ -123,8 +136,5 @@ def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
             return False
     if storage.upload(folder / shard.name, address).sha256 != shard.sha256:
         storage.remove(address)
-        raise DataError(
-            f"the bytes of {folder / shard.name} have changed (SHA-256 differs). Build the dataset "
-            "again."
-        )
+        raise _changed(folder / shard.name)
     return True

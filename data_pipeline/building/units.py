@@ -225,7 +225,7 @@ class UnitWriter:
     ) -> None:
         """Loads the dataset's tokenizer; `build` is the digest of the settings."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
-        self._tokenizer = Tokenizer.load(folder / "tokenizer")
+        self._tokenizer = Tokenizer.load(folder / "tokenizer", saved=True)
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
         self._folder, self._source, self._build = folder, source, build
         self._heldout_fraction, self._splitter = heldout_fraction, splitter

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data_pipeline.building.progress import Meter
-from data_pipeline.format.manifest import Manifest, ShardInfo
-from data_pipeline.reading.remote import fetch_tokenizer, load_manifest
+from data_pipeline.format.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
+from data_pipeline.reading.counts import parse_counts
+from data_pipeline.reading.remote import (
+    SENTENCEPIECE_MODEL,
+    TOKENIZER_FILES,
+    fetch_tokenizer,
+    load_manifest,
+)
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer import storage
 from trainer.errors import DataError
+
+SMALL_FILES = (
+    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
+    "rejected.jsonl",
+    "duplicates.jsonl",
+)
+"""The files beside the shards that a build writes, if it has them, but for its cache."""
+
+
+def small_files(folder: Path) -> dict[str, FileInfo]:
+    """Hashes the files beside the shards, for the manifest."""
+    return {name: FileInfo.of(folder / name) for name in SMALL_FILES if (folder / name).exists()}
 
 
 def verify(location: str | Path) -> list[str]:
@@ -29,15 +49,84 @@ def verify(location: str | Path) -> list[str]:
     location = str(location)
     manifest = load_manifest(location)
     total = sum(shard.bytes for shard in manifest.shards)
-    problems = _tokenizer_problems(location, manifest)
+    small = (manifest.small_files or {}).items()
     # Threads are enough: hashing and reading release the interpreter lock.
     with Meter("verifying") as meter, ThreadPoolExecutor() as threads:
-        found = threads.map(partial(_problem, location), manifest.shards)
-        for shard, problem in zip(manifest.shards, found, strict=True):
+        cached = threads.map(partial(_cache_problem, location), _cached(location))
+        of_files = threads.map(lambda entry: _problem(location, *entry), small)
+        of_shards = threads.map(partial(_shard_problem, location), manifest.shards)
+        problems = _manifest_problems(location)
+        problems += filter(None, of_files)
+        if not any(problem.startswith("tokenizer/") for problem in problems):
+            problems += _tokenizer_problems(location, manifest)
+        problems += filter(None, cached)
+        for shard, problem in zip(manifest.shards, of_shards, strict=True):
             meter.advance(shard.bytes / total, shard.bytes, shard.documents)
-            if problem:
-                problems.append(f"{shard.name}: {problem}")
+            problems += filter(None, (problem,))
     return problems
+
+
+def unsealed(location: str) -> list[str]:
+    """Returns a sentence for each file of a dataset that its manifest has no hash of.
+
+    Args:
+        location: its folder or address; the files of a web server cannot be listed.
+    """
+    manifest = load_manifest(location)
+    known = {MANIFEST, *(shard.name for shard in manifest.shards), *(manifest.small_files or ())}
+    sentences = []
+    for name in sorted({*_names(location)}.difference(known)):
+        reason = "the manifest does not name it"
+        if manifest.small_files is None and name in SMALL_FILES:
+            reason = "its bytes are not compared, since an earlier version has built the dataset"
+        sentences.append(f"{name}: {reason}")
+    return sentences
+
+
+def _names(location: str) -> Iterator[str]:
+    """Yields the names of all files but those of the cache."""
+    if not storage.is_url(location):
+        folder = Path(location)
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder)
+            if path.is_file() and name.parts[0] != ".cache":
+                yield name.as_posix()
+    elif storage.is_writable(location):
+        yield from storage.sizes(location)
+        yield from (f"tokenizer/{name}" for name in storage.sizes(f"{location}/tokenizer"))
+
+
+def _manifest_problems(location: str) -> list[str]:
+    """Compares the bytes of a manifest with those that a build writes for its content."""
+    content = _read(location, MANIFEST)
+    tree = json.loads(content)
+    written = json.dumps(tree, indent=1, sort_keys=True) + "\n"
+    is_same = "checksum" not in tree or content == written.encode()
+    return [] if is_same else [f"{MANIFEST}: its bytes have changed"]
+
+
+def _cached(location: str) -> list[str]:
+    """Names of the files with counts of examples; those of a web server cannot be listed."""
+    names: list[str] = []
+    if not storage.is_url(location):
+        names = [path.name for path in Path(location).glob(".cache/*")]
+    elif storage.is_writable(location):
+        names = storage.names(f"{location}/.cache")
+    return [f".cache/{name}" for name in sorted(names) if name.endswith(".counts")]
+
+
+def _cache_problem(location: str, name: str) -> str | None:
+    """Compares counts of examples with the hash that they begin with."""
+    try:
+        parse_counts(_read(location, name))
+    except (OSError, ValueError, DataError) as error:
+        return f"{name}: {error}. It may be deleted"
+    return None
+
+
+def _read(location: str, name: str) -> bytes:
+    path = f"{location}/{name}"
+    return storage.read(path) if storage.is_url(path) else Path(path).read_bytes()
 
 
 def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
@@ -47,23 +136,27 @@ def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
             if storage.is_url(location):
                 folder = Path(copy)
                 fetch_tokenizer(location, folder)
-            fingerprint = Tokenizer.load(folder / "tokenizer").fingerprint
+            fingerprint = Tokenizer.load(folder / "tokenizer", saved=True).fingerprint
     except DataError as error:
         return [f"tokenizer: {error}"]
     same = fingerprint == manifest.tokenizer_fingerprint
     return [] if same else ["tokenizer: it is not the one that made the tokens"]
 
 
-def _problem(location: str, shard: ShardInfo) -> str | None:
-    path = f"{location}/{shard.name}"
+def _shard_problem(location: str, shard: ShardInfo) -> str | None:
+    return _problem(location, shard.name, FileInfo(shard.bytes, shard.sha256))
+
+
+def _problem(location: str, name: str, info: FileInfo) -> str | None:
+    path = f"{location}/{name}"
     try:
         with storage.open(path) if storage.is_url(path) else open(path, "rb") as file:
-            # The size first: a truncated shard needs no reading.
+            # The size first: a truncated file needs no reading.
             size = file.seek(0, io.SEEK_END)
-            if size != shard.bytes:
-                return f"{size} bytes instead of {shard.bytes}"
+            if size != info.bytes:
+                return f"{name}: {size} bytes instead of {info.bytes}"
             file.seek(0)
-            same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
-            return None if same else "its bytes have changed (SHA-256 differs)"
+            same = hashlib.file_digest(file, "sha256").hexdigest() == info.sha256
+            return None if same else f"{name}: its bytes have changed (SHA-256 differs)"
     except (OSError, DataError) as error:
-        return str(error)
+        return f"{name}: {error}"

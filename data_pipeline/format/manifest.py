@@ -27,6 +27,7 @@ SPLIT_UP = "split the text into several (source.document=paragraph for plain tex
 FORMAT = 1
 MANIFEST = "manifest.json"
 
+_SMALL_FILE = re.compile(r"(tokenizer/)?\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SPLITS = {"train", "heldout"}
@@ -41,6 +42,20 @@ class ShardInfo:
     tokens: int
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size and SHA-256 of a file beside the shards."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileInfo:
+        """Reads a file."""
+        content = path.read_bytes()
+        return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,8 @@ class Manifest:
         splits: "train" and "heldout" -> shards, in order.
         settings: the other settings of the build that shape the shards.
         duplicates: number of documents with the text of an earlier one; None: not counted.
+        small_files: all other files of the folder by name, such as tokenizer/tokenizer.json, but
+            for the cache; None: an earlier version has built it and did not hash them.
     """
 
     format: int
@@ -87,6 +104,7 @@ class Manifest:
     splits: dict[str, tuple[ShardInfo, ...]]
     settings: Tree = field(default_factory=dict)
     duplicates: int | None = None
+    small_files: dict[str, FileInfo] | None = None
 
     # Cached: every shard of an open dataset asks for it, and it covers all shards.
     @cached_property
@@ -127,6 +145,8 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Writes `manifest.json` atomically; equal manifests have equal bytes."""
         tree = dataclasses.asdict(self)
+        if self.small_files is None:  # the bytes of older manifests never change
+            del tree["small_files"]
         tree["checksum"] = _checksum(tree)
         write_text(folder / MANIFEST, json.dumps(tree, indent=1, sort_keys=True) + "\n")
 
@@ -183,12 +203,36 @@ class Manifest:
                 name: tuple(ShardInfo(**shard) for shard in shards)
                 for name, shards in tree["splits"].items()
             }
+            if (small_files := tree.get("small_files")) is not None:
+                tree["small_files"] = {name: FileInfo(**info) for name, info in small_files.items()}
             tree = renamed.current(tree)
             manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
             _check(manifest)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}). Build the dataset again.") from error
         return manifest
+
+    def check_tokenizer(self, folder: Path) -> None:
+        """Compares the files of the tokenizer with their hashes.
+
+        Args:
+            folder: of the dataset.
+
+        Raises:
+            DataError: one is missing or has changed.
+        """
+        for name, info in (self.small_files or {}).items():
+            path = folder / name
+            if name.startswith("tokenizer/"):
+                try:
+                    is_same = FileInfo.of(path) == info
+                except OSError as error:
+                    raise DataError(f"cannot read {path}: {error}. Copy it again.") from error
+                if not is_same:
+                    raise DataError(
+                        f"{path} has changed since the build (SHA-256 differs). Restore it, or "
+                        "build the dataset again."
+                    )
 
 
 def _checksum(tree: Tree) -> str:
@@ -222,15 +266,23 @@ def _check(manifest: Manifest) -> None:
     )
     if manifest.duplicates is not None:
         _check_numbers({"duplicates": manifest.duplicates})
+    for name, file in (manifest.small_files or {}).items():
+        if not _SMALL_FILE.fullmatch(name):
+            raise ValueError(f"small_files has {name!r}, which no build writes")
+        _check_file(f"small_files.{name}", file.sha256, {"bytes": file.bytes})
     for split, shards in manifest.splits.items():
         for index, shard in enumerate(shards):
             entry = f"splits.{split}.{index}"
             if not (isinstance(shard.name, str) and _PLAIN_NAME.fullmatch(shard.name)):
                 raise ValueError(f"{entry}.name is {shard.name!r}, not the plain name of a file")
-            if not (isinstance(shard.sha256, str) and _SHA256.fullmatch(shard.sha256)):
-                raise ValueError(f"{entry}.sha256 is {shard.sha256!r}, not 64 hexadecimal digits")
             numbers = {"documents": shard.documents, "tokens": shard.tokens, "bytes": shard.bytes}
-            _check_numbers({f"{entry}.{name}": number for name, number in numbers.items()})
+            _check_file(entry, shard.sha256, numbers)
+
+
+def _check_file(entry: str, sha256: object, numbers: Mapping[str, object]) -> None:
+    if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
+        raise ValueError(f"{entry}.sha256 is {sha256!r}, not 64 hexadecimal digits")
+    _check_numbers({f"{entry}.{name}": number for name, number in numbers.items()})
 
 
 def _check_numbers(entries: Mapping[str, object]) -> None:

@@ -49,14 +49,23 @@ def cached_counts(file: Path, shards: int, count: Callable[[], Int64]) -> Int64:
 
 def read_counts(file: Path, shards: int) -> Int64 | None:
     """Reads the counts of all shards: int64 [shards]; None if there are none, or damaged ones."""
-    # SHA-256 of the content, then one little-endian int64 for each shard.
     try:
-        stored = file.read_bytes()
-    except OSError:
+        counts = parse_counts(file.read_bytes())
+    except (OSError, ValueError):
         return None
+    return counts if len(counts) == shards else None
+
+
+def parse_counts(stored: bytes) -> Int64:
+    """Reads the content of a file with counts: int64 [shards].
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    # SHA-256 of the content, then one little-endian int64 for each shard.
     checksum, content = stored[:32], stored[32:]
-    if len(content) != 8 * shards or hashlib.sha256(content).digest() != checksum:
-        return None
+    if hashlib.sha256(content).digest() != checksum:
+        raise ValueError("its bytes have changed (SHA-256 differs)")
     return np.frombuffer(content, dtype="<i8").astype(np.int64)
 
 

@@ -133,7 +133,8 @@ class Dataset:
         return self._load_tokenizer()
 
     def _load_tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.load(self.path / "tokenizer")
+        self.manifest.check_tokenizer(self.path)
+        tokenizer = Tokenizer.load(self.path / "tokenizer", saved=True)
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise DataError(
                 f"{self.path / 'tokenizer'} has fingerprint {tokenizer.fingerprint[:12]}, but the "

@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +21,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
+from data_pipeline.tokenizers import settings as beside
 from data_pipeline.tokenizers.alignment import Aligned, trim
 from data_pipeline.tokenizers.sentencepiece import sentinels_in
 from data_pipeline.tokenizers.sentences import full_stops
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 from trainer.config import Tree
 from trainer.examples import Vocabulary
+
+logger = logging.getLogger(__name__)
 
 _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # Without <mask>, which has the last id of RoBERTa's vocabulary.
@@ -171,7 +175,12 @@ class HuggingFace:
         vocab = backend.get_vocab()
         names = {role: _special_token(vocab, settings, role) for role in _USUAL_NAMES}
         self.names = {f"{role}_token": name for role, name in names.items() if name}
-        self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.names, **settings}
+        self.settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.names,
+            **beside.by_name(settings),
+            **beside.stated(backend),
+        }
         ids = {role: vocab[name] for role, name in names.items() if name}
         added = backend.get_added_tokens_decoder().items()
         special = {*ids.values(), *(i for i, token in added if token.special)}
@@ -257,7 +266,7 @@ class HuggingFace:
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""
-        return {"tokenizer.json": self._backend.to_str(pretty=True).encode()}
+        return {beside.MODEL: self._backend.to_str(pretty=True).encode()}
 
 
 def _special_token(
@@ -293,26 +302,74 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
 
     Raises:
         FileNotFoundError: none of these exists.
+        DataError: `transformers` would give other ids, by the folder's settings.
     """
-    if (folder / "tokenizer.json").is_file():
-        return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if (folder / "vocab.txt").is_file():
-        tokens = (folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
-        # A vocabulary without capital letters, but for special tokens, was made for lower case.
-        cased = any(token != token.lower() for token in tokens if not token.startswith("["))
-        lowercase = settings.get("do_lower_case", not cased)
-        backend = _wordpiece({token: i for i, token in enumerate(tokens)}, lowercase)
+    # Before the files: the class may be code of the folder.
+    kind = beside.class_name(folder, settings)
+    if (folder / beside.MODEL).is_file():
+        backend = read_saved(folder)
+        beside.check_tokenizer_json(backend, kind, settings)
+    elif (folder / "vocab.txt").is_file():
+        beside.check_class(kind, "vocab.txt", beside.BERT_CLASSES)
+        backend = _read_wordpiece(folder / "vocab.txt", settings)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        beside.check_class(kind, "vocab.json", beside.GPT2_CLASSES)
         files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
-        backend = _byte_level_bpe(models.BPE.from_file(*files))
+        add_space = beside.flag(settings, "add_prefix_space", kind == "BlenderbotTokenizer")
+        backend = _byte_level_bpe(models.BPE.from_file(*files), bool(add_space))
+        _add_special_tokens(backend)
     else:
         raise FileNotFoundError(folder)
+    beside.add_tokens(backend, folder, settings)
+    if not (folder / beside.MODEL).is_file():
+        _set_template(backend, settings)
+    return backend
+
+
+def read_saved(folder: Path) -> tokenizers.Tokenizer:
+    """Reads the tokenizer.json that `HuggingFace.files` wrote: it has every setting.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if not (folder / beside.MODEL).is_file():
+        raise FileNotFoundError(folder)
+    return tokenizers.Tokenizer.from_file(str(folder / beside.MODEL))
+
+
+def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
+    beside.check_wordpiece(settings)
+    tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    # A vocabulary without capital letters, but for special tokens, was made for lower case.
+    names = ("[", *beside.special_names(settings))
+    cased = any(token != token.lower() for token in tokens if not token.startswith(names))
+    lowercase = beside.flag(settings, "do_lower_case", not cased)
+    if cased and settings.get("do_lower_case") is None:
+        logger.warning(
+            "%s has capital letters, and %s has no do_lower_case: text keeps its case, where "
+            "transformers would change it to lower case. Set do_lower_case there.",
+            *(file, beside.CONFIG),
+        )
+    accents = beside.flag(settings, "strip_accents", lowercase)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = beside.role_name(settings, "unk") or "[UNK]"
+    backend = _wordpiece(vocab, bool(lowercase), unknown)
+    backend.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=beside.flag(settings, "tokenize_chinese_chars", True),
+        # None is the same as `lowercase`, and every tokenizer has one fingerprint.
+        strip_accents=None if accents == lowercase else accents,
+        lowercase=lowercase,
+    )
+    _add_special_tokens(backend)
+    return backend
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer) -> None:
+    """Marks the special tokens of the usual names."""
     usual = set(itertools.chain.from_iterable(_USUAL_NAMES.values()))
     known = sorted(usual.intersection(backend.get_vocab()))
     special = [_mask_token(name) if name == "<mask>" else name for name in known]
     backend.add_special_tokens(special)
-    _set_template(backend)
-    return backend
 
 
 def _mask_token(name: str) -> tokenizers.AddedToken:
@@ -323,9 +380,11 @@ def _mask_token(name: str) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(name, lstrip=True, special=True)
 
 
-def _wordpiece(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
+def _wordpiece(
+    vocab: dict[str, int], lowercase: bool, unknown: str = "[UNK]"
+) -> tokenizers.Tokenizer:
     """Makes BERT's own tokenizer (Devlin et al. 2019)."""
-    backend = _of_words(models.WordPiece(vocab, unk_token="[UNK]"), lowercase)
+    backend = _of_words(models.WordPiece(vocab, unk_token=unknown), lowercase)
     backend.decoder = decoders.WordPiece()
     return backend
 
@@ -338,28 +397,30 @@ def _of_words(model: models.Model, lowercase: bool) -> tokenizers.Tokenizer:
     return backend
 
 
-def _byte_level_bpe(model: models.BPE) -> tokenizers.Tokenizer:
+def _byte_level_bpe(model: models.BPE, add_space: bool = False) -> tokenizers.Tokenizer:
     """Makes GPT-2's tokenizer (Radford et al. 2019).
 
     Every byte is in the vocabulary, so no text is unknown.
     """
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_space)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _set_template(backend: tokenizers.Tokenizer) -> None:
+def _set_template(backend: tokenizers.Tokenizer, settings: Tree | None = None) -> None:
     """Sets how `transformers` puts special tokens around a sequence.
 
     For `transformers` only: in samestep, the objectives place special tokens.
     """
-    for cls, sep, template in (
-        ("[CLS]", "[SEP]", processors.BertProcessing),
-        ("<s>", "</s>", processors.RobertaProcessing),
-    ):
-        cls_id, sep_id = backend.token_to_id(cls), backend.token_to_id(sep)
+    known = {"[CLS]": processors.BertProcessing, "<s>": processors.RobertaProcessing}
+    is_bert = isinstance(backend.model, models.WordPiece)
+    other = processors.BertProcessing if is_bert else processors.RobertaProcessing
+    named = [beside.role_name(settings or {}, role) for role in ("cls", "sep")]
+    for cls, sep in (named, ("[CLS]", "[SEP]"), ("<s>", "</s>")):
+        cls_id, sep_id = (name and backend.token_to_id(name) for name in (cls, sep))
         if cls_id is not None and sep_id is not None:
+            template = known.get(cls, other)
             backend.post_processor = template((sep, sep_id), (cls, cls_id))
             return
 

@@ -14,8 +14,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from data_pipeline.format.shards import Tokens
+from data_pipeline.tokenizers import settings as beside
 from data_pipeline.tokenizers.alignment import Aligned
-from data_pipeline.tokenizers.huggingface import HuggingFace, read, train
+from data_pipeline.tokenizers.huggingface import HuggingFace, read, read_saved, train
 from data_pipeline.tokenizers.sentencepiece import MODEL, SentencePiece, train_sentencepiece
 from trainer.config import Tree
 from trainer.config.sizes import parse_size
@@ -119,22 +120,27 @@ class Tokenizer:
         self.vocabulary = backend.vocabulary
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(cls, path: str | Path, *, saved: bool = False) -> Tokenizer:
         """Reads a tokenizer.
+
+        The ids are those of its class in `transformers`, with the settings beside the files.
 
         Args:
             path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
                 merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read,
                 but spiece.model before the tokenizer.json that an export has made of it; a
                 SentencePiece model; or hf://NAME.
+            saved: `save` wrote the folder, for a dataset or a run. Then it has made its ids by
+                tokenizer.json or spiece.model alone, also before settings were read.
 
         Raises:
-            DataError: there is none of these, or it cannot be read.
+            DataError: there is none of these, it cannot be read, or has settings that are not
+                supported.
             StorageError: it cannot be downloaded.
         """
         path = hub.tokenizer_folder(str(path)) if hub.is_hub_path(str(path)) else Path(path)
         try:
-            return cls(_read_backend(path))
+            return cls(_read_backend(path, saved))
         except FileNotFoundError:
             raise DataError(
                 f"there is no tokenizer in {path}: neither tokenizer.json, nor vocab.txt, nor "
@@ -262,23 +268,30 @@ class Tokenizer:
         return found
 
 
-def _read_backend(path: Path) -> Backend:
+def _read_backend(path: Path, saved: bool) -> Backend:
     if path.is_file():
         return SentencePiece(path.read_bytes(), {})
-    settings = {
-        **_read_json(path / "special_tokens_map.json"),
-        **_read_json(path / "tokenizer_config.json"),
-    }
+    settings = beside.read_settings(path)
     if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
-        return SentencePiece((path / MODEL).read_bytes(), settings)
+        return _read_sentencepiece(path, settings, saved)
     try:
-        return HuggingFace(read(path, settings), settings)
+        backend = read_saved(path) if saved else read(path, settings)
     except FileNotFoundError:
-        return SentencePiece((path / MODEL).read_bytes(), settings)
+        return _read_sentencepiece(path, settings, saved)
+    return HuggingFace(backend, settings)
 
 
-def _read_json(path: Path) -> Tree:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _read_sentencepiece(folder: Path, settings: Tree, saved: bool) -> SentencePiece:
+    content = (folder / MODEL).read_bytes()
+    if saved:
+        return SentencePiece(content, settings)
+    kind = beside.class_name(folder, settings)
+    if kind is not None:
+        settings = {"tokenizer_class": kind} | settings
+    backend = SentencePiece(content, settings)
+    added = beside.added_tokens(folder, settings)
+    beside.check_sentencepiece(backend, kind, settings, added)
+    return backend
 
 
 def _json(content: Mapping[str, object]) -> bytes:

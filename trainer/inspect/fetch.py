@@ -168,7 +168,10 @@ def _dataset(url: str, folder: Path) -> Path:
         digest = Digest(shard.sha256, shard.bytes)
         _download(f"{url}/{shard.name}", folder / shard.name, digest)
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    fetch_tokenizer(url, folder)
+    if manifest.small_files is None:
+        fetch_tokenizer(url, folder)
+    for name, info in (manifest.small_files or {}).items():
+        _download(f"{url}/{name}", folder / name, Digest(info.sha256, info.bytes))
     manifest.save(folder)
     return folder
 

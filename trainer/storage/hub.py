@@ -54,7 +54,8 @@ def model_folder(path: str, to: str | None = None) -> Path:
 
 def tokenizer_folder(path: str, to: str | None = None) -> Path:
     """Folder with the files of a tokenizer; see `_folder`."""
-    return _folder(path, TOKENIZER_FILES, _TOKENIZER_NEEDS, to)
+    # config.json may be the only file that names the tokenizer's class.
+    return _folder(path, (*TOKENIZER_FILES, "config.json"), _TOKENIZER_NEEDS, to)
 
 
 def _folder(

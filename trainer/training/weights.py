@@ -156,7 +156,7 @@ class Weights:
     def load_tokenizer(self) -> Tokenizer:
         """Loads the tokenizer that goes with the weights."""
         with self.tokenizer_files() as folder:
-            return Tokenizer.load(folder)
+            return Tokenizer.load(folder, saved=self.step is not None)
 
 
 def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> Weights:

@@ -77,7 +77,7 @@ class WordVectors:
                 f"{folder} has {len(words)} words and vectors of the shape "
                 f"{tuple(vectors.shape)}, which do not belong together. Copy the folder again."
             )
-        tokenizer = Tokenizer.load(folder / "tokenizer")
+        tokenizer = Tokenizer.load(folder / "tokenizer", saved=True)
         return cls(words, vectors, tensors.get("tokens"), description, tokenizer, folder)
 
     @cached_property

@@ -47,7 +47,8 @@ def test_a_model_is_downloaded_once_without_pickles(hub, path):
 
 
 def test_a_tokenizer_is_downloaded_without_weights_and_does_not_pass_for_a_model(hub):
-    assert {file.name for file in tokenizer_folder("hf://tiny").iterdir()} == {"tokenizer.json"}
+    files = {file.name for file in tokenizer_folder("hf://tiny").iterdir()}
+    assert files == {"tokenizer.json", "config.json"}
     assert (model_folder("hf://tiny") / "model.safetensors").read_bytes() == FILES[
         "model.safetensors"
     ]

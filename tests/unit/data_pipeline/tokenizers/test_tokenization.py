@@ -253,13 +253,13 @@ def test_roles_come_from_the_settings_of_the_folder(tmp_path):
                 "eos_token": "</s>",
                 "pad_token": {"content": "<pad>"},
                 "mask_token": "X",
-                "cls_token": "not there",
+                "cls_token": "new",
             }
         )
     )
     tokenizer = Tokenizer.load(tmp_path)
     v = tokenizer.vocabulary
-    assert (v.size, v.pad, v.cls, v.sep, v.mask, v.special) == (5, 0, None, 1, 3, (0, 1, 3, 4))
+    assert (v.size, v.pad, v.cls, v.sep, v.mask, v.special) == (6, 0, 5, 1, 3, (0, 1, 3, 4, 5))
     assert (v.eos, v.sentinels) == (1, (4,))
     assert ids_of(tokenizer, ["a"]) == [[2]]  # neither cut nor padded
     assert tokenizer.token(4) == "<extra_id_0>"
