@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,33 @@ def test_what_is_no_run_is_refused(run: str, samestep: Samestep, tmp_path: Path)
     result = samestep("checkpoint", "verify", step)
     assert result.code == 1
     assert f"{step} is one checkpoint; name the run, or the folder of all: " in result.message
+
+
+def test_a_damaged_lease_is_reported_and_gc_removes_nothing(
+    tmp_path: Path, samestep: Samestep
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    for steps in ((1, 2), (3, 4)):
+        with only_writer(root) as lease:
+            checkpointer = Checkpointer(root, Config(), rank=0, world_size=1, lease=lease)
+            checkpointer.continue_from(checkpointer.latest())
+            for step in steps:
+                checkpointer.save(step, {"model/weight": torch.ones(50)}, {})
+            checkpointer.wait()
+    newest = root / ".lease-00000002"
+    newest.write_bytes(newest.read_bytes().replace(b'"step": 2', b'"step": 0'))
+    verified = samestep("checkpoint", "verify", root)
+    assert verified.code == 1
+    assert f"{newest} is damaged" in verified.out
+    assert samestep("checkpoint", "gc", root).out.endswith("removed 0 folders, 0 bytes\n")
+
+    older = root / "step-00000001"  # of the first training: whether it counts is unknown now
+    shutil.copytree(root / "step-00000003", older)
+    (older / "LEASE").write_text("1")
+    committed = (older / "COMMITTED").read_text()
+    (older / "COMMITTED").write_text(committed.removesuffix("2") + "1")
+    for command in ("verify", "gc"):
+        refused = samestep("checkpoint", command, root)
+        assert refused.code == 1
+        assert f"{newest} is damaged, and it decides which" in refused.message
+    assert len(list(root.glob("step-*"))) == 3

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ import torch
 from torch import Tensor
 
 from trainer import storage
+from trainer.config import Tree
 from trainer.errors import CheckpointError, ObjectNotFoundError
 from trainer.storage import Digest, keeper
 
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""
+_CHECKSUM = "checksum"
 THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
@@ -94,6 +97,32 @@ def write(path: Location, *parts: bytes | memoryview) -> Digest:
     # Writes a temporary file, fsyncs it, renames it, and fsyncs the folder, in this order.
     with storage.atomic_write(path) as file:
         return storage.copy(storage.chunks(parts), file)
+
+
+def seal(values: Mapping[str, object]) -> bytes:
+    """Returns the content of a small JSON file with a checksum of its values."""
+    return json.dumps({**values, _CHECKSUM: _checksum(values)}).encode()
+
+
+def unseal(content: bytes) -> tuple[Tree, bool]:
+    """Returns the values of a small JSON file, and whether it has a checksum.
+
+    Files of older versions have none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    checksum = values.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(values):
+        raise ValueError("the checksum differs")
+    return values, checksum is not None
+
+
+def _checksum(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def create(path: Location, content: bytes) -> bool:

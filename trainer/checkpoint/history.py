@@ -15,11 +15,14 @@ up to step 4: the steps 2, 4, 6', 8' and 10 count.
 
 `COMMITTED` in the folder of a step has the number of the lease. Steps without one, of older
 versions and of conversions, have the number 0 and count always: none is a late writer's.
+
+A damaged lease must not make its holder's steps a late writer's. If no step names its number, its
+holder was killed while it created the file, and has decided nothing. Otherwise its holder's steps
+count, and which older ones count is unknown: if there are any, that is an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -27,6 +30,7 @@ from dataclasses import dataclass
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
+from trainer.errors import CheckpointError
 
 NUMBER = "LEASE"
 """File in the folder of a step with the number of the lease whose holder writes there."""
@@ -61,12 +65,16 @@ class Record:
         of: number of the lease that has written this step.
         names_after: the last step with a folder when the holder decided; the names of later steps
             are free.
+        has_checksum: leases of older versions have none.
+        is_damaged: the other attributes are unknown, except for the number.
     """
 
     number: int
     step: int | None = None
     of: int = 0
     names_after: int = NOTHING
+    has_checksum: bool = True
+    is_damaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def lease_numbers(names: Collection[str]) -> list[int]:
 def read_record(
     root: Location, number: int, known: dict[str, bytes] | None = None
 ) -> Record | None:
-    """Returns a lease, undecided if its holder was killed while it created the file; or None.
+    """Returns a lease; None if there is no such file.
 
     Args:
         known: the content of decided leases by name, which is not read again; new ones are added.
@@ -117,43 +125,91 @@ def read_record(
     if content is None and (content := files.read_if_there(root / name)) is None:
         return None
     try:
-        tree = json.loads(content)
-        record = Record(number, tree["step"], tree["of"], tree["names_after"])
-    except (ValueError, TypeError, KeyError):
-        return Record(number)
+        values, has_checksum = files.unseal(content)
+        if values.keys() != {"step", "of", "names_after", "token"}:
+            raise ValueError("not the keys of a lease")
+    except ValueError:
+        return Record(number, is_damaged=True)
+    del values["token"]
+    record = Record(number, **values, has_checksum=has_checksum)
     if record.step is not None:  # a lease decides once
         known[name] = content
     return record
 
 
 def line(
-    root: Location, names: Collection[str], known: dict[str, bytes] | None = None
+    root: Location,
+    names: Collection[str],
+    committed: Collection[tuple[int, int]] = (),
+    known: dict[str, bytes] | None = None,
 ) -> list[Stretch]:
     """Returns the line of history, the newest lease first; empty if there are no leases.
 
     Args:
         names: what is in the folder.
+        committed: step and lease of each committed step.
         known: as for `read_record`.
+
+    Raises:
+        CheckpointError: a lease is damaged, and which of the committed steps count is unknown.
     """
+    writers = {number for _, number in committed if number}
     record = None
     for number in reversed(lease_numbers(names)):
         record = read_record(root, number, known)
-        if record is not None and record.step is not None:
+        if record is not None and (record.step is not None or number in writers):
             break
-    if record is None or record.step is None:
-        return []
+    newest = max(writers, default=0)
+    if record is None or record.step is None or record.number < newest:
+        # The record of the newest lease is damaged, or lost, as in a copy without hidden files.
+        if record is not None and record.number == newest:
+            _check_not_needed(root, newest, writers)
+        return [Stretch(newest, math.inf, or_lower=True)] if newest else []
+    _check_plausible(root, record, committed, writers)
     # Leases from before the oldest folder decide about nothing, and there may be thousands.
     oldest = min((folder.step for folder in folders(names)), default=0)
     stretches = [Stretch(record.number, math.inf)]
     while record.step is not None and record.step >= oldest:
         until = record.step
         earlier = read_record(root, record.of, known) if record.of < record.number else None
+        if earlier is not None and earlier.is_damaged:
+            _check_not_needed(root, earlier.number, writers)
         has_record = earlier is not None and earlier.step is not None
         stretches.append(Stretch(record.of, until, or_lower=not has_record))
         if earlier is None or not has_record:
             break
         record = earlier
     return stretches
+
+
+def _check_not_needed(root: Location, number: int, writers: Collection[int]) -> None:
+    """Raises an error if a damaged lease decides which steps of older leases count."""
+    if min(writers, default=number) < number:
+        raise _damaged(root, number, "is damaged")
+
+
+def _check_plausible(
+    root: Location,
+    newest: Record,
+    committed: Collection[tuple[int, int]],
+    writers: Collection[int],
+) -> None:
+    """Raises an error if a lease without a checksum continues from a step that is not there.
+
+    If its holder has saved nothing, all steps after that one would be lost.
+    """
+    if newest.has_checksum or not committed or newest.number in writers:
+        return
+    if (newest.step, newest.of) not in committed:
+        raise _damaged(root, newest.number, f"names step {newest.step}, which is not there")
+
+
+def _damaged(root: Location, number: int, damage: str) -> CheckpointError:
+    return CheckpointError(
+        f"{root / lease_name(number)} {damage}, and it decides which of the checkpoints there "
+        "count. Restore it from a backup; or remove it, if two trainings have never written there "
+        "at the same time"
+    )
 
 
 def counts(stretches: Sequence[Stretch], step: int, number: int) -> bool:

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,6 +29,7 @@ FORMAT = 1
 META = "meta.json"
 COMMITTED = "COMMITTED"
 _CHECKSUMS = "checksums.json"
+_SHA256 = re.compile(rb"[0-9a-f]{64}")
 # Errors of a file system that say that a file is gone or its bytes are. Others, such as a stale
 # handle, a missing permission or too many open files, say nothing about the bytes.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
@@ -105,30 +107,81 @@ def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]
     Args:
         known: the content of `COMMITTED` by folder, and of decided leases by name, which is not
             read again; new ones are added. The caller takes out folders that it removes.
+
+    Raises:
+        CheckpointError: a small file is damaged, and which steps count is unknown.
     """
     names = files.names(root)
     known = {} if known is None else known
-    folders = history.folders(names)
-    stretches = history.line(root, names, known)
 
     def look(folder: history.Folder) -> Saved:
         place = root / folder.name
         committed = known.get(folder.name)
         if committed is None and (committed := files.read_if_there(place / COMMITTED)) is not None:
             known[folder.name] = committed
-        lease = _lease_of(committed or b"")
-        counts = history.counts(stretches, folder.step, lease)
-        return Saved(folder.step, lease, place, committed is not None, counts)
+        if committed is None:
+            return Saved(folder.step, 0, place, committed=False, counts=True)
+        # The number in `COMMITTED` is damaged, or the step is of an older version.
+        lease = _split(committed)[1] or _claimed_by(place) or 0
+        return Saved(folder.step, lease, place, committed=True, counts=True)
 
     # In threads, because each look is a request if the root is in an object store.
     with ThreadPoolExecutor(files.THREADS) as pool:
-        return sorted(pool.map(look, folders), key=lambda each: (each.step, each.lease))
+        saved = list(pool.map(look, history.folders(names)))
+    committed = {(each.step, each.lease) for each in saved if each.committed}
+    stretches = history.line(root, names, committed, known)
+    for index, each in enumerate(saved):
+        if each.committed and not history.counts(stretches, each.step, each.lease):
+            claimed = _claimed_by(each.place)
+            if claimed and history.counts(stretches, each.step, claimed):
+                raise CheckpointError(
+                    f"{each.place / COMMITTED} or {history.NUMBER} beside it is damaged: they name "
+                    f"leases {each.lease} and {claimed}, and by only one of them the step counts. "
+                    "Restore the file from a backup, or move the folder away"
+                )
+            saved[index] = dataclasses.replace(each, counts=False)
+    return sorted(saved, key=lambda each: (each.step, each.lease))
 
 
-def _lease_of(committed: bytes) -> int:
-    """Returns the number of a lease in the content of `COMMITTED`; 0 if there is none."""
-    number = committed.partition(b" ")[2]
-    return int(number) if number.isdigit() else 0
+def _split(committed: bytes) -> tuple[bytes, int]:
+    """Returns the SHA-256 and the lease in the content of `COMMITTED`; 0 if it names none."""
+    number = committed[65:]
+    return committed[:64], int(number) if number.isdigit() else 0
+
+
+def _claimed_by(folder: Location) -> int | None:
+    """Returns the lease in the file `LEASE` of a step, 0 if it names none; None without a file."""
+    content = files.read_if_there(folder / history.NUMBER)
+    if content is None:
+        return None
+    return int(content) if content.isdigit() else 0
+
+
+def damaged_leases(root: Location, saved: Iterable[Saved]) -> list[str]:
+    """Describes the damaged leases whose holders have committed steps.
+
+    Args:
+        saved: the result of `listed`.
+    """
+    damage = []
+    for number in sorted({each.lease for each in saved if each.lease}):
+        record = history.read_record(root, number)
+        if record is not None and record.is_damaged:
+            damage.append(f"{root / history.lease_name(number)} is damaged")
+    return damage
+
+
+def damaged_numbers(saved: Iterable[Saved]) -> list[str]:
+    """Describes the steps that count, and whose files do not name the same lease."""
+    damage = []
+    for each in saved:
+        if not (each.committed and each.counts):
+            continue
+        claimed = _claimed_by(each.place)
+        committed = files.read_if_there(each.place / COMMITTED)
+        if committed is not None and claimed not in (None, _split(committed)[1]):
+            damage.append(f"step {each.step}: {COMMITTED} and {history.NUMBER} differ")
+    return damage
 
 
 def commit(folder: Location, digests: Mapping[str, Digest], lease: int = 0) -> None:
@@ -167,8 +220,11 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
             f"{folder} was never committed: saving it was interrupted. Use another step"
         )
     # COMMITTED vouches for checksums.json, which vouches for all other files.
+    expected, _ = _split(committed)
+    if not _SHA256.fullmatch(expected):
+        raise _damaged(folder / COMMITTED, "it does not begin with a SHA-256")
     content = files.read(folder / _CHECKSUMS)
-    if hashlib.sha256(content).hexdigest().encode() != committed.partition(b" ")[0]:
+    if hashlib.sha256(content).hexdigest().encode() != expected:
         raise _damaged(folder / _CHECKSUMS, "its SHA-256 is not the one in COMMITTED")
     return {name: Digest(**digest) for name, digest in json.loads(content).items()}
 

@@ -17,13 +17,12 @@ lease makes what such a training still does harmless, without a clock and withou
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import uuid
 from typing import NoReturn
 
-from trainer.checkpoint import files, history
+from trainer.checkpoint import files, history, integrity
 from trainer.checkpoint.files import Location
 from trainer.errors import EXIT_REGROUP, SupersededError
 
@@ -46,17 +45,22 @@ class Lease:
 
     @classmethod
     def take(cls, root: Location) -> Lease | None:
-        """Creates the next lease; None if another process has created it meanwhile."""
+        """Creates the next lease; None if another process has created it meanwhile.
+
+        Raises:
+            CheckpointError: which steps count is unknown, see `integrity.listed`.
+        """
         names = files.names(root)
         # Folders may have been copied here without the leases.
-        named = (folder.lease or 0 for folder in history.folders(names))
+        named = [folder.lease or 0 for folder in history.folders(names)]
+        named += [saved.lease for saved in integrity.listed(root)]
         lease = cls(root, 1 + max([0, *history.lease_numbers(names), *named]))
         if not files.create(root / history.lease_name(lease.number), lease._content()):
             return None
         # Leases of commands that save nothing, such as studies, would become ever more.
         for number in history.lease_numbers(names):
             record = history.read_record(root, number)
-            if record is not None and record.step is None:
+            if record is not None and record.step is None and not record.is_damaged:
                 files.remove(root / history.lease_name(number))
         return lease
 
@@ -156,7 +160,7 @@ class Lease:
     def _content(self) -> bytes:
         record = self._record
         content = {"step": record.step, "of": record.of, "names_after": record.names_after}
-        return json.dumps({**content, "token": self._token}).encode()
+        return files.seal({**content, "token": self._token})
 
 
 def end(error: SupersededError) -> NoReturn:

@@ -16,10 +16,11 @@ network file system may be invisible to other machines, or missing, and object s
 from __future__ import annotations
 
 import getpass
-import json
+import hashlib
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 import uuid
@@ -45,6 +46,7 @@ _LOCK = ".lock"
 _WAIT_SECONDS = 10.0  # killed processes may take that long to end
 _RENEW_SECONDS = 10.0
 _STALE_SECONDS = 35.0  # without a renewal; retries in a store take up to 31
+_UNKNOWN = 0  # process of a damaged note
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
@@ -128,13 +130,20 @@ class Owner:
     def parse(cls, content: bytes) -> Owner:
         """Reads a note. Another version may have written it: keys without a field are ignored.
 
-        Raises:
-            ValueError, TypeError: it is not a note.
+        Of a damaged note, the token tells whether it changes.
         """
-        found = dict(json.loads(content))
-        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+        try:
+            found, _ = files.unseal(content)
+            return cls(
+                **{each.name: found[each.name] for each in fields(cls) if each.name in found}
+            )
+        except (ValueError, TypeError):
+            token = hashlib.sha256(content).hexdigest()
+            return cls(token, "", "", _UNKNOWN, "", None, 0.0, 0.0, lease=sys.maxsize)
 
     def __str__(self) -> str:
+        if self.pid == _UNKNOWN:
+            return f"its note, {_NOTE}, is damaged, so who it is and whether it is alive is unknown"
         job = "" if self.job is None else f", job {self.job}"
         age, silence = (
             timedelta(seconds=round(time.time() - moment)) for moment in (self.since, self.renewed)
@@ -181,11 +190,8 @@ class Lock:
         Raises:
             CheckpointError: it cannot be read, so there may or may not be an owner.
         """
-        try:
-            content = files.read_if_there(self._note)
-            return None if content is None else Owner.parse(content)
-        except (ValueError, TypeError):  # not written to its end, or by a very different version
-            return None
+        content = files.read_if_there(self._note)
+        return None if content is None else Owner.parse(content)
 
     def follows(self, former: Owner | None) -> bool:
         """Whether this process belongs to a later group of the former owner's elastic run."""
@@ -264,7 +270,7 @@ class Lock:
                 logger.debug("not renewed: %s", error)
 
     def _write(self) -> None:
-        files.write(self._note, json.dumps({**asdict(self._me), "renewed": time.time()}).encode())
+        files.write(self._note, files.seal({**asdict(self._me), "renewed": time.time()}))
 
 
 @contextmanager

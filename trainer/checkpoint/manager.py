@@ -298,8 +298,12 @@ class Checkpointer:
         found: list[int] = []
         with raise_on_all_ranks(self._world_size):
             if self._rank == 0:
-                for leftover in integrity.uncommitted_folders(self.folder):
-                    logger.warning("skipping %s: saving it was interrupted", leftover)
+                saved = integrity.listed(self.folder)
+                for each in saved:
+                    if not each.committed:
+                        logger.warning("skipping %s: saving it was interrupted", each.place)
+                for lease in integrity.damaged_leases(self.folder, saved):
+                    logger.warning("%s; all steps of its training count", lease)
                 found = self.steps()
         # Rank 0's list counts: the ranks of a network file system may see different ones.
         steps = gather(found, self._world_size)[0]

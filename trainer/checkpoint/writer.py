@@ -84,8 +84,7 @@ def write_step(
         digest = files.write(folder / _tensors(rank), *content)
         if rank > 0:
             # Last, as rank 0 takes the digest for a promise that the tensor file is complete.
-            note = json.dumps(dataclasses.asdict(digest)).encode()
-            files.write(folder / _note(rank), note)
+            files.write(folder / _note(rank), files.seal(dataclasses.asdict(digest)))
             return
         digests = {_tensors(0): digest, integrity.META: files.write(folder / integrity.META, meta)}
         digests |= _await_peers(folder, world_size, peer_timeout)
@@ -121,7 +120,12 @@ def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str,
         ready = [rank for rank in sorted(waiting) if _note(rank) in present]
         notes = files.read_all([folder / _note(rank) for rank in ready])
         for rank, note in zip(ready, notes, strict=True):
-            digests[_tensors(rank)] = Digest(**json.loads(note))
+            try:
+                digests[_tensors(rank)] = Digest(**files.unseal(note)[0])
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(
+                    f"{folder / _note(rank)} is damaged. Check the disk"
+                ) from error
         files.remove_files(folder, map(_note, ready))
         waiting.difference_update(ready)
         if waiting and time.monotonic() > deadline:

@@ -123,7 +123,8 @@ def _report(root: Location, check: Check, valid: str) -> int:
     from trainer.checkpoint import history, integrity
 
     table = Table("step", "age", "size", "ranks", "state")
-    problems = []
+    saved = integrity.listed(root)
+    problems = [*integrity.damaged_leases(root, saved), *integrity.damaged_numbers(saved)]
     # The newest readable meta.json knows which step is the best.
     found = [(step, *_examine(root, step, check)) for step in integrity.committed_steps(root)]
     best = next((meta.get("best", {}).get("step") for _, meta, _ in reversed(found) if meta), None)

@@ -11,6 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -108,10 +109,25 @@ def test_a_note_of_a_newer_version_counts(folder: Location) -> None:
 
 
 @pytest.mark.parametrize("note", [b"", b"1", b"[]", b'{"token": "a"}', b'{"tok'])
-def test_what_is_no_note_has_no_owner(tmp_path: Path, note: bytes) -> None:
+def test_a_damaged_note_is_watched_until_its_owner_has_been_silent(
+    tmp_path: Path, note: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     files.write(tmp_path / ".owner", note)
-    assert Lock(tmp_path).owner() is None
+    began = time.monotonic()
     with only_writer(tmp_path):
+        assert time.monotonic() - began > lock._STALE_SECONDS
+    assert "its note, .owner, is damaged" in caplog.text
+
+
+def test_an_owner_who_renews_a_damaged_note_is_alive(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)
+    files.write(folder / ".owner", b"")
+    owner = {"host": "elsewhere", "machine": "another"}
+    renewal = threading.Timer(0.3, leave_note, [folder], owner)
+    renewal.start()
+    with pytest.raises(ConfigError, match=r"is running in .* on elsewhere"), only_writer(folder):
         pass
 
 
