@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
+import resource
 import selectors
 import socket
 import threading
@@ -38,6 +40,8 @@ MESSAGE_BYTES = 2**20  # holds the facts of a machine, such as those of a mixtur
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _OLDER = {"name": "another machine", "facts": {"samestep": "an older version"}}
+_CONNECTIONS = 6  # of a rank to the store, for its threads and process groups; 3 with gloo
+_OTHER_FILES = 256
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
 
 
@@ -224,6 +228,9 @@ class Host(threading.Thread):
             return
         if self._renewal is not None and self._renewal.check():
             return  # this host was frozen, and the others have gone on
+        if problem := _allow_ranks(sum(self._agents[agent] or 0 for agent in ready)):
+            self._tell(ready, {"refused": problem})
+            return
         self._round, self._round_deadline, self._told = ready, math.inf, set()
         self._store = _open_store(self._interface)
         if self._model is not None:
@@ -249,6 +256,27 @@ def send(agent: Channel, message: Message) -> None:
     """Sends a message. If the peer is gone, the next `receive_json` raises."""
     with suppress(OSError):
         agent.send_json(message)
+
+
+def _allow_ranks(ranks: int) -> str:
+    """Raises this process's limit on open files, so that all ranks can connect to the store.
+
+    Beyond the limit, the store resets connections without a message, and ranks wait for it.
+
+    Returns:
+        A message if the system does not allow as many; else "".
+    """
+    needed = ranks * _CONNECTIONS + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return (
+            f"{ranks} ranks need {needed} open files on {platform.node()}, which hosts the "
+            f"rendezvous, and its hard limit is {hard}. Raise it (ulimit -Hn; LimitNOFILE of "
+            "systemd)."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ""
 
 
 def _open_store(interface: str) -> TCPStore:

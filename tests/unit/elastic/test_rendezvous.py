@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import socket
 import threading
 import time
@@ -263,6 +264,34 @@ def test_a_port_that_is_taken(join: Join, monkeypatch: pytest.MonkeyPatch, greet
                 LaunchError, match=r"another program listens at .* Give each run its own port"
             ):
                 refused.result(5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [((256, 4096), (316, 4096)), ((1024, 4096), None), ((256, -1), (316, -1)), ((-1, -1), None)],
+)
+def test_the_limit_on_open_files_is_raised_for_the_ranks(
+    join: Join,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int],
+    raised: tuple[int, int] | None,
+) -> None:
+    """Beyond it, the store resets connections without a message."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    (alone,) = agents(1, 1, 1)
+    assert join(alone, 10).result(5) is not None
+    assert found == ([] if raised is None else [raised])
+
+
+def test_more_ranks_than_the_system_allows_files_are_refused(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 300))
+    (alone,) = agents(1, 1, 1)
+    with pytest.raises(LaunchError, match=r"10 ranks need 316 open files on .* limit is 300\."):
+        join(alone, 10).result(5)
 
 
 @pytest.fixture
