@@ -211,7 +211,7 @@ class GpuJob(Job):
         )
 
     def write_data(self) -> None:
-        """Writes documents that fill rows without padding, or short ones for packed rows."""
+        """Writes a document that fills rows without padding, or short ones for packed rows."""
         experiment = self.experiment()
         vocab_size = experiment.model.vocab_size
         sentinels = 100 if self.recipe.config.startswith("t5") else 0

@@ -273,10 +273,16 @@ class Deberta(Transformer):
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
         tokens, segments = inputs.tokens, inputs.segments
-        table, first, _ = self._places(tokens.shape[1])
+        table, first, _ = self._places(length := tokens.shape[1])
+        # Only the row of each distance is copied, from 1 - S to S - 1: the host would wait for the
+        # device before it copies as much as the table. With 3 positions, distances -2 ... 2, the
+        # pair (0, 2) has the distance -2, at index 0.
+        by_distance = np.concatenate((table[0, ::-1], table[1:, 0])) - first
+        rows = torch.tensor(by_distance).to(tokens.device, non_blocking=True)
+        place = torch.arange(length, device=tokens.device)
         return {
             **super().columns(inputs),
-            "places": torch.tensor(table - first, device=tokens.device),
+            "places": rows[place[:, None] - place + (length - 1)],
             "segments": torch.ones_like(tokens) if segments is None else segments,
         }
 

@@ -68,21 +68,22 @@ def largest(peak: Callable[[int], int], budget: int, most: int, sparse: bool = F
         At least 1, even if a single example is too much.
     """
     fits, rows, used = 1, 1, peak(1)
-    fewer, before = 0, (start := peak(0))
+    start = peak(0)
+    previous_rows, previous_used = 0, start
     while used <= budget:
         fits = rows
-        each = max(1, (used - before) // (rows - fewer))
+        each = max(1, (used - previous_used) // (rows - previous_rows))
         more = min(2 * rows, most, rows + (budget - used) // each)
         if sparse:
-            # In proportion to all memory of the pass, though some of it does not depend on the
-            # size. So this is never too much, however far it goes.
+            # As if all memory of the pass were the examples': this is never too much, however far
+            # it goes.
             in_proportion = rows * (budget - start) // max(1, used - start)
             more = min(most, max(more, in_proportion))
             more = -(-most // -(-most // more))
         if more == rows:
             break
         if rows > 1 or not sparse:  # no prediction mixes passes with and without compiling
-            fewer, before = rows, used
+            previous_rows, previous_used = rows, used
         rows, used = more, peak(more)
     return fits
 

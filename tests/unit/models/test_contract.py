@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.outputs import outputs, predict
 from trainer.models import (
@@ -20,10 +21,15 @@ from trainer.models import (
     bart,
     bert,
     deberta,
+    deberta_v3,
+    distilbert,
+    electra,
     gpt2,
+    modernbert,
     openai_gpt,
     roberta,
     t5,
+    xlnet,
 )
 from trainer.models.config import TransformerConfig
 from trainer.models.inputs import Inputs
@@ -123,6 +129,50 @@ class LocalAndGlobal(bert.Config):
 
 def bounds(model: Model) -> list[tuple[str, int, int]]:
     return [(group.name, group.start, group.stop) for group in model.scan_groups()]
+
+
+class NoWaiting(TorchFunctionMode):
+    """Rejects copies of the host's memory for which the host would wait.
+
+    Tensors on the device `meta` reject whatever reads their values.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor):
+            assert torch.device(kwargs.get("device") or "cpu").type == "cpu", "a blocking copy"
+        found = func(*args, **kwargs)
+        if func is Tensor.to and args[0].device.type == "cpu" and found.device.type != "cpu":
+            assert kwargs.get("non_blocking"), "a blocking copy"
+            assert found.nbytes <= 2**16, "the driver may wait before it copies more"
+        return found
+
+
+OTHERS: dict[str, TransformerConfig] = {
+    "albert": albert.Config(**SHAPE, embedding_width=8, max_positions=24),
+    "deberta": deberta.Config(**SHAPE, max_positions=24),
+    "deberta_v3": deberta_v3.Config(**SHAPE, max_positions=24, position_buckets=8),
+    "distilbert": distilbert.Config(**SHAPE, max_positions=24),
+    "electra": electra.Config(**SHAPE, embedding_width=8, max_positions=24),
+    "modernbert": modernbert.Config(**SHAPE, max_positions=24),
+    "xlnet": xlnet.Config(**SHAPE, max_positions=24),
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+def test_passes_do_not_wait_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # it does not know `meta`
+    config = {**MODELS, **OTHERS}[name]
+    model = meta(config).train()
+    batch = {**columns(config), "dropout_key": torch.zeros(2, dtype=torch.int32)}
+    if name == "xlnet":
+        batch |= {"predicted": torch.zeros(2, 3).long(), "rank": torch.zeros(2, 9).long()}
+    inputs = Inputs.of({key: column.to("meta") for key, column in batch.items()})
+    with NoWaiting():
+        found = model(inputs, frozenset({config.predicts}))
+        sum(each.float().sum() for each in found.values()).backward()
 
 
 def test_layers_of_other_static_configuration_are_not_grouped() -> None:
