@@ -306,7 +306,7 @@ def _broken_collective(devices: Iterable[torch.device]) -> str:
     for device in devices:
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a group for the host has no back-end for the device
-                error = group._get_backend(device).get_error()  # type: ignore[attr-defined]
+                error = group._get_backend(device).get_error()
                 if error != ErrorType.SUCCESS:
                     return str(error.name)
     return ""
