@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import shlex
@@ -144,7 +145,7 @@ class Container:
         place = posixpath.normpath(posixpath.join(str(directory), path))
         inside = [mount.rpartition(":")[2] for mount in self._all_mounts(directory, output)]
         if self.kind == "apptainer":
-            inside.append(str(Path.home()))
+            inside.append(os.path.expanduser("~"))
         return any(f"{place}/".startswith(f"{folder.rstrip('/')}/") for folder in inside)
 
     def _all_mounts(self, directory: Path, output: Path) -> list[str]:

@@ -14,6 +14,7 @@ import yaml
 
 from launch.job import Cluster, Record
 from trainer.config import Kinds, decode
+from trainer.environment import expand_home
 from trainer.errors import ConfigError, LaunchError
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,13 @@ _FILE = "jobs.jsonl"
 
 
 def state_folder() -> Path:
-    """The user's folder for the state of samestep (XDG Base Directory Specification)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "samestep"
+    """The user's folder for the state of samestep (XDG Base Directory Specification).
+
+    Raises:
+        ConfigError: there is no home folder.
+    """
+    place = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return expand_home(place, "XDG_STATE_HOME") / "samestep"
 
 
 def add(record: Record) -> None:

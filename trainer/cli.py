@@ -16,9 +16,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import __version__, log
+from trainer import __version__, environment, log
 from trainer.command import OVERRIDES, Commands, add_command, add_processes
-from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from trainer.errors import (
+    EXIT_CRASHED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    ConfigError,
+    LaunchError,
+    SamestepError,
+)
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import (
     add_certify,
@@ -42,6 +49,8 @@ _USERS_ERRNO = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE),
 }
+
+_NO_HOME = "Could not determine home directory."  # of pathlib, also in libraries
 
 _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
     *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
@@ -245,9 +254,8 @@ def _config(args: argparse.Namespace) -> int:
 def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
     """Number of processes to start; 0 if this is one of the processes of a launcher."""
     from trainer.accelerators import detect
-    from trainer.elastic import agent
 
-    if agent.under_launcher():
+    if environment.launcher_rank() is not None:
         return 0
     processes: int = (
         len(detect.processes(experiment.accelerator)) if args.processes is None else args.processes
@@ -305,7 +313,7 @@ def _certify(args: argparse.Namespace) -> int:
         read(args.against)
         arguments += ["--against", str(args.against)]
     processes = args.processes or detect.gpu_count() or 2
-    if processes > 1 and not agent.under_launcher():
+    if processes > 1 and environment.launcher_rank() is None:
         return agent.run_workers(main, arguments, processes)
     has_passed = certify(args.output, args.against, Console(highlight=False, markup=False))
     return EXIT_DONE if has_passed else EXIT_FAILED
@@ -389,7 +397,7 @@ def _step(said: str | None, experiment: Experiment) -> Step:
 
 
 def _show_scores(scores: Mapping[str, float], file: Path | None) -> int:
-    if os.environ.get("RANK", "0") == "0":
+    if not environment.launcher_rank():
         if file is not None:
             from trainer.storage import write_text
 
@@ -450,13 +458,23 @@ def _nobody_reads() -> bool:
     return False
 
 
+def _rank() -> int | None:
+    """The rank under a launcher; of a broken environment only commands that train speak."""
+    try:
+        return environment.launcher_rank()
+    except LaunchError:
+        return None
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; returns the exit code. Users' mistakes get one paragraph on stderr."""
     # Huge pages save a tenth of a small model's step on a CPU. torch reads this on import.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    environment.write_any_text()
     args = _parse(arguments)
-    under_launcher = "RANK" in os.environ
-    log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
+    rank = _rank()
+    under_launcher = rank is not None
+    log.set_up(rank, verbose=args.verbose)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -467,6 +485,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
+        if str(error) == _NO_HOME:
+            error = ConfigError("this user has no home folder, which is needed here. Set HOME.")
         explained = isinstance(error, SamestepError) or (
             isinstance(error, OSError) and error.errno in _USERS_ERRNO
         )

@@ -22,16 +22,20 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-def set_up(rank: int = 0, verbose: bool = False) -> None:
-    """Sends log records to stderr; ranks other than 0 log only warnings, with their rank."""
-    prefix = "" if rank == 0 else f"[rank {rank}] "
+def set_up(rank: int | None = None, verbose: bool = False) -> None:
+    """Sends log records to stderr; ranks other than 0 log only warnings, with their rank.
+
+    Args:
+        rank: of a worker; None is a process without a launcher.
+    """
+    prefix = "" if not rank else f"[rank {rank}] "
     level = logging.DEBUG if verbose else logging.INFO
     stderr = _StderrHandler(logging.WARNING if rank else level)
     stderr.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handlers: list[logging.Handler] = [stderr]
     folder = os.environ.get(FILES)
-    # Only workers write files: the launcher, which has no RANK, would write to rank 0's.
-    if folder and "RANK" in os.environ and os.path.isdir(folder):
+    # Only workers write files: the launcher, which has no rank, would write to rank 0's.
+    if folder and rank is not None and os.path.isdir(folder):
         file = logging.FileHandler(Path(folder) / f"rank-{rank:05}.log")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(file)

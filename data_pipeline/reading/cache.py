@@ -30,6 +30,7 @@ from typing import BinaryIO, NamedTuple
 
 from trainer import storage
 from trainer.config.sizes import parse_size
+from trainer.environment import expand_home
 from trainer.errors import DataError
 from trainer.storage import flock
 
@@ -55,8 +56,12 @@ _FIXES = {
 
 
 def default_folder() -> Path:
-    """The default folder for downloads: SAMESTEP_CACHE, or ~/.cache/samestep."""
-    return Path(os.environ.get("SAMESTEP_CACHE") or "~/.cache/samestep").expanduser()
+    """The default folder for downloads: SAMESTEP_CACHE, or ~/.cache/samestep.
+
+    Raises:
+        ConfigError: there is no home folder.
+    """
+    return expand_home(os.environ.get("SAMESTEP_CACHE") or "~/.cache/samestep", "SAMESTEP_CACHE")
 
 
 class _File(NamedTuple):
@@ -81,9 +86,9 @@ class ShardCache:
         """The cache in `folder`, by default `default_folder()`, of a size such as "100GB".
 
         Raises:
-            ConfigError: the size cannot be parsed.
+            ConfigError: the size cannot be parsed, or there is no home folder.
         """
-        root = Path(folder).expanduser() if folder else default_folder()
+        root = expand_home(folder, "data.cache") if folder else default_folder()
         return cls(root / "shards", parse_size(size, "data.cache_size"))
 
     @property

@@ -33,7 +33,7 @@ class ConcatDataset:
 
     @classmethod
     def open(
-        cls, sources: Sequence[Source], cache: ShardCache, *, whole: bool = True
+        cls, sources: Sequence[Source], cache: ShardCache | None, *, whole: bool = True
     ) -> ConcatDataset:
         """Opens datasets with the same tokenizer; `whole` as for `Dataset.open`.
 

@@ -13,6 +13,7 @@ from data_pipeline.reading.dataset import Dataset
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError
 from trainer.examples import Policy
+from trainer.storage import is_url
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ class Config:
                 tokenizers.
             ConfigError: two sources are the same dataset.
         """
-        cache = ShardCache.open_folder(self.cache, self.cache_size)
+        # Only remote datasets have one: a user without a home folder has no default.
+        is_remote = any(map(is_url, self.paths))
+        cache = ShardCache.open_folder(self.cache, self.cache_size) if is_remote else None
         whole = self.on_corrupt == "stop"
         if self.path is None:
             return ConcatDataset.open(self.sources, cache, whole=whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from data_pipeline.format.manifest import ShardInfo
 from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.remote import RemoteDataset
+from trainer.environment import number
 from trainer.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Prefetcher:
         self._shards = shards
         self._bytes = np.array([shard.bytes if remote else 0 for remote, shard in shards])
         cache = next(remote.cache for remote, _ in shards if remote)
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        processes = max(1, number("LOCAL_WORLD_SIZE", 1))
         # The working set changes all the time, so assume that it has the largest shards.
         needed = min(
             int(self._bytes.sum()), processes * int(np.sort(self._bytes)[-working_set:].sum())

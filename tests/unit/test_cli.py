@@ -22,6 +22,8 @@ from trainer.errors import (
 from trainer.studies.finetune import runs
 from trainer.training import starting
 
+LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+
 
 @pytest.mark.parametrize(
     ("error", "alone", "worker"),
@@ -44,7 +46,8 @@ def test_workers_tell_their_agent_whether_to_start_again(
 
     monkeypatch.setattr(cli, "_train", fail)
     assert cli.main(["train", "experiment.yaml"]) == alone
-    monkeypatch.setenv("RANK", "0")
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "experiment.yaml"])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import kind_name
+from trainer.environment import number
 from trainer.errors import ConfigError
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
@@ -32,12 +33,12 @@ def local_device(count: int, kind: str) -> int:
         ConfigError: the launcher does not set LOCAL_RANK, or there are more processes than devices.
     """
     # Without LOCAL_RANK all processes would share device 0, and only be slow.
-    if "LOCAL_RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not os.environ.get("LOCAL_RANK") and number("WORLD_SIZE", 1) > 1:
         raise ConfigError(
             "the launcher sets WORLD_SIZE but not LOCAL_RANK, so all processes would take the same "
             "device. Start them with samestep train or torchrun, or set LOCAL_RANK."
         )
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = number("LOCAL_RANK", 0)
     if rank >= count:
         raise ConfigError(
             f"process {rank} of this machine, counted from 0, has no {kind}: there are {count}. "

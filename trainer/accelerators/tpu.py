@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from trainer.accelerators import Accelerator, Precision, chips, local_device, version_of
+from trainer.environment import number
 from trainer.errors import ConfigError
 
 # TorchTPU's processes find each other's chips by these. Without them, a process aborts at the first
@@ -41,7 +42,7 @@ class Config(chips.Products):
         # torch may see this process's own chip only, so chips are counted by Linux if possible.
         local_device(chips.count() or torch.accelerator.device_count(), "TPU chip")
         missing = [variable for variable in _LAUNCH if variable not in os.environ]
-        if missing and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if missing and number("WORLD_SIZE", 1) > 1:
             raise ConfigError(
                 f"{' and '.join(missing)} must be set if TorchTPU runs in several processes. Before"
                 " you start them: eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\""

@@ -21,6 +21,7 @@ from trainer.checkpoint.lock import GROUP, Group
 from trainer.elastic.rendezvous import Rendezvous, RunEnded
 from trainer.elastic.rounds import Round
 from trainer.elastic.workers import Exit, Main, Workers
+from trainer.environment import launcher_rank, omp_threads
 from trainer.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
@@ -94,7 +95,7 @@ class Elastic:
                 "--rendezvous HOST:PORT with one machine of the run and a free port on it, the "
                 "same on all machines."
             )
-        if under_launcher():
+        if launcher_rank() is not None:
             raise ConfigError(
                 "--elastic starts the processes of a run, but a launcher has already started this "
                 "one (RANK and WORLD_SIZE are set); leave out one of the two"
@@ -102,11 +103,6 @@ class Elastic:
         if rendezvous is None:
             return cls(least, most, cls.rendezvous, snapshots)
         return cls(least, most, rendezvous, snapshots, secrets_folder, facts)
-
-
-def under_launcher() -> bool:
-    """Whether a launcher (torchrun, or an agent) has started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def run_workers(
@@ -130,7 +126,8 @@ def run_workers(
         LaunchError: a signal ended a worker or all of them, without a message from them.
         KeyboardInterrupt: the user pressed Ctrl-C, and the workers have ended.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    threads = omp_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     with Workers(main, arguments, preemption) as workers:
         return _Agent(workers, shlex.join(arguments), processes, elastic, preemption).run()
 

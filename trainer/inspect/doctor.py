@@ -11,11 +11,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from data_pipeline.reading.cache import ShardCache
 from trainer import __version__, storage
 from trainer.accelerators import version_of
 from trainer.accelerators.trial import OWN_ENVIRONMENT, software
@@ -75,9 +77,8 @@ def _checks_of(experiment: Experiment) -> list[Check]:
         checks.append(("metrics", lambda: _metrics(metrics)))
     probed = [probe.path for probe in experiment.probes.values()]
     if any(map(storage.is_url, [*experiment.data.paths, *probed])):
-        default = os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
-        cache = Path(experiment.data.cache or default)
-        checks.append(("cache", lambda: _disk("cache", cache, 0)))
+        shards = partial(ShardCache.open_folder, experiment.data.cache)
+        checks.append(("cache", lambda: _disk("cache", shards().folder.parent, 0)))
     return checks
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.config import Tree
+from trainer.environment import number
 from trainer.errors import ConfigError, MissingExtra
 from trainer.strategies import Strategy, deepspeed, fsdp
 from trainer.strategies.world import World
@@ -273,7 +274,7 @@ def _fsdp(made: accelerate.Accelerator, world: World) -> fsdp.Config:
         return fsdp.Config(replicas, plugin.reshard_after_forward)
     sharding = plugin.sharding_strategy.name
     logger.info("accelerate   FSDP1 with %s runs as FSDP2", sharding)
-    nodes = world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    nodes = world.size // max(1, number("LOCAL_WORLD_SIZE", world.size))
     # FSDP1's hybrid sharding has a copy on each node; NO_SHARD has one on each rank.
     replicas = nodes if "HYBRID" in sharding else world.size if sharding == "NO_SHARD" else 1
     return fsdp.Config(replicas, reshard_after_forward=sharding in ("FULL_SHARD", "HYBRID_SHARD"))

@@ -21,10 +21,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
     Store,
+    TCPStore,
     rendezvous,
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from trainer.environment import launcher_rank, number
 from trainer.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
 from trainer.strategies.agreement import Facts, Machine, disagreement
 from trainer.strategies.neighbor import Neighbor
@@ -39,6 +41,8 @@ PROGRESS = "progress"  # the step that the run continues from, for the agent
 FAILURE = "failure"  # "RANK EXIT_CODE" of the first rank that fails, also for the agent
 _ENDING = "ending"  # number of ranks at the end of a successful run
 _POLL_SECONDS = 0.5
+_SILENT_SECONDS, _REPORT_SECONDS = 5.0, 60.0  # of a wait for other ranks, before a log line
+_MOST_LISTED = 8
 _BROKEN_SECONDS = 5.0  # for the main thread or another rank to say why a collective has failed
 
 _LEFT: list[object] = []  # process groups that were left, kept until the process ends
@@ -68,17 +72,18 @@ class World:
         """Joins the rendezvous that the launcher's environment (RANK, WORLD_SIZE, ...) describes.
 
         Raises:
-            LaunchError: not all processes have joined in time.
+            LaunchError: not all processes have joined in time, or the environment is incomplete.
         """
         timeout = timedelta(seconds=timeout_seconds)
-        if "RANK" not in os.environ:
+        if launcher_rank() is None:
             return cls(0, 1, None, timeout)
-        with _explained():
+        with _explained(), _reported_wait():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             # torchrun may keep one store for all attempts, with the failure of an earlier one.
             if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
                 store = PrefixStore(f"{attempt}/{size}", store)
             store.set_timeout(timeout)
+            store.set(_here(rank), "")
         world = cls(rank, size, store, timeout)
         watcher = threading.Thread(
             target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True
@@ -287,12 +292,54 @@ class World:
         os._exit(EXIT_CRASHED)
 
 
+@contextmanager
+def _reported_wait() -> Iterator[None]:
+    """Says after some seconds which ranks this one waits for, and again from time to time."""
+    is_over = threading.Event()
+
+    def report() -> None:
+        seconds = _SILENT_SECONDS
+        while not is_over.wait(seconds):
+            logger.warning("waiting      for %s at %s", _missing_ranks(), _address())
+            seconds = _REPORT_SECONDS
+
+    threading.Thread(target=report, name="rendezvous-wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _missing_ranks() -> str:
+    """The ranks that have not joined the rendezvous, for a log line."""
+    size = number("WORLD_SIZE", 1)
+    if number("RANK", 0):
+        return "rank 0, which does not answer"
+    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT", 0)
+    try:  # rank 0 hosts the store while it waits, and the ranks that have joined are in there
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=1))
+        missing = [rank for rank in range(1, size) if not store.check([_here(rank)])]
+    except RuntimeError:
+        return "the other ranks"
+    listed = ", ".join(map(str, missing[:_MOST_LISTED]))
+    more = f" and {len(missing) - _MOST_LISTED} more" if len(missing) > _MOST_LISTED else ""
+    return f"{len(missing)} of {size} ranks ({listed}{more})"
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def _broken_collective(devices: Iterable[torch.device]) -> str:
     """The error of a process group whose back-end watches its collectives; "" if there is none."""
     for device in devices:
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a group for the host has no back-end for the device
-                error = group._get_backend(device).get_error()  # type: ignore[attr-defined]
+                error = group._get_backend(device).get_error()
                 if error != ErrorType.SUCCESS:
                     return str(error.name)
     return ""
@@ -312,9 +359,8 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConnectError(
-            f"rank {os.environ.get('RANK', 0)} could not connect to the other ranks at {where}: "
-            f"{error}. Check that the address is reachable from this node and that all processes "
-            "were started."
+            f"rank {os.environ.get('RANK', 0)} could not connect to the other ranks at "
+            f"{_address()}: {error}. Check that the address is reachable from this node and that "
+            "all processes were started."
         ) from error

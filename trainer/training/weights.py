@@ -186,10 +186,10 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
             return replace(_from_huggingface(folder), hub=hub)
         if _is_adapter(folder):
             return _from_adapter(folder, rank, world_size)
-        is_step = is_step(folder)
-        root = folder.parent if is_step else checkpoints_of(folder)
+        is_checkpoint = is_step(folder)
+        root = folder.parent if is_checkpoint else checkpoints_of(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
-    if not is_step:
+    if not is_checkpoint:
         newest = checkpoints.latest()
         if newest is None:
             raise CheckpointError(
@@ -199,7 +199,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     meta, stored = checkpoints.open(folder)
     # A user who names a run may expect its best checkpoint.
     step, best = meta["step"], meta.get("best", {}).get("step")
-    if not is_step and best not in (None, step):
+    if not is_checkpoint and best not in (None, step):
         message = "taking step %d of %s, the newest; the best, step %d, is %s/best"
         logger.info(message, step, path, best, path)
     # The description in the checkpoint counts, not the run's current configuration.

@@ -370,8 +370,9 @@ def test_numbers_of_machines(machines: str) -> None:
 
 
 def test_one_launcher_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set"):
         Elastic.parse("1:1", None)
 

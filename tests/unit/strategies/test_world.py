@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
+from tests.ports import free_port
 from tests.processes import run_ranks
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.errors import EXIT_CRASHED, ConnectError, LaunchError
@@ -172,3 +173,19 @@ def test_an_elastic_run_starts_again_when_its_processes_cannot_connect(
         ) as error:
             World.start(1.0)
     assert error.value.exit_code == EXIT_CRASHED
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(0, r"2 of 3 ranks \(1, 2\)"), (1, "rank 0, which does not answer")]
+)
+def test_a_rank_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, missing: str
+) -> None:
+    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.2)
+    port = free_port()
+    values = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConnectError):
+        World.start(1.5)
+    assert re.search(f"waiting      for {missing} at 127.0.0.1:{port}", caplog.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from trainer.config import decode
+from tests.processes import run_ranks
+from trainer.config import decode, load
 from trainer.errors import UnreachableError
 from trainer.training import shared_facts
 from trainer.training.experiment import Experiment
+from trainer.training.run import open_strategy
 from trainer.training.shared_facts import facts_of
 
 TREE: dict[str, Any] = {
@@ -133,3 +136,15 @@ def test_code_of_users_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     after = facts_of(custom, tmp_path)
     assert {name for name in after if after[name] != before[name]} == {"code of mine.objective"}
     sys.modules.pop("mine.objective")
+
+
+def test_ranks_of_any_launcher_compare_them_before_collectives(experiment_file: str) -> None:
+    with pytest.raises(AssertionError, match=r"machines of this run differ \(seed: "):
+        run_ranks(2, start_with_own_seed, experiment_file)
+
+
+def start_with_own_seed(file: str) -> None:
+    rank = os.environ["RANK"]
+    experiment: Experiment = load(Experiment, file, [f"seed={rank}", "output=run", "strategy=ddp"])
+    with open_strategy(experiment):
+        pass
