@@ -100,7 +100,8 @@ class QuestionAnswering(TableSource, TaskSource):
     def _units(self) -> list[str]:
         """Returns the unit of `answer_start` in each file.
 
-        Most answers are near their stated starts in this unit, and of equal units at most of them.
+        In this unit most answers are near their stated starts; of several such units, most answers
+        are exactly there.
         """
         near = [Counter[str]() for _ in self.files]
         exact = [Counter[str]() for _ in self.files]
@@ -199,8 +200,10 @@ def _answers(value: Any, name: str) -> list[tuple[str, int | None]]:
 
 def _characters(context: str, start: int | None, unit: str) -> int | None:
     """Converts a start in units of an encoding to characters; inside of one, to its begin."""
-    if start is None or start <= 0 or not unit:
-        return start if start is None else max(0, start)
+    if start is None:
+        return None
+    if start <= 0 or not unit:
+        return max(0, start)
     size, _ = _UNITS[unit]
     # In "né 2", "2" begins at character 3 and at byte 4.
     before = context.encode(unit, "surrogatepass")[: start * size]
@@ -228,7 +231,7 @@ def _find(context: str, answer: str, start: int | None) -> int:
     ]
     if len(near) == 1:
         return near[0]
-    times = "twice" if near else "not"
+    times = "more than once" if near else "not"
     raise BadRecord(
         f"an answer is {times} within {_SLACK} characters of answer_start: {brief(answer)}"
     )

@@ -365,6 +365,9 @@ def test_the_start_of_a_run_is_computed_again(
     with pytest.raises(CheckpointError, match="has other vectors than when the run began"):
         StepZero.of(checkpoint)
     assert json.loads(samestep("replay", run, 1, "--json").out)["loss"] != replayed["loss"]
+    save_file({**other, "vectors": other["vectors"] * float("inf")}, folder / "vectors.safetensors")
+    with pytest.raises(DataError, match=r"vectors/vectors\.safetensors holds NaN or infinity"):
+        WordVectors.load(folder)
     shutil.rmtree(folder)
     with pytest.raises(DataError, match="is not a folder of word vectors"):
         StepZero.of(checkpoint)

@@ -104,7 +104,7 @@ def count_with_rare_batches(file: str, overrides: list[str]) -> list[int]:
     step on, the micro-batches of a rank differ, too.
     """
     backend = _CountingBackend()
-    compiled._backend = backend
+    CpuAccelerator.compile_options = {"backend": backend}
     world = World.start(60)
     world.connect("gloo")
     trainer = worker.make_trainer(load(Experiment, file, overrides), world)

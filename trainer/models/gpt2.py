@@ -39,8 +39,8 @@ _LAYER = {
 }
 # transformers' Conv1D stores [in, out].
 _TRANSPOSED = re.compile(r".*\.(attn|mlp)\.c_\w+\.weight")
-# Stored by older versions of transformers.
 _BARE = ("wte.", "wpe.", "h.", "ln_f.", "tokens_embed.", "positions_embed.")
+# Stored by older versions of transformers.
 _BUFFERS = re.compile(r".*\.attn\.(masked_)?bias")
 
 

@@ -193,8 +193,8 @@ def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: 
 
 def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's, and an objective that needs others."""
-    model, others = experiment.model, tuple[str, ...]()
-    for source in named_sources(dataset).values():
+    model = experiment.model
+    for index, source in enumerate(named_sources(dataset).values()):
         labels = () if source.manifest.task is None else source.manifest.task.labels
         for phase in experiment.resolved_phases():
             phase.objective.task.check_labels(labels)
@@ -203,13 +203,12 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
             fix = f"set model.labels='{json.dumps(labels)}', in this order"
             if len(model.labels) > 1:
                 build = f"build the dataset again with source.labels='{json.dumps(model.labels)}'"
-                # Of a mixture, no setting of the model suits all.
-                fix = build if others else f"{fix}, or {build}"
+                # In a mixture, the datasets before this one have the model's labels.
+                fix = build if index else f"{fix}, or {build}"
             raise ConfigError(
                 f"the labels of {source.name} are {', '.join(labels)}, and model.labels is "
                 f"{', '.join(model.labels)}; {fix}"
             )
-        others = labels
 
 
 def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:

@@ -48,7 +48,8 @@ def stored_values(
 
     Raises:
         CheckpointError: the weights are of another model.
-        ConfigError: the dataset has another tokenizer, or a parameter without a value is frozen.
+        ConfigError: the dataset has another tokenizer, a parameter without a value is frozen, or a
+            setting makes another model of the weights.
     """
     if is_reordered(weights.config.labels, model.config.labels):
         logger.info("the outputs of the head move to the order of model.labels")

@@ -128,13 +128,10 @@ class Weights:
         """
         if values.float().isfinite().all():
             return values
-        place, origin = f"{name} of {self.folder}", self
-        while isinstance(origin.folder, Path):
-            if found := huggingface.first_not_finite(origin.folder):
-                place = found
-            if origin.base is None:
-                break
-            origin = origin.base
+        place = f"{name} of {self.folder}"
+        for origin in filter(None, (self, self.base)):
+            if isinstance(origin.folder, Path):
+                place = huggingface.first_not_finite(origin.folder) or place
         raise CheckpointError(
             f"{place} holds NaN or infinity. Copy or download it again, or name other weights"
         )

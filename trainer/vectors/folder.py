@@ -77,6 +77,11 @@ class WordVectors:
                 f"{folder} has {len(words)} words and vectors of the shape "
                 f"{tuple(vectors.shape)}, which do not belong together. Copy the folder again."
             )
+        if not vectors.isfinite().all():
+            raise DataError(
+                f"{folder / _TENSORS} holds NaN or infinity. Copy the folder again, or train the "
+                "vectors again."
+            )
         tokenizer = Tokenizer.load(folder / "tokenizer", saved=True)
         return cls(words, vectors, tensors.get("tokens"), description, tokenizer, folder)
 

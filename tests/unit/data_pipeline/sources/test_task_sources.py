@@ -614,7 +614,7 @@ CONTEXT = "a bee, a bee and a bee"
         ),
         (
             [{"text": "bee", "answer_start": 6}],
-            "an answer is twice within 4 characters of answer_start: 'bee'",
+            "an answer is more than once within 4 characters of answer_start: 'bee'",
         ),
         (
             [{"text": "bee", "answer_start": -1}, {"text": "bee", "answer_start": 22}],
