@@ -270,11 +270,17 @@ def _read_backend(path: Path) -> Backend:
         **_read_json(path / "tokenizer_config.json"),
     }
     if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
-        return SentencePiece((path / MODEL).read_bytes(), settings)
+        return _read_sentencepiece(path, settings)
     try:
         return HuggingFace(read(path, settings), settings)
     except FileNotFoundError:
-        return SentencePiece((path / MODEL).read_bytes(), settings)
+        return _read_sentencepiece(path, settings)
+
+
+def _read_sentencepiece(folder: Path, settings: Tree) -> SentencePiece:
+    backend = SentencePiece((folder / MODEL).read_bytes(), settings)
+    backend.check_sentinels()
+    return backend
 
 
 def _read_json(path: Path) -> Tree:
