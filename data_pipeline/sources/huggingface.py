@@ -64,7 +64,7 @@ class Config:
         # `datasets` would read the files of "rows1" for the folder "rows[1]".
         if has_magic(self.path) and not is_saved:
             raise DataError(
-                f"source.path {self.path!r} is a pattern to `datasets`, which may read another "
+                f"the dataset {self.path!r} is a pattern to `datasets`, which may read another "
                 "folder. Rename the folder, without any of *?[."
             )
         try:

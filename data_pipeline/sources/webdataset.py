@@ -51,7 +51,7 @@ class WebDataset(jsonl.JsonLines):
         return read_records(self.files, self._members)
 
     def decode(self, data: bytes) -> str:
-        return super().decode(data) if self.member.endswith("json") else decode_utf8(data)
+        return super().decode(data) if self.member.lower().endswith("json") else decode_utf8(data)
 
     def _members(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         # Imported here: it imports torch, which takes seconds.
@@ -69,7 +69,7 @@ class WebDataset(jsonl.JsonLines):
                         continue
                     key, suffix = tariterators.base_plus_ext(member.name)
                     # Members of other suffixes are not even read.
-                    if not samples.has_text(member, key or member.name, suffix or ""):
+                    if not samples.is_document(member, key or member.name, suffix or ""):
                         continue
                     if member.issparse():
                         raise BadRecord("sparse member")
@@ -96,16 +96,17 @@ class _Samples:
         self._with_text = set[str]()
         self._others: dict[str, list[str]] = {}  # key of a sample without text: names of members
 
-    def has_text(self, member: tarfile.TarInfo, key: str, suffix: str) -> bool:
+    def is_document(self, member: tarfile.TarInfo, key: str, suffix: str) -> bool:
         """Notes a member of the sample `key`; returns whether it is a document."""
         if suffix.lower() == self._suffix and member.isreg():
             self._with_text.add(key)
             self._others.pop(key, None)
             return True
         if key not in self._with_text and not _HIDDEN.search(member.name):
+            name = member.name if member.isreg() else f"{member.name}, which is a link"
             names = self._others.setdefault(key, [])
-            if not names or self._looks_like_text(member.name):
-                names.append(member.name)
+            if not names or self._looks_like_text(name):
+                names.append(name)
         return False
 
     def without_text(self) -> Iterator[Problem]:

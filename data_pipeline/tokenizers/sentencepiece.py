@@ -141,8 +141,7 @@ class SentencePiece:
         settings: the tokenizer_config.json beside it.
 
     Raises:
-        DataError: the file is damaged, transformers changes the ids of such a model, or the
-            settings add sentinels to a model that has some.
+        DataError: the file is damaged, or transformers changes the ids of such a model.
     """
 
     def __init__(self, content: bytes, settings: Tree) -> None:
@@ -159,19 +158,15 @@ class SentencePiece:
         inside = sentinels_in({piece: i for i, piece in enumerate(pieces)})
         usual = _SENTINELS_OF_T5 if kind in T5_CLASSES and not inside else 0
         added = settings.get("extra_ids", usual)
-        if inside and added:
-            raise DataError(
-                f"{MODEL} has {len(inside)} sentinels (<extra_id_0>, ...) among its pieces, and "
-                f"extra_ids is {added}, which makes two of each. Set extra_ids to 0 in "
-                "tokenizer_config.json."
-            )
-        for i in inside:  # a control piece is one that no text produces
-            model.pieces[i].type = model.SentencePiece.CONTROL
-        used = model.SerializeToString() if inside else content
-        self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=used)
+        self._doubled = len(inside) if added else 0
+        if inside and not added:
+            for i in inside:  # a control piece is one that no text produces
+                model.pieces[i].type = model.SentencePiece.CONTROL
+            content = model.SerializeToString()
+        self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         size = len(pieces) + added
         # With 5 pieces and 2 added sentinels, <extra_id_0> is 6 and <extra_id_1> is 5.
-        sentinels = inside or tuple(range(size - 1, len(pieces) - 1, -1))
+        sentinels = tuple(range(size - 1, len(pieces) - 1, -1)) or inside
         self._special = {
             i: piece
             for i, piece in enumerate(pieces)
@@ -201,6 +196,21 @@ class SentencePiece:
         default = {"tokenizer_class": kind, "extra_ids": added}
         self.settings = {**default, **self.names, **settings}
         self._dtype = token_dtype(size)
+
+    def check_sentinels(self) -> None:
+        """Rejects settings that add sentinels to a model that has some.
+
+        Datasets and runs of earlier versions may have such a tokenizer, and keep it.
+
+        Raises:
+            DataError: they do.
+        """
+        if self._doubled:
+            raise DataError(
+                f"{MODEL} has {self._doubled} sentinels (<extra_id_0>, ...) among its pieces, and "
+                f"extra_ids is {self.settings['extra_ids']}, which makes two of each. Set "
+                "extra_ids to 0 in tokenizer_config.json."
+            )
 
     def fingerprint(self) -> str:
         """Hex SHA-256 of the model file and the number of sentinels added to it."""

@@ -289,6 +289,7 @@ def _read_sentencepiece(folder: Path, settings: Tree, saved: bool) -> SentencePi
     if kind is not None:
         settings = {"tokenizer_class": kind} | settings
     backend = SentencePiece(content, settings)
+    backend.check_sentinels()
     added = beside.added_tokens(folder, settings)
     beside.check_sentencepiece(backend, kind, settings, added)
     return backend

@@ -417,6 +417,9 @@ def test_documents_that_a_webdataset_hides_are_counted(tmp_path):
             member = tarfile.TarInfo(name)
             member.size = len(name)
             tar.addfile(member, io.BytesIO(name.encode()))
+        link = tarfile.TarInfo("a/3.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "2.txt"
+        tar.addfile(link)
     reason = "! no member 'txt' in a sample: "
     hint = ". Its suffix begins at the first dot of the name: rename it, or set source.member"
     assert parsed(webdataset.Config((f"{tmp_path}/a.tar",)).build()) == [
@@ -426,6 +429,7 @@ def test_documents_that_a_webdataset_hides_are_counted(tmp_path):
         ("a.tar", 4, f"{reason}a/v1.1.txt{hint}"),
         ("a.tar", 5, f"{reason}a/1.jpg"),
         ("a.tar", 6, f"{reason}README"),
+        ("a.tar", 7, f"{reason}a/3.txt, which is a link"),
     ]
 
 

@@ -24,7 +24,7 @@ from data_pipeline.building.verify import verify
 from data_pipeline.format.shards import Shard
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import jsonl
-from data_pipeline.tokenizers.sentencepiece import sample
+from data_pipeline.tokenizers.sentencepiece import SentencePiece, sample
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import ConfigError, DataError
@@ -355,6 +355,9 @@ def test_sentinels_are_not_added_to_a_model_that_has_some(t5, tmp_path) -> None:
         DataError, match=r"100 sentinels .* extra_ids is 100, .* Set extra_ids to 0"
     ):
         Tokenizer.load(folder)
+    # Of an earlier version, it keeps the ids with which a dataset was built.
+    old = SentencePiece((folder / "spiece.model").read_bytes(), {"extra_ids": 100})
+    assert (old.vocabulary.size, old.vocabulary.sentinels) == (1400, tuple(range(1399, 1299, -1)))
 
 
 def test_transformers_finds_sentinels_among_the_pieces_at_the_same_ids(t5, tmp_path) -> None:
