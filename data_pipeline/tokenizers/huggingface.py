@@ -304,7 +304,6 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
         FileNotFoundError: none of these exists.
         DataError: `transformers` would give other ids, by the folder's settings.
     """
-    # Before the files: the class may be code of the folder.
     kind = beside.class_name(folder, settings)
     if (folder / beside.MODEL).is_file():
         backend = read_saved(folder)
@@ -341,9 +340,10 @@ def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
     beside.check_wordpiece(settings)
     tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
     # A vocabulary without capital letters, but for special tokens, was made for lower case.
-    names = ("[", *beside.special_names(settings))
-    cased = any(token != token.lower() for token in tokens if not token.startswith(names))
-    lowercase = beside.flag(settings, "do_lower_case", not cased)
+    special = beside.special_names(settings)
+    words = (token for token in tokens if not token.startswith("[") and token not in special)
+    cased = any(token != token.lower() for token in words)
+    lowercase = bool(beside.flag(settings, "do_lower_case", not cased))
     if cased and settings.get("do_lower_case") is None:
         logger.warning(
             "%s has capital letters, and %s has no do_lower_case: text keeps its case, where "
@@ -353,9 +353,9 @@ def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
     accents = beside.flag(settings, "strip_accents", lowercase)
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = beside.role_name(settings, "unk") or "[UNK]"
-    backend = _wordpiece(vocab, bool(lowercase), unknown)
+    backend = _wordpiece(vocab, lowercase, unknown)
     backend.normalizer = normalizers.BertNormalizer(
-        handle_chinese_chars=beside.flag(settings, "tokenize_chinese_chars", True),
+        handle_chinese_chars=bool(beside.flag(settings, "tokenize_chinese_chars", True)),
         # None is the same as `lowercase`, and every tokenizer has one fingerprint.
         strip_accents=None if accents == lowercase else accents,
         lowercase=lowercase,
@@ -413,14 +413,17 @@ def _set_template(backend: tokenizers.Tokenizer, settings: Tree | None = None) -
 
     For `transformers` only: in samestep, the objectives place special tokens.
     """
-    known = {"[CLS]": processors.BertProcessing, "<s>": processors.RobertaProcessing}
-    is_bert = isinstance(backend.model, models.WordPiece)
-    other = processors.BertProcessing if is_bert else processors.RobertaProcessing
-    named = [beside.role_name(settings or {}, role) for role in ("cls", "sep")]
-    for cls, sep in (named, ("[CLS]", "[SEP]"), ("<s>", "</s>")):
-        cls_id, sep_id = (name and backend.token_to_id(name) for name in (cls, sep))
+    templates = [
+        ("[CLS]", "[SEP]", processors.BertProcessing),
+        ("<s>", "</s>", processors.RobertaProcessing),
+    ]
+    own = [beside.role_name(settings or {}, role) for role in ("cls", "sep")]
+    if own[0] and own[1] and own[0] not in ("[CLS]", "<s>"):
+        is_bert = isinstance(backend.model, models.WordPiece)
+        templates.insert(0, (own[0], own[1], templates[0 if is_bert else 1][2]))
+    for cls, sep, template in templates:
+        cls_id, sep_id = backend.token_to_id(cls), backend.token_to_id(sep)
         if cls_id is not None and sep_id is not None:
-            template = known.get(cls, other)
             backend.post_processor = template((sep, sep_id), (cls, cls_id))
             return
 

@@ -336,7 +336,7 @@ def test_files_of_another_class_are_refused_by_its_name(make, kind, file, tmp_pa
         (
             bert,
             {"tokenizer_config": {"auto_map": {"AutoTokenizer": ["a.B", None]}}},
-            "BertTokenizer .auto_map.",
+            "auto_map in tokenizer_config.json",
         ),
     ],
 )
