@@ -1,4 +1,4 @@
-"""Settings beside a tokenizer's files: applied as `transformers` applies them, or refused by name.
+"""Settings in a tokenizer's folder: applied as `transformers` applies them, or rejected by name.
 
 `transformers` builds a tokenizer from a vocabulary, a class and the settings of that class. With
 another class or setting, the same vocabulary gives other ids for the same text.
