@@ -53,10 +53,10 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     if replaced:
         storage.remove(f"{url}/{MANIFEST}")
     counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
-    sealed = manifest.small_files or {}
+    sealed = manifest.small_files
     for name in (*SMALL_FILES, *counts):
-        if name in sealed or (folder / name).exists():
-            _send_small(folder, url, name, sealed.get(name))
+        if name in counts or (name in sealed if sealed else (folder / name).exists()):
+            _send_small(folder, url, name, (sealed or {}).get(name))
         else:
             # Of a former dataset: its tokenizer.json would be used instead of our spiece.model.
             storage.remove(f"{url}/{name}")

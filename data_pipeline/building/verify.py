@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ from data_pipeline.reading.remote import (
 )
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer import storage
-from trainer.errors import DataError
+from trainer.errors import DataError, StorageError
 
 SMALL_FILES = (
     *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
@@ -70,7 +71,7 @@ def unsealed(location: str) -> list[str]:
     """Returns a sentence for each file of a dataset that its manifest has no hash of.
 
     Args:
-        location: its folder or address; the files of a web server cannot be listed.
+        location: its folder or address; some addresses cannot be listed.
     """
     manifest = load_manifest(location)
     known = {MANIFEST, *(shard.name for shard in manifest.shards), *(manifest.small_files or ())}
@@ -92,8 +93,9 @@ def _names(location: str) -> Iterator[str]:
             if path.is_file() and name.parts[0] != ".cache":
                 yield name.as_posix()
     elif storage.is_writable(location):
-        yield from storage.sizes(location)
-        yield from (f"tokenizer/{name}" for name in storage.sizes(f"{location}/tokenizer"))
+        with suppress(StorageError):  # some may read files, but not list them
+            yield from storage.sizes(location)
+            yield from (f"tokenizer/{name}" for name in storage.sizes(f"{location}/tokenizer"))
 
 
 def _manifest_problems(location: str) -> list[str]:
@@ -106,12 +108,13 @@ def _manifest_problems(location: str) -> list[str]:
 
 
 def _cached(location: str) -> list[str]:
-    """Names of the files with counts of examples; those of a web server cannot be listed."""
+    """Names of the files with counts of examples."""
     names: list[str] = []
     if not storage.is_url(location):
         names = [path.name for path in Path(location).glob(".cache/*")]
     elif storage.is_writable(location):
-        names = storage.names(f"{location}/.cache")
+        with suppress(StorageError):
+            names = storage.names(f"{location}/.cache")
     return [f".cache/{name}" for name in sorted(names) if name.endswith(".counts")]
 
 

@@ -54,8 +54,9 @@ class FileInfo:
     @classmethod
     def of(cls, path: Path) -> FileInfo:
         """Reads a file."""
-        content = path.read_bytes()
-        return cls(len(content), hashlib.sha256(content).hexdigest())
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return cls(file.tell(), digest.hexdigest())
 
 
 @dataclass(frozen=True)

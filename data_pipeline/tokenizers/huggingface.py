@@ -21,10 +21,25 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
-from data_pipeline.tokenizers import settings as beside
 from data_pipeline.tokenizers.alignment import Aligned, trim
 from data_pipeline.tokenizers.sentencepiece import sentinels_in
 from data_pipeline.tokenizers.sentences import full_stops
+from data_pipeline.tokenizers.settings import (
+    BERT_CLASSES,
+    CONFIG,
+    GPT2_CLASSES,
+    MODEL,
+    add_tokens,
+    by_name,
+    check_class,
+    check_tokenizer_json,
+    check_wordpiece,
+    class_name,
+    flag,
+    role_name,
+    special_names,
+    stated,
+)
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 from trainer.config import Tree
 from trainer.examples import Vocabulary
@@ -178,8 +193,8 @@ class HuggingFace:
         self.settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.names,
-            **beside.by_name(settings),
-            **beside.stated(backend),
+            **by_name(settings),
+            **stated(backend),
         }
         ids = {role: vocab[name] for role, name in names.items() if name}
         added = backend.get_added_tokens_decoder().items()
@@ -266,7 +281,7 @@ class HuggingFace:
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""
-        return {beside.MODEL: self._backend.to_str(pretty=True).encode()}
+        return {MODEL: self._backend.to_str(pretty=True).encode()}
 
 
 def _special_token(
@@ -304,24 +319,23 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
         FileNotFoundError: none of these exists.
         DataError: `transformers` would give other ids, by the folder's settings.
     """
-    # Before the files: the class may be code of the folder.
-    kind = beside.class_name(folder, settings)
-    if (folder / beside.MODEL).is_file():
+    kind = class_name(folder, settings)
+    if (folder / MODEL).is_file():
         backend = read_saved(folder)
-        beside.check_tokenizer_json(backend, kind, settings)
+        check_tokenizer_json(backend, kind, settings)
     elif (folder / "vocab.txt").is_file():
-        beside.check_class(kind, "vocab.txt", beside.BERT_CLASSES)
+        check_class(kind, "vocab.txt", BERT_CLASSES)
         backend = _read_wordpiece(folder / "vocab.txt", settings)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        beside.check_class(kind, "vocab.json", beside.GPT2_CLASSES)
+        check_class(kind, "vocab.json", GPT2_CLASSES)
         files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
-        add_space = beside.flag(settings, "add_prefix_space", kind == "BlenderbotTokenizer")
+        add_space = flag(settings, "add_prefix_space", kind == "BlenderbotTokenizer")
         backend = _byte_level_bpe(models.BPE.from_file(*files), bool(add_space))
         _add_special_tokens(backend)
     else:
         raise FileNotFoundError(folder)
-    beside.add_tokens(backend, folder, settings)
-    if not (folder / beside.MODEL).is_file():
+    add_tokens(backend, folder, settings)
+    if not (folder / MODEL).is_file():
         _set_template(backend, settings)
     return backend
 
@@ -332,30 +346,31 @@ def read_saved(folder: Path) -> tokenizers.Tokenizer:
     Raises:
         FileNotFoundError: there is none.
     """
-    if not (folder / beside.MODEL).is_file():
+    if not (folder / MODEL).is_file():
         raise FileNotFoundError(folder)
-    return tokenizers.Tokenizer.from_file(str(folder / beside.MODEL))
+    return tokenizers.Tokenizer.from_file(str(folder / MODEL))
 
 
 def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
-    beside.check_wordpiece(settings)
+    check_wordpiece(settings)
     tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
     # A vocabulary without capital letters, but for special tokens, was made for lower case.
-    names = ("[", *beside.special_names(settings))
-    cased = any(token != token.lower() for token in tokens if not token.startswith(names))
-    lowercase = beside.flag(settings, "do_lower_case", not cased)
+    special = special_names(settings)
+    words = (token for token in tokens if not token.startswith("[") and token not in special)
+    cased = any(token != token.lower() for token in words)
+    lowercase = bool(flag(settings, "do_lower_case", not cased))
     if cased and settings.get("do_lower_case") is None:
         logger.warning(
             "%s has capital letters, and %s has no do_lower_case: text keeps its case, where "
             "transformers would change it to lower case. Set do_lower_case there.",
-            *(file, beside.CONFIG),
+            *(file, CONFIG),
         )
-    accents = beside.flag(settings, "strip_accents", lowercase)
+    accents = flag(settings, "strip_accents", lowercase)
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = beside.role_name(settings, "unk") or "[UNK]"
-    backend = _wordpiece(vocab, bool(lowercase), unknown)
+    unknown = role_name(settings, "unk") or "[UNK]"
+    backend = _wordpiece(vocab, lowercase, unknown)
     backend.normalizer = normalizers.BertNormalizer(
-        handle_chinese_chars=beside.flag(settings, "tokenize_chinese_chars", True),
+        handle_chinese_chars=bool(flag(settings, "tokenize_chinese_chars", True)),
         # None is the same as `lowercase`, and every tokenizer has one fingerprint.
         strip_accents=None if accents == lowercase else accents,
         lowercase=lowercase,
@@ -413,14 +428,17 @@ def _set_template(backend: tokenizers.Tokenizer, settings: Tree | None = None) -
 
     For `transformers` only: in samestep, the objectives place special tokens.
     """
-    known = {"[CLS]": processors.BertProcessing, "<s>": processors.RobertaProcessing}
-    is_bert = isinstance(backend.model, models.WordPiece)
-    other = processors.BertProcessing if is_bert else processors.RobertaProcessing
-    named = [beside.role_name(settings or {}, role) for role in ("cls", "sep")]
-    for cls, sep in (named, ("[CLS]", "[SEP]"), ("<s>", "</s>")):
-        cls_id, sep_id = (name and backend.token_to_id(name) for name in (cls, sep))
+    templates = [
+        ("[CLS]", "[SEP]", processors.BertProcessing),
+        ("<s>", "</s>", processors.RobertaProcessing),
+    ]
+    own = [role_name(settings or {}, role) for role in ("cls", "sep")]
+    if own[0] and own[1] and own[0] not in ("[CLS]", "<s>"):
+        is_bert = isinstance(backend.model, models.WordPiece)
+        templates.insert(0, (own[0], own[1], templates[0 if is_bert else 1][2]))
+    for cls, sep, template in templates:
+        cls_id, sep_id = backend.token_to_id(cls), backend.token_to_id(sep)
         if cls_id is not None and sep_id is not None:
-            template = known.get(cls, other)
             backend.post_processor = template((sep, sep_id), (cls, cls_id))
             return
 

@@ -1,4 +1,4 @@
-"""Settings beside a tokenizer's files: applied as `transformers` applies them, or refused by name.
+"""Settings in a tokenizer's folder: applied as `transformers` applies them, or rejected by name.
 
 `transformers` builds a tokenizer from a vocabulary, a class and the settings of that class. With
 another class or setting, the same vocabulary gives other ids for the same text.
@@ -29,73 +29,64 @@ _ADDED = "added_tokens.json"
 _NAMES = "special_tokens_map.json"
 
 _OF_ANY = ("PreTrainedTokenizer", "TokenizersBackend")  # without settings of their own
-# The classes that a file without tokenizer.json can be read for, without "Fast" at their end.
-BERT_CLASSES = frozenset(
-    f"{name}Tokenizer"
-    for name in (
-        *("Bert", "ConvBert", "DistilBert", "DPRContextEncoder", "DPRQuestionEncoder", "DPRReader"),
-        *("Electra", "LayoutLM", "Lxmert", "MobileBert", "MPNet", "Nezha", "Realm", "RetriBert"),
-        "SqueezeBert",
-    )
+
+
+def _classes(*names: str) -> frozenset[str]:
+    return frozenset(f"{name}Tokenizer" for name in names)
+
+
+# Names without "Fast" at their end. The classes that vocab.txt is read for, and vocab.json:
+BERT_CLASSES = _classes(
+    *("Bert", "ConvBert", "DistilBert", "DPRContextEncoder", "DPRQuestionEncoder", "DPRReader"),
+    *("Electra", "LayoutLM", "Lxmert", "MobileBert", "MPNet", "Nezha", "Realm", "RetriBert"),
+    "SqueezeBert",
 )
-GPT2_CLASSES = frozenset(
-    f"{name}Tokenizer"
-    for name in (
-        *("Bart", "Blenderbot", "CodeGen", "Deberta", "GPT2", "LED", "Longformer", "Mvp"),
-        "Roberta",
-    )
+GPT2_CLASSES = _classes(
+    *("Bart", "Blenderbot", "CodeGen", "Deberta", "GPT2", "LED", "Longformer", "Mvp", "Roberta")
 )
-# Classes written in Python: none has a tokenizer.json, and one beside their files is of another.
-_IN_PYTHON = frozenset(
-    f"{name}Tokenizer"
-    for name in (
-        *("Bartpho", "BertGeneration", "BertJapanese", "Bertweet", "BioGpt", "ByT5", "CTRL"),
-        *("Canine", "CharacterBert", "Clvp", "CpmAnt", "ErnieM", "Esm", "FSMT", "Flaubert"),
-        *("GPTNeoXJapanese", "GPTSanJapanese", "GPTSw3", "M2M100", "Marian", "Mgpstr", "MyT5"),
-        *("PLBart", "Perceiver", "Phobert", "ProphetNet", "RoCBert", "Siglip", "Speech2Text"),
-        *("SpeechT5", "Tapas", "Tapex", "TransfoXL", "Vits", "Wav2Vec2CTC", "XLM"),
-        "XLMProphetNet",
-    )
+# Classes written in Python, which do not use a tokenizer.json beside their files.
+_IN_PYTHON = _classes(
+    *("Bartpho", "BertGeneration", "BertJapanese", "Bertweet", "BioGpt", "ByT5", "Canine"),
+    *("CharacterBert", "Clvp", "CpmAnt", "CTRL", "ErnieM", "Esm", "Flaubert", "FSMT"),
+    *("GPTNeoXJapanese", "GPTSanJapanese", "GPTSw3", "M2M100", "Marian", "Mgpstr", "MyT5"),
+    *("Perceiver", "Phobert", "PLBart", "ProphetNet", "RoCBert", "Siglip", "Speech2Text"),
+    *("SpeechT5", "Tapas", "Tapex", "TransfoXL", "Vits", "Wav2Vec2CTC", "XLM", "XLMProphetNet"),
 )
-# The classes of models whose config.json names none; other models have BERT's or GPT-2's.
+# By model_type, where config.json names no class. Others have BERT's, GPT-2's or no such files.
 _CLASS_OF_MODEL = {
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), "T5Tokenizer"),
-    "albert": "AlbertTokenizer",
-    "bert-generation": "BertGenerationTokenizer",
-    "big_bird": "BigBirdTokenizer",
-    "bigbird_pegasus": "PegasusTokenizer",
-    "biogpt": "BioGptTokenizer",
-    "blenderbot": "BlenderbotTokenizer",
-    "camembert": "CamembertTokenizer",
-    "canine": "CanineTokenizer",
-    "clip": "CLIPTokenizer",
-    "cpmant": "CpmAntTokenizer",
-    "ctrl": "CTRLTokenizer",
-    "deberta-v2": "DebertaV2Tokenizer",
-    "esm": "EsmTokenizer",
-    "flaubert": "FlaubertTokenizer",
-    "fnet": "FNetTokenizer",
-    "fsmt": "FSMTTokenizer",
-    "funnel": "FunnelTokenizer",
-    "herbert": "HerbertTokenizer",
-    "llama": "LlamaTokenizer",
-    "mbart": "MBartTokenizer",
-    "openai-gpt": "OpenAIGPTTokenizer",
-    "pegasus": "PegasusTokenizer",
-    "plbart": "PLBartTokenizer",
-    "prophetnet": "ProphetNetTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "reformer": "ReformerTokenizer",
-    "rembert": "RemBertTokenizer",
-    "roc_bert": "RoCBertTokenizer",
-    "roformer": "RoFormerTokenizer",
-    "siglip": "SiglipTokenizer",
-    "splinter": "SplinterTokenizer",
-    "tapas": "TapasTokenizer",
-    "whisper": "WhisperTokenizer",
-    "xlm": "XLMTokenizer",
-    "xlm-roberta": "XLMRobertaTokenizer",
-    "xlnet": "XLNetTokenizer",
+    "albert": "Albert",
+    "bert-generation": "BertGeneration",
+    "big_bird": "BigBird",
+    "bigbird_pegasus": "Pegasus",
+    "biogpt": "BioGpt",
+    "blenderbot": "Blenderbot",
+    "camembert": "Camembert",
+    "clip": "CLIP",
+    "cpmant": "CpmAnt",
+    "ctrl": "CTRL",
+    "deberta-v2": "DebertaV2",
+    "esm": "Esm",
+    "flaubert": "Flaubert",
+    "fnet": "FNet",
+    "funnel": "Funnel",
+    "herbert": "Herbert",
+    "longt5": "T5",
+    "mt5": "T5",
+    "openai-gpt": "OpenAIGPT",
+    "pegasus": "Pegasus",
+    "qwen2": "Qwen2",
+    "reformer": "Reformer",
+    "roc_bert": "RoCBert",
+    "roformer": "RoFormer",
+    "splinter": "Splinter",
+    "switch_transformers": "T5",
+    "t5": "T5",
+    "tapas": "Tapas",
+    "umt5": "T5",
+    "whisper": "Whisper",
+    "xlm": "XLM",
+    "xlm-roberta": "XLMRoberta",
+    "xlnet": "XLNet",
 }
 _CONVERT = (
     "Convert it to tokenizer.json with AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of "
@@ -120,14 +111,14 @@ def class_name(folder: Path, settings: Tree) -> str | None:
     Raises:
         DataError: it is code in the folder.
     """
-    model = _read_json(folder / "config.json")
-    own = settings.get("tokenizer_class") or model.get("tokenizer_class")
-    if not own:
-        return _CLASS_OF_MODEL.get(model.get("model_type", ""))
     code = settings.get("auto_map") or {}
-    if code and (isinstance(code, list) or "AutoTokenizer" in code):
-        raise DataError(f"{CONFIG} runs a class of its own, {own} (auto_map). {_CONVERT}")
-    return str(own).removesuffix("Fast")
+    if isinstance(code, list) or "AutoTokenizer" in code:
+        raise DataError(f"auto_map in {CONFIG} names a class in the folder's own code. {_CONVERT}")
+    model = _read_json(folder / "config.json")
+    if own := settings.get("tokenizer_class") or model.get("tokenizer_class"):
+        return str(own).removesuffix("Fast")
+    name = _CLASS_OF_MODEL.get(model.get("model_type", ""))
+    return name and f"{name}Tokenizer"
 
 
 def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
@@ -235,7 +226,7 @@ def check_sentencepiece(
     Raises:
         DataError: there is one.
     """
-    usual = {"sp_model_kwargs": ({},), "add_prefix_space": (True,)}
+    usual: dict[str, tuple[object, ...]] = {"sp_model_kwargs": ({},), "add_prefix_space": (True,)}
     if kind != "T5Tokenizer":  # which has no such settings
         usual |= {"do_lower_case": (False,), "keep_accents": (True,), "remove_space": (True,)}
     for name, values in usual.items():
@@ -290,7 +281,10 @@ def added_tokens(folder: Path, settings: Tree) -> dict[str, tuple[AddedToken, in
     try:
         if "added_tokens_decoder" in settings:
             for token_id, fields in settings["added_tokens_decoder"].items():
-                found[fields["content"]] = (_token(fields), int(token_id))
+                found[fields["content"]] = (
+                    _token(fields, fields.get("special", False)),
+                    int(token_id),
+                )
         else:
             for content, token_id in _read_json(folder / _ADDED).items():
                 is_special = content in special
@@ -342,13 +336,13 @@ def _special_tokens(settings: Tree) -> Iterator[AddedToken]:
     named = [settings.get(f"{role}_token") for role in _ROLES]
     for value in (*named, *(extra.values() if isinstance(extra, dict) else extra)):
         if value:
-            yield _token(value) if isinstance(value, dict) else AddedToken(value, special=True)
+            yield _token(value if isinstance(value, dict) else {"content": value}, special=True)
 
 
-def _token(fields: Tree) -> AddedToken:
-    known = ("single_word", "lstrip", "rstrip", "normalized", "special")
+def _token(fields: Tree, special: bool) -> AddedToken:
+    known = ("single_word", "lstrip", "rstrip", "normalized")
     given = {name: fields[name] for name in known if name in fields}
-    return AddedToken(fields["content"], **{"special": True, **given})
+    return AddedToken(fields["content"], special=special, **given)
 
 
 def _add(backend: tokenizers.Tokenizer, token: AddedToken) -> None:

@@ -14,10 +14,15 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from data_pipeline.format.shards import Tokens
-from data_pipeline.tokenizers import settings as beside
 from data_pipeline.tokenizers.alignment import Aligned
 from data_pipeline.tokenizers.huggingface import HuggingFace, read, read_saved, train
 from data_pipeline.tokenizers.sentencepiece import MODEL, SentencePiece, train_sentencepiece
+from data_pipeline.tokenizers.settings import (
+    added_tokens,
+    check_sentencepiece,
+    class_name,
+    read_settings,
+)
 from trainer.config import Tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
@@ -123,15 +128,15 @@ class Tokenizer:
     def load(cls, path: str | Path, *, saved: bool = False) -> Tokenizer:
         """Reads a tokenizer.
 
-        The ids are those of its class in `transformers`, with the settings beside the files.
+        Its ids are those that `transformers` gives with the settings in the folder.
 
         Args:
             path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
                 merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read,
                 but spiece.model before the tokenizer.json that an export has made of it; a
                 SentencePiece model; or hf://NAME.
-            saved: `save` wrote the folder, for a dataset or a run. Then it has made its ids by
-                tokenizer.json or spiece.model alone, also before settings were read.
+            saved: `save` wrote the folder, for a dataset or a run. Its tokenizer.json or
+                spiece.model alone decides the ids, since earlier versions ignored the settings.
 
         Raises:
             DataError: there is none of these, it cannot be read, or has settings that are not
@@ -271,7 +276,7 @@ class Tokenizer:
 def _read_backend(path: Path, saved: bool) -> Backend:
     if path.is_file():
         return SentencePiece(path.read_bytes(), {})
-    settings = beside.read_settings(path)
+    settings = read_settings(path)
     if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
         return _read_sentencepiece(path, settings, saved)
     try:
@@ -285,13 +290,13 @@ def _read_sentencepiece(folder: Path, settings: Tree, saved: bool) -> SentencePi
     content = (folder / MODEL).read_bytes()
     if saved:
         return SentencePiece(content, settings)
-    kind = beside.class_name(folder, settings)
-    if kind is not None:
-        settings = {"tokenizer_class": kind} | settings
+    kind = class_name(folder, settings)
+    if kind is not None and not settings.get("tokenizer_class"):
+        settings = {**settings, "tokenizer_class": kind}
     backend = SentencePiece(content, settings)
     backend.check_sentinels()
-    added = beside.added_tokens(folder, settings)
-    beside.check_sentencepiece(backend, kind, settings, added)
+    added = added_tokens(folder, settings)
+    check_sentencepiece(backend, kind, settings, added)
     return backend
 
 

@@ -57,7 +57,7 @@ def gpt2(folder: Path) -> Tokenizer:
     tree = json.loads((folder / "tokenizer.json").read_text())
     tree["post_processor"], tree["pre_tokenizer"]["add_prefix_space"] = None, True
     (folder / "tokenizer.json").write_text(json.dumps(tree))
-    return Tokenizer.load(folder)
+    return Tokenizer.load(folder, saved=True)
 
 
 def saved(backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:

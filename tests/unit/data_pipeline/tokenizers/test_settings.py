@@ -1,4 +1,4 @@
-"""Settings beside a tokenizer's files: the ids of `transformers`, or a refusal that names them."""
+"""Settings in a tokenizer's folder: the ids of `transformers`, or a refusal that names them."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def test_files_of_another_class_are_refused_by_its_name(make, kind, file, tmp_pa
         (
             bert,
             {"tokenizer_config": {"auto_map": {"AutoTokenizer": ["a.B", None]}}},
-            "BertTokenizer .auto_map.",
+            "auto_map in tokenizer_config.json",
         ),
     ],
 )
@@ -442,7 +442,7 @@ def test_a_model_of_t5_has_the_sentinels_of_its_class(t5, tmp_path):
     folder = tmp_path / "t5"
     shutil.copytree(t5, folder)
     for model, sentinels in (("t5", 100), ("other", 0)):
-        write(folder, config={"model_type": model}, tokenizer_config={})
+        write(folder, config={"model_type": model}, tokenizer_config={"tokenizer_class": None})
         assert len(Tokenizer.load(folder).vocabulary.sentinels) == sentinels
 
 
