@@ -51,7 +51,11 @@ class Config:
             from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         except ImportError as error:
             raise MissingExtra("tensorboard", "tensorboard", "tracking.tensorboard") from error
-        rows = Counter(row["step"] for row in read_rows(folder / "metrics.jsonl"))
+        rows = Counter(
+            row["step"]
+            for row in read_rows(folder / "metrics.jsonl")
+            if row.keys() > {"step", "time"}  # an event without values is not counted
+        )
         events: Counter[int] = Counter()
         for path in (folder / "tensorboard").glob(_FILES):
             for event in LegacyEventFileLoader(str(path)).Load():

@@ -21,6 +21,10 @@ _HEADER = struct.Struct("<IHB")
 _WHOLE, _LAST = 1, 4
 
 
+class UnknownFormatError(Exception):
+    """A file has a format that this module does not read."""
+
+
 def records(path: Path) -> Iterator[bytes]:
     """Yields the records of a file, up to the first one that is damaged or incomplete."""
     data = path.read_bytes()
@@ -45,11 +49,11 @@ def steps(path: Path) -> set[int]:
     """Returns the steps of the history in a file.
 
     Raises:
-        ValueError: another version of W&B has written it in another format.
+        UnknownFormatError: another version of W&B has written it.
     """
     with path.open("rb") as file:
         if not _FORMAT.startswith(file.read(len(_FORMAT))):  # nothing is written yet if it is empty
-            raise ValueError(f"{path} has an unknown format")
+            raise UnknownFormatError(f"{path} has an unknown format")
     # mypy knows no types of W&B, where that is installed.
     parse = import_module("wandb.proto.wandb_internal_pb2").Record.FromString
     found = map(parse, records(path))

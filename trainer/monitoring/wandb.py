@@ -132,17 +132,18 @@ class Config:
         Args:
             most: as for `build`.
         """
-        if resolve_mode(self.mode) == "disabled":
-            return True
         steps = {row["step"] for row in read_rows(folder / "metrics.jsonl")}
         steps = {step for step in steps if step <= most}
-        if max(steps, default=-1) <= _known(folder).get("sent", -1):
-            return True
         try:
-            return resolve_mode(self.mode) == "offline" and steps <= _offline_steps(folder)
-        except ValueError as error:
+            mode = resolve_mode(self.mode)
+            if mode == "disabled" or max(steps, default=-1) <= _known(folder).get("sent", -1):
+                return True
+            return mode == "offline" and steps <= _offline_steps(folder)
+        except transaction_log.UnknownFormatError as error:
             logger.warning("whether W&B has all steps is unknown: %s", error)
             return True
+        except ValueError:  # an invalid setting of W&B, which the tracker reports
+            return False
 
 
 class WandbTracker(Tracker):

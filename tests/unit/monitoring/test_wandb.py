@@ -687,6 +687,9 @@ def test_an_invalid_setting_of_wandb_does_not_stop_training(
     tracker = tracking.Config(mode="auto").build(tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     assert "Training continues" in caplog.text
+    JsonlTracker(tmp_path / "metrics.jsonl").log(1, {})
+    assert not tracking.Config(mode="auto").holds(tmp_path)
+    assert not tracker.complete()
 
 
 def test_an_unknown_mode_is_refused():
