@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import errno
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -321,11 +320,12 @@ def _certify(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic import agent
+    from trainer.training.starting import stored_experiment
 
     if args.encoder and args.ensemble:
         raise ConfigError("--encoder and --ensemble cannot be combined. Leave one of them out.")
     folders = [args.run_folder, *args.ensemble]
-    experiments = [_stored_experiment(folder, args.overrides) for folder in folders]
+    experiments = [stored_experiment(folder, args.overrides) for folder in folders]
     steps = [_step(args.step, experiment) for experiment in experiments]
     if args.generate is not None:
         from trainer.inference.evaluate import Member
@@ -358,26 +358,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
     return _show_scores(scores, args.scores)
-
-
-def _stored_experiment(folder: str, overrides: Sequence[str]) -> Experiment:
-    """Reads the experiment of a run.
-
-    Raises:
-        ConfigError: the folder is no run, or a setting is invalid.
-    """
-    from trainer.config import decode
-    from trainer.config.renamed import read_stored
-    from trainer.training.experiment import Experiment
-
-    file = os.path.join(folder, "config.yaml")
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"{folder} is not a run (it has no config.yaml). Name the output folder of a run."
-        )
-    experiment: Experiment = decode(Experiment, read_stored(file, overrides))
-    # The folder may have been moved since the run was trained.
-    return dataclasses.replace(experiment, output=folder)
 
 
 def _step(said: str | None, experiment: Experiment) -> Step:

@@ -24,6 +24,8 @@ from tests.unit.monitoring.offline_wandb import (
     offline_rows,
     offline_summary,
 )
+from tests.waiting import until
+from trainer.monitoring import tensorboard, wandb
 
 pytest.importorskip("wandb")
 SWEEP = Path(__file__).parents[2] / "configs" / "sweeps" / "bert_mini.yaml"
@@ -98,6 +100,51 @@ def test_a_run_that_is_cut_and_requeued_is_one_run(
         "The run was started again",
         f"from step {resumed_at}; job: 42, nodes: n1,n2, restarts: 1",
     )
+
+
+@pytest.mark.parametrize(
+    ("tracker", "files"),
+    [
+        ("tensorboard", "tensorboard/*"),
+        pytest.param("wandb", "wandb/offline-run-*/*.wandb", marks=pytest.mark.long),
+    ],
+)
+def test_a_finished_run_sends_what_its_tracker_has_lost(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, tracker: str, files: str
+) -> None:
+    """At its next start, and by `samestep sync`, as after a full disk."""
+    run = tmp_path / "run"
+    settings = ["train", experiment_file, f"output={run}", f"tracking.{tracker}={{}}"]
+    settings.append("data.threads=0")
+    config: Any = {"tensorboard": tensorboard.Config(), "wandb": wandb.Config()}[tracker]
+    assert samestep(*settings).code == 0
+    until(lambda: config.holds(run), 60)
+    for again in (settings, ["sync", str(run)]):
+        (lost,) = run.glob(files)
+        os.truncate(lost, lost.stat().st_size // 2)
+        assert not config.holds(run)
+        result = samestep(*again)
+        assert result.code == 0
+        assert (
+            "nothing to do" in result.err or result.out == f"all of {run}/metrics.jsonl is sent\n"
+        )
+        assert config.holds(run)
+        (written,) = run.glob(files)
+        assert written != lost
+        assert samestep(*again).code == 0
+        assert list(run.glob(files)) == [written], "it has all"
+    if tracker == "wandb":
+        rows = [row for row in offline_rows(run) if "train/loss" in row]
+        assert {row["_step"]: row["train/loss"] for row in rows} == losses(run)
+        assert offline_summary(run)["restarts"] == 0
+
+
+def test_sync_names_what_is_missing(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
+    refused = samestep("sync", tmp_path)
+    assert (refused.code, "is not a run" in refused.message) == (2, True)
+    refused = samestep("sync", finished_run)
+    assert refused.code == 2
+    assert "tracking.tensorboard and tracking.wandb are null" in refused.message
 
 
 def test_without_a_cluster_the_node_is_this_one(

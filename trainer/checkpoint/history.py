@@ -39,6 +39,7 @@ NOTHING = -1
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:-lease-(\d+))?")
 _LEASE = re.compile(r"\.lease-(\d{8,})")
+_KEYS = {"step", "of", "names_after", "token"}  # of a lease without a checksum
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,11 @@ def read_record(
         return None
     try:
         values, has_checksum = files.unseal(content)
-        if values.keys() != {"step", "of", "names_after", "token"}:
+        if not has_checksum and values.keys() != _KEYS:  # a damaged key may be the checksum's
             raise ValueError("not the keys of a lease")
-    except ValueError:
+        record = Record(number, values["step"], values["of"], values["names_after"], has_checksum)
+    except (ValueError, KeyError):
         return Record(number, is_damaged=True)
-    del values["token"]
-    record = Record(number, **values, has_checksum=has_checksum)
     if record.step is not None:  # a lease decides once
         known[name] = content
     return record

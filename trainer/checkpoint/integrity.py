@@ -121,8 +121,9 @@ def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]
             known[folder.name] = committed
         if committed is None:
             return Saved(folder.step, 0, place, committed=False, counts=True)
-        # The number in `COMMITTED` is damaged, or the step is of an older version.
-        lease = _split(committed)[1] or _claimed_by(place) or 0
+        sha256, lease = _split(committed)
+        if not lease and len(committed) > len(sha256):  # the number is damaged
+            lease = _claimed_by(place) or 0
         return Saved(folder.step, lease, place, committed=True, counts=True)
 
     # In threads, because each look is a request if the root is in an object store.

@@ -13,14 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpoint import (
-    files,
-    history,
-    integrity,
-    layout,
-    restoring,
-    writer,
-)
+from trainer.checkpoint import files, history, integrity, layout, restoring, writer
 from trainer.checkpoint.collective import (
     first_error,
     gather,
@@ -302,8 +295,8 @@ class Checkpointer:
                 for each in saved:
                     if not each.committed:
                         logger.warning("skipping %s: saving it was interrupted", each.place)
-                for lease in integrity.damaged_leases(self.folder, saved):
-                    logger.warning("%s; all steps of its training count", lease)
+                for damage in integrity.damaged_leases(self.folder, saved):
+                    logger.warning("%s; all steps of its training count", damage)
                 found = self.steps()
         # Rank 0's list counts: the ranks of a network file system may see different ones.
         steps = gather(found, self._world_size)[0]
@@ -312,11 +305,11 @@ class Checkpointer:
         if least is not None:
             steps = [step for step in steps if step >= least]
         for step in reversed(steps):
-            damage = self._damage(integrity.step_folder(self.folder, step))
-            if damage is None:
+            problem = self._damage(integrity.step_folder(self.folder, step))
+            if problem is None:
                 return step
             if self._rank == 0:
-                logger.warning("skipping the checkpoint of step %d: %s", step, damage)
+                logger.warning("skipping the checkpoint of step %d: %s", step, problem)
         if steps and most is None and least is None:
             # Starting from step 0 instead would remove what may still be repaired.
             raise CheckpointError(

@@ -34,3 +34,11 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Flushes and closes."""
         ...
+
+    def complete(self) -> bool:
+        """Sends again, after `close`, if rows of metrics.jsonl were lost, as on a full disk.
+
+        Returns:
+            Whether the destination has all rows now. The default loses none.
+        """
+        return True

@@ -10,12 +10,16 @@ A step may have several rows in that file: of training, of the held-out data, of
 add to a step that it has, so a step is sent as a whole, once a row of the next step has come or the
 run has ended. A run that fails sends nothing of its last step: it may have failed between two rows,
 and a restart sends all of them.
+
+W&B's own process writes the folder of an offline run. After a full disk it writes nothing more, and
+does not say so. So the file is read at the end, and written anew if a step is missing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import netrc
 import os
 import shutil
@@ -34,7 +38,7 @@ from urllib.parse import urlparse
 from trainer import storage
 from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
-from trainer.monitoring import Level, Tracker
+from trainer.monitoring import Level, Tracker, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
 
@@ -47,6 +51,7 @@ ALERT_SECONDS = 3.0
 """How long an alert may delay a run. Its end must take less than the 5 s that the agent grants."""
 
 _FILE = "wandb_run.json"
+_WRITTEN_SECONDS = 10.0  # W&B's process writes the end of its file after `finish`
 _FORMER_SERVER = "api.wandb.ai"  # where logins before wandb 0.31 were; their keys are still valid
 # W&B sends one request after the other, and the interpreter waits for it at exit, so a request that
 # is not answered must not take minutes.
@@ -105,19 +110,40 @@ class Config:
         description: Tree,
         checkpoints: Callable[[], Sequence[str]],
         summary: Mapping[str, str | int],
+        most: float = math.inf,
     ) -> WandbTracker:
-        """Builds the tracker of a run folder.
+        """Builds the tracker of a run folder, and sends what W&B lacks of metrics.jsonl.
 
         Args:
             folder: its metrics.jsonl has been truncated to the step that training resumes from.
             description: the experiment's configuration.
             checkpoints: lists folders or addresses of the committed checkpoints, oldest first.
             summary: facts about the newest start of the run, besides its metrics.
+            most: leaves out later steps of metrics.jsonl, which may lack rows.
 
         Raises:
             MissingExtra: the package wandb is not installed.
         """
-        return WandbTracker(self, folder, description, checkpoints, summary)
+        return WandbTracker(self, folder, description, checkpoints, summary, most)
+
+    def holds(self, folder: Path, most: float = math.inf) -> bool:
+        """Whether W&B has all steps of the metrics.jsonl of a run folder, as far as is known here.
+
+        Args:
+            most: as for `build`.
+        """
+        steps = {row["step"] for row in read_rows(folder / "metrics.jsonl")}
+        steps = {step for step in steps if step <= most}
+        try:
+            mode = resolve_mode(self.mode)
+            if mode == "disabled" or max(steps, default=-1) <= _known(folder).get("sent", -1):
+                return True
+            return mode == "offline" and steps <= _offline_steps(folder)
+        except transaction_log.UnknownFormatError as error:
+            logger.warning("whether W&B has all steps is unknown: %s", error)
+            return True
+        except ValueError:  # an invalid setting of W&B, which the tracker reports
+            return False
 
 
 class WandbTracker(Tracker):
@@ -130,28 +156,39 @@ class WandbTracker(Tracker):
         description: Tree,
         checkpoints: Callable[[], Sequence[str]],
         summary: Mapping[str, str | int],
+        most: float = math.inf,
     ) -> None:
+        self._config, self._folder, self._description = config, folder, description
+        self._checkpoints, self._summary, self._most = checkpoints, summary, most
         self._run: Any = None
-        self._alerts = config.alerts
         self._artifacts: CheckpointArtifacts | None = None
         self._last_held = -1  # the last step that W&B had before this start
         # The rows of the newest step, merged; sent when the step is complete.
         self._step = -1
         self._row: dict[str, float] = {}
+        self._mode = "disabled"
+        self._has_failed = self._is_late = False
+        self._open()
+
+    def _open(self) -> None:
+        config, folder = self._config, self._folder
         try:
-            mode = resolve_mode(config.mode)
+            self._mode = mode = resolve_mode(config.mode)
             if mode == "disabled":
                 return
             wandb = _package()
             run_id = _run_id(folder)
-            replaced = list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
+            replaced = _offline_folders(folder, run_id)
+            # W&B names a folder by the second.
+            while any(time.strftime("%Y%m%d_%H%M%S") in old.name for old in replaced):
+                time.sleep(0.05)
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
                 group=config.group,
                 name=config.name or folder.resolve().name,
                 tags=config.tags,
-                config=dict(description),
+                config=dict(self._description),
                 dir=str(folder),
                 id=run_id,
                 mode=mode,
@@ -160,16 +197,18 @@ class WandbTracker(Tracker):
                     silent=True,
                     console="off",
                     finish_timeout=FINISH_SECONDS,
+                    finish_timeout_raises=True,
                     x_graphql_timeout_seconds=_REQUEST_SECONDS,
                     x_graphql_retry_max=_REQUEST_RETRIES,
                 ),
             )
-            self._run.summary.update(dict(summary))
+            self._run.summary.update(dict(self._summary))
             # Online, the steps that the server has are skipped. Offline the run is new.
             self._last_held = self._run.starting_step - 1
             for row in read_rows(folder / "metrics.jsonl"):
                 row["_timestamp"] = row.pop("time")
-                self.log(row.pop("step"), row)
+                if (step := row.pop("step")) <= self._most:
+                    self.log(step, row)
             # The file ends with a checkpoint's step, which has all its rows.
             self._send_step()
             where = self._run.url
@@ -180,7 +219,7 @@ class WandbTracker(Tracker):
                 where = f"upload it with: wandb sync {self._run.settings.sync_dir}"
             logger.info("W&B          %s run %s; %s", mode, run_id, where)
             if config.log_checkpoints:
-                self._artifacts = CheckpointArtifacts(wandb, self._run, checkpoints)
+                self._artifacts = CheckpointArtifacts(wandb, self._run, self._checkpoints)
         except MissingExtra:
             raise
         except Exception as error:
@@ -217,7 +256,7 @@ class WandbTracker(Tracker):
 
         It is sent from a thread, because the training thread, or W&B itself, may hang.
         """
-        if self._run is not None and self._alerts:
+        if self._run is not None and self._config.alerts:
             sending = Thread(
                 target=self._send, args=(level, title, text), name="wandb-alert", daemon=True
             )
@@ -243,15 +282,44 @@ class WandbTracker(Tracker):
                 if self._artifacts is not None:
                     self._artifacts.close(FINISH_SECONDS)
                 self._run.finish()
+                if self._mode == "online":
+                    _know(self._folder, sent=max(self._step, self._last_held))
+            except TimeoutError:
+                self._is_late = True
             except Exception as error:
                 self._give_up(error)
             self._run = None
 
+    def complete(self) -> bool:
+        """Sends the history again if W&B lacks steps of it, as after a full disk."""
+        if not self._has_all() and not self._is_late:
+            logger.info("W&B          lacks steps, and gets them again from metrics.jsonl")
+            self._has_failed, self._step, self._row = False, -1, {}
+            self._open()
+            self.close()
+        has_all = self._has_all()
+        if not has_all:
+            logger.warning("W&B lacks steps: send them with samestep sync %s", self._folder)
+        return has_all
+
+    def _has_all(self) -> bool:
+        if self._has_failed or self._is_late:
+            return False
+        # Online, `finish` has waited for all uploads.
+        deadline = time.monotonic() + _WRITTEN_SECONDS
+        while not (holds := self._config.holds(self._folder, self._most)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return holds
+
     def _give_up(self, error: Exception) -> None:
         self._run = self._artifacts = None
+        self._has_failed = True
         logger.warning(
             "W&B failed and is switched off: %s. Training continues; metrics.jsonl has every "
-            "metric, and a restart sends W&B the missing ones.",
+            "metric, and W&B gets the missing ones at the end of the run, at its next start, or by "
+            "samestep sync.",
             error,
         )
 
@@ -304,11 +372,36 @@ def _package() -> ModuleType:
 
 def _run_id(folder: Path) -> str:
     """The W&B id of the run in a folder, the same after every restart."""
+    known = _known(folder)
+    if "id" not in known:
+        known["id"] = _trial() or uuid.uuid4().hex[:8]
+        _know(folder, id=known["id"])
+    return str(known["id"])
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    """What is known about the W&B run of a folder: its id, and the last step that was uploaded."""
     # A file of the run folder, so that a copy of the folder resumes the same W&B run elsewhere.
     path = folder / _FILE
-    if not path.exists():
-        storage.write_text(path, json.dumps({"id": _trial() or uuid.uuid4().hex[:8]}) + "\n")
-    return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return known
+
+
+def _know(folder: Path, **values: str | int) -> None:
+    storage.write_text(folder / _FILE, json.dumps({**_known(folder), **values}) + "\n")
+
+
+def _offline_folders(folder: Path, run_id: str) -> list[Path]:
+    return list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
+
+
+def _offline_steps(folder: Path) -> set[int]:
+    """The steps of a run in the folder that waits for `wandb sync`."""
+    steps: set[int] = set()
+    for offline in _offline_folders(folder, _known(folder).get("id", "")):
+        for path in offline.glob("*.wandb"):
+            steps |= transaction_log.steps(path)
+    return steps
 
 
 def _trial() -> str | None:

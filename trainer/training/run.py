@@ -87,6 +87,8 @@ def train(experiment: Experiment) -> int:
         if step is not None and (reason := reason_to_end(experiment, source, step)):
             check_settings(experiment, source, step)
             logger.info("nothing to do: %s %s", experiment.output, reason)
+            if strategy.world.rank == 0:
+                run_folder.sync(experiment, checkpointer.folder)
             return EXIT_DONE
         # A checkpoint holds everything but frozen parameters.
         weights = experiment.init_from if step is None or experiment.freezes else None
@@ -115,6 +117,8 @@ def train(experiment: Experiment) -> int:
                 )
                 return stop.exit_code
             report_end(experiment, trainer.state.step, trainer.best)
+            for tracker in trackers:
+                tracker.complete()
             return EXIT_DONE
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase

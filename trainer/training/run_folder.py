@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import trainer
 from trainer.checkpoint import integrity
+from trainer.checkpoint.files import Location
 from trainer.config import kind_name, to_tree
 from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
@@ -23,6 +26,9 @@ from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
+
+_START = ("job", "nodes", "restarts")
+"""Columns of starts.jsonl in the summary of a W&B run."""
 
 
 @contextmanager
@@ -60,12 +66,8 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
     if tracking.tensorboard is not None:
         trackers.append(tracking.tensorboard.build(folder, description))
     if tracking.wandb is not None:
-
-        def checkpoints() -> list[str]:
-            durable = driver.checkpoints.durable
-            return [str(integrity.step_folder(durable.folder, each)) for each in durable.steps()]
-
-        trackers.append(tracking.wandb.build(folder, description, checkpoints, start))
+        listed = partial(_checkpoints, driver.checkpoints.durable.folder)
+        trackers.append(tracking.wandb.build(folder, description, listed, start))
     trackers.append(ProgressTracker(step, experiment.training.steps))
     for tracker in trackers:
         if fault is not None:
@@ -78,6 +80,43 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
             place = ", ".join(f"{name}: {value}" for name, value in start.items())
             tracker.alert("INFO", "The run was started again", f"from step {step}; {place}")
     return trackers
+
+
+def _checkpoints(root: Location) -> list[str]:
+    steps = integrity.committed_steps(root)
+    return [str(integrity.step_folder(root, step)) for step in steps]
+
+
+def sync(experiment: Experiment, root: Location) -> bool:
+    """Sends to TensorBoard and W&B what they lack of the metrics.jsonl of a run that has ended.
+
+    Args:
+        root: folder of the run's checkpoints.
+
+    Returns:
+        Whether they have all of it now.
+    """
+    folder, tracking = Path(experiment.output), experiment.tracking
+    trackers: list[Tracker] = []
+    if tracking.tensorboard is not None and not tracking.tensorboard.holds(folder):
+        trackers.append(tracking.tensorboard.build(folder, to_tree(experiment)))
+    if tracking.wandb is not None:
+        steps = sorted({row["step"] for row in read_rows(folder / "metrics.jsonl")})
+        saved = integrity.committed_steps(root)
+        # A run that was killed may lack rows of its last step, to which W&B cannot add any.
+        is_whole = not steps or (saved and steps[-1] <= saved[-1])
+        most = math.inf if is_whole else max(steps[:-1], default=-1)
+        if not tracking.wandb.holds(folder, most):
+            start = list(read_rows(folder / "starts.jsonl"))[-1:]
+            summary = {key: row[key] for row in start for key in _START if key in row}
+            listed = partial(_checkpoints, root)
+            trackers.append(
+                tracking.wandb.build(folder, to_tree(experiment), listed, summary, most)
+            )
+    for tracker in trackers:
+        tracker.close()
+    sent = [tracker.complete() for tracker in trackers]
+    return all(sent)
 
 
 def _record_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict[str, str | int]:

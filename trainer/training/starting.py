@@ -103,6 +103,22 @@ def _run_before(tree: Tree, offline: bool) -> Tree:
     return stored
 
 
+def stored_experiment(folder: str, overrides: Sequence[str] = ()) -> Experiment:
+    """Reads the experiment of a run from its folder.
+
+    Raises:
+        ConfigError: the folder is no run, or a setting is invalid.
+    """
+    file = Path(folder) / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder} is not a run (it has no config.yaml). Name the output folder of a run."
+        )
+    experiment: Experiment = decode(Experiment, read_stored(file, overrides))
+    # The folder may have been moved since the run was trained.
+    return replace(experiment, output=folder)
+
+
 def model_of(tree: Tree) -> Tree:
     """Returns the model of `init_from`, with the head that the objective needs.
 

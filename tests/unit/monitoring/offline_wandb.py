@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.waiting import until
-
-
-def records(path: Path) -> Iterator[bytes]:
-    """Reads a .wandb file: a LevelDB log of 32 KiB blocks whose records are (crc, length, type,
-    data).
-    """
-    data = path.read_bytes()
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:  # the rest of a block that has no room for a header
-            position += 32768 - position % 32768
-            continue
-        checksum, length, kind = struct.unpack_from("<IHB", data, position)
-        body = data[position + 7 : position + 7 + length]
-        if len(body) < length or zlib.crc32(bytes([kind]) + body) != checksum:
-            return
-        position += 7 + length
-        record += body
-        if kind in (1, 4):  # whole, or last part
-            yield record
-            record = b""
+from trainer.monitoring.transaction_log import records
 
 
 def offline_records(folder: Path, kind: str) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -45,9 +46,15 @@ def run_steps(folder: Path, first: int, last: int, end: str) -> None:
     )
 
 
+def steps_in(file: Path) -> list[int]:
+    """The steps of an event file; the first one is of the configuration."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
+
+
 def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     run_steps(tmp_path, 1, 10, "kill")
     run_steps(tmp_path, 7, 14, "close")  # from a checkpoint before the kill
@@ -69,8 +76,7 @@ def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     (file,) = (
         tmp_path / "tensorboard"
     ).iterdir()  # readers that purge nothing see nothing twice either
-    steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
-    assert len(steps) == 1 + 14 + 2
+    assert len(steps_in(file)) == 1 + 14 + 2
 
 
 def test_a_disk_that_fails_is_reported_once_and_training_goes_on(
@@ -84,6 +90,38 @@ def test_a_disk_that_fails_is_reported_once_and_training_goes_on(
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
     assert ["Training continues" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("full", [range(5, 15), range(20, 21)])
+def test_what_a_full_disk_has_taken_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: range
+):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    jsonl, config = JsonlTracker(tmp_path / "metrics.jsonl"), tracking.Config()
+    tracker, write, written = config.build(tmp_path, {}), RecordWriter.write, []
+
+    def write_if_there_is_room(self: RecordWriter, data: bytes) -> None:
+        written.append(data)
+        if len(written) in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write_if_there_is_room)
+    for step in range(1, 21):
+        for each in (jsonl, tracker):
+            each.log(step, {"train/loss": 1 / step})
+    for each in (jsonl, tracker):
+        each.close()
+    assert not config.holds(tmp_path)
+    monkeypatch.undo()
+    assert tracker.complete()
+    assert config.holds(tmp_path)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert steps_in(file) == list(range(21))
+    file.unlink()
+    assert not config.holds(tmp_path)
 
 
 def test_without_the_package_the_extra_to_install_is_named(

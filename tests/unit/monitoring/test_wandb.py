@@ -317,6 +317,92 @@ def test_a_failure_between_the_rows_of_a_step_loses_none_of_them(
     assert sent[5] == {"train/loss": 0.2, "heldout/loss": 0.2}
 
 
+def log_steps(folder: Path, tracker: Any, last: int) -> None:
+    jsonl = JsonlTracker(folder / "metrics.jsonl")
+    for step in range(1, last + 1):
+        for each in (jsonl, tracker):
+            each.log(step, {"train/loss": 1 / step})
+    for each in (jsonl, tracker):
+        each.close()
+
+
+@pytest.mark.parametrize("left", [0, 300])
+def test_offline_what_a_full_disk_has_taken_is_written_at_the_end(
+    tmp_path: Path,
+    left: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """W&B's own process writes nothing after the first error, and does not say so."""
+    config = tracking.Config(mode="offline")
+    tracker = config.build(tmp_path, {}, list, {})
+    log_steps(tmp_path, tracker, 20)
+    assert ended(tmp_path) == [0]
+    assert config.holds(tmp_path)
+    (lost,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    os.truncate(lost, left)
+    assert not config.holds(tmp_path)
+    monkeypatch.setattr(tracking, "_WRITTEN_SECONDS", 1.0)
+    assert tracker.complete()
+    assert not lost.exists()
+    assert [row["_step"] for row in offline_rows(tmp_path)] == list(range(1, 21))
+    assert "lacks steps" not in caplog.text
+
+
+def test_a_file_of_another_version_of_wandb_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = tmp_path / "wandb" / "offline-run-20260101_000000-abc"
+    folder.mkdir(parents=True)
+    (folder / "run-abc.wandb").write_bytes(b":W&C and something")
+    (tmp_path / "wandb_run.json").write_text('{"id": "abc"}')
+    JsonlTracker(tmp_path / "metrics.jsonl").log(1, {})
+    assert tracking.Config(mode="offline").holds(tmp_path)
+    assert "is unknown" in caplog.text
+
+
+def test_online_a_run_without_a_network_at_its_start_sends_all_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    config, run = tracking.Config(mode="online"), FakeRun(0)
+    monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
+    tracker = config.build(tmp_path, {}, list, {})
+    log_steps(tmp_path, tracker, 5)
+    assert not tracker.complete()
+    assert f"send them with samestep sync {tmp_path}" in caplog.text
+    assert not config.holds(tmp_path)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    config.build(tmp_path, {}, list, {}, most=4).close()
+    assert run.steps == [1, 2, 3, 4]
+    assert config.holds(tmp_path, most=4)
+    assert not config.holds(tmp_path)
+    run.starting_step = 5
+    for _ in range(2):
+        assert tracker.complete()
+    assert run.steps == [1, 2, 3, 4, 5]
+    assert config.holds(tmp_path)
+    assert tracking.Config(mode="offline").holds(tmp_path), "the server has them"
+
+
+def test_online_uploads_that_take_too_long_are_not_waited_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    config, run, started = tracking.Config(mode="online"), FakeRun(0), []
+
+    def finish(exit_code: int = 0) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(run, "finish", finish)
+    monkeypatch.setattr(wandb, "init", lambda **settings: started.append(settings) or run)
+    tracker = config.build(tmp_path, {}, list, {})
+    assert started[0]["settings"].finish_timeout_raises
+    log_steps(tmp_path, tracker, 5)
+    assert not tracker.complete()
+    assert len(started) == 1
+    assert f"send them with samestep sync {tmp_path}" in caplog.text
+    assert not config.holds(tmp_path)
+
+
 def test_offline_the_old_history_stays_until_the_new_folder_has_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -601,6 +687,9 @@ def test_an_invalid_setting_of_wandb_does_not_stop_training(
     tracker = tracking.Config(mode="auto").build(tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     assert "Training continues" in caplog.text
+    JsonlTracker(tmp_path / "metrics.jsonl").log(1, {})
+    assert not tracking.Config(mode="auto").holds(tmp_path)
+    assert not tracker.complete()
 
 
 def test_an_unknown_mode_is_refused():
