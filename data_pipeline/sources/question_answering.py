@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 from data_pipeline.sources import BadRecord, Record, TaskSource
 from data_pipeline.sources.columns import Row, brief, column, nested, row_of, text, whole
-from data_pipeline.sources.table import TableConfig, TableSource, encoded
+from data_pipeline.sources.jsonl import encoded
+from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.examples import TaskRow
 from trainer.storage import shown
 from trainer.tasks import TaskKind
