@@ -89,7 +89,7 @@ class Host(threading.Thread):
         self._agents: dict[Channel, int | None] = {}
         self._heard: dict[Channel, float] = {}  # time of each agent's last message
         self._machines: dict[Channel, Machine] = {}
-        self._model: Machine | None = None  # the machine that others are compared with
+        self._reference: Machine | None = None  # the machine that others are compared with
         self._round: list[Channel] = []
         self._round_deadline = math.inf  # by when all agents of a broken round must have left it
         # What the round has been told. A second message would change nothing, and with one for each
@@ -153,23 +153,23 @@ class Host(threading.Thread):
 
         Before the first round nobody knows which machine is right, so no machine may begin.
         """
-        model, self._machines[agent] = self._model, machine
-        if model is None:
-            self._model = machine
+        reference, self._machines[agent] = self._reference, machine
+        if reference is None:
+            self._reference = machine
             return False
-        problem = disagreement(model, machine)
+        problem = disagreement(reference, machine)
         if not problem:
             return False
         wrong = list(self._machines)
-        if model.has_run:
+        if reference.has_run:
             wrong = [agent]
         elif machine.has_run:  # and its host is gone: this one knows better
-            self._model = machine
+            self._reference = machine
             wrong = [each for each, other in self._machines.items() if disagreement(machine, other)]
         for each in wrong:
             self._agents[each] = None
         self._tell(wrong, {"differs": problem})
-        if agent in wrong and model.has_run:
+        if agent in wrong and reference.has_run:
             logger.warning("refused      %s: %s", machine.name, problem)
         return agent in wrong
 
@@ -181,8 +181,8 @@ class Host(threading.Thread):
         agent.close()
         del self._agents[agent], self._heard[agent]
         self._machines.pop(agent, None)
-        if self._model is not None and not self._model.has_run:
-            self._model = next(iter(self._machines.values()), None)
+        if self._reference is not None and not self._reference.has_run:
+            self._reference = next(iter(self._machines.values()), None)
         self._leave(agent)
 
     def _leave(self, agent: Channel) -> None:
@@ -233,8 +233,8 @@ class Host(threading.Thread):
             return
         self._round, self._round_deadline, self._told = ready, math.inf, set()
         self._store = _open_store(self._interface)
-        if self._model is not None:
-            self._model = replace(self._model, has_run=True)
+        if self._reference is not None:
+            self._reference = replace(self._reference, has_run=True)
         self._rounds += 1
         host = 0 if self._renewal is None else self._renewal.number
         # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,14 +54,14 @@ def facts_of(experiment: Experiment, checkpoints: Location) -> dict[str, str | N
         if not _MAY_DIFFER.fullmatch(name):
             facts[name] = _shown(value)
         # Code outside this package has no version, so its file is compared.
-        if name.endswith("kind") and "." in str(value):
+        if name.rpartition(".")[2] == "kind" and "." in str(value):
             facts[f"code of {value}"] = _sampled(Path(str(sys.modules[str(value)].__file__)))
     for name, digest, path in _contents(experiment, checkpoints):
         try:
             facts[f"content of {name}"] = digest(path)
         except UnreachableError:  # the store may answer when the run reads it
             facts[f"content of {name}"] = None
-        except SamestepError as error:
+        except (SamestepError, OSError) as error:
             facts[f"content of {name}"] = f"unreadable ({error})"
     return facts
 
@@ -102,14 +103,15 @@ def _contents(
         yield "objective.teacher", _weights, experiment.objective.teacher_path
     starts = {"init_from": experiment.init_from, "init_embeddings": experiment.init_embeddings}
     for name, path in starts.items():
-        if path is not None:
-            begun = not experiment.freezes and bool(integrity.committed_steps(checkpoints))
-            digest = _weights if name == "init_from" else _tensor_files
-            yield name, _unknown if begun else digest, path
+        if path is None:
+            continue
+        digest = _weights if name == "init_from" else _tensor_files
+        yield name, digest if experiment.freezes else partial(_at_start, digest, checkpoints), path
 
 
-def _unknown(_location: str) -> None:
-    return None
+def _at_start(digest: Callable[[str], str], checkpoints: Location, path: str) -> str | None:
+    """The digest of initial weights, unless the run has a checkpoint and no longer needs them."""
+    return None if integrity.committed_steps(checkpoints) else digest(path)
 
 
 def _dataset(location: str) -> str:
@@ -128,7 +130,7 @@ def _weights(location: str) -> str:
     folder = resolve(location)
     if isinstance(folder, Path) and any((folder / name).is_file() for name in _DESCRIPTIONS):
         return _tensor_files(str(folder))
-    if is_step(folder) and not location.endswith("best"):
+    if is_step(folder) and Path(location).name != "best":
         return integrity.identity(folder)[:12]
     root = folder.parent if is_step(folder) else checkpoints_of(folder)
     return _hash(json.dumps(integrity.newest_meta(root).get("start")))
