@@ -114,7 +114,7 @@ def _cache_kernels_here() -> None:
     All ranks of a cluster would read and write the same small files there. On one machine they may:
     Triton replaces files atomically.
     """
-    if "TRITON_CACHE_DIR" in os.environ:
+    if "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ:
         return
     folder = Path(tempfile.gettempdir(), f"triton-{os.getuid()}")
     with suppress(OSError):
