@@ -25,6 +25,7 @@ from data_pipeline.sources import classification, jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer import storage
 from trainer.errors import DataError
+from trainer.inspect.fetch import _dataset
 
 TEXTS = [f"document {i} has the words w{i % 7} and w{i % 5}. And w{i % 3}." for i in range(40)]
 # Tokenizer, and settings of the build.
@@ -164,6 +165,8 @@ def test_a_copy_in_a_store_is_sealed_as_well(built, s3_folder, tmp_path, monkeyp
     file.write_bytes(content)
     push(folder, s3_folder)
     assert verify(s3_folder) == unsealed(s3_folder) == []
+    fetched = _dataset(s3_folder, tmp_path / "fetched")
+    assert verify(fetched) == unsealed(str(fetched)) == []
     cached = [name for name in files_of(folder) if name.startswith(".cache")]
     for name in ("tokenizer/tokenizer_config.json", *cached[:1]):
         stored = storage.read(f"{s3_folder}/{name}")
