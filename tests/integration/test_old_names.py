@@ -15,7 +15,7 @@ import yaml
 from data_pipeline.reading.dataset import Dataset
 from tests.integration import tasks
 from tests.integration.commands import Result, Samestep
-from trainer.checkpoint import files, integrity
+from trainer.checkpoint import files, history, integrity
 from trainer.config import to_tree
 from trainer.storage import write_text
 from trainer.studies.finetune.runs import list_runs
@@ -36,7 +36,8 @@ def write_old_names(run: Path) -> None:
     for folder in (run / "checkpoints").glob("step-*"):
         digests = integrity.read_checksums(folder)
         replace(folder / "meta.json", f'"head": "{NEW}"', f'"head": "{OLD}"')
-        integrity.commit(folder, {**digests, "meta.json": files.digest(folder / "meta.json")})
+        digests["meta.json"] = files.digest(folder / "meta.json")
+        integrity.commit(folder, digests, lease=int((folder / history.NUMBER).read_text()))
 
 
 def replace(file: Path, new: str, old: str) -> None:

@@ -40,7 +40,8 @@ MESSAGE_BYTES = 2**20  # holds the facts of a machine, such as those of a mixtur
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _OLDER = {"name": "another machine", "facts": {"samestep": "an older version"}}
-_CONNECTIONS = 6  # of a rank to the store, for its threads and process groups; 3 with gloo
+# Of a rank to the store, for its threads and process groups: with gloo, and with NCCL.
+_FEWEST_CONNECTIONS, _CONNECTIONS = 3, 6
 _OTHER_FILES = 256
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
 
@@ -266,16 +267,18 @@ def _allow_ranks(ranks: int) -> str:
     Returns:
         A message if the system does not allow as many; else "".
     """
-    needed = ranks * _CONNECTIONS + _OTHER_FILES
+    fewest, most = (ranks * each + _OTHER_FILES for each in (_FEWEST_CONNECTIONS, _CONNECTIONS))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return (
-            f"{ranks} ranks need {needed} open files on {platform.node()}, which hosts the "
-            f"rendezvous, and its hard limit is {hard}. Raise it (ulimit -Hn; LimitNOFILE of "
-            "systemd)."
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard != resource.RLIM_INFINITY:
+        if hard < fewest:
+            return (
+                f"{ranks} ranks need {fewest} to {most} open files on {platform.node()}, which "
+                f"hosts the rendezvous, and its hard limit is {hard}. Raise it (ulimit -Hn; "
+                "LimitNOFILE of systemd)."
+            )
+        most = min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return ""
 
 

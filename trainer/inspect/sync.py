@@ -17,9 +17,9 @@ def register(commands: Commands) -> None:
         _sync,
         "send TensorBoard and Weights & Biases the metrics of a run that they lack",
         "A run sends its metrics while it trains. If a full disk or a failed network has lost\n"
-        "some, this command sends them from the run's metrics.jsonl, which has all. Nothing is\n"
-        "sent twice, so it may be repeated. It is refused while the run trains, and exits with 1\n"
-        "if something could not be sent.\n\n"
+        "some, this command sends them from the run's metrics.jsonl, which has all. Steps\n"
+        "that W&B has are skipped, so it may be repeated. It is refused while the run trains, and\n"
+        "exits with 1 if something could not be sent.\n\n"
         "examples:\n  samestep sync runs/bert_mini\n"
         "  samestep sync runs/bert_mini tracking.wandb.project=bert    # if trained without W&B",
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from operator import ne
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,17 +30,37 @@ ALERTS = "alerts.jsonl"
 def read_rows(path: Path) -> Iterator[Row]:
     """Yields the rows of a metrics file: {"step": n, "time": Unix time, name: value...}.
 
-    A missing file has no rows. Torn lines, which a kill or a full disk can leave, are skipped.
+    A missing file has no rows. Torn lines, which a kill or a full disk can leave, are skipped. A
+    column with a damaged name is reported.
     """
     if not path.exists():
         return
+    rows: dict[int, Row] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             row = _parse(line)
             if row is None:
                 logger.warning("%s, line %d is not a row of metrics; it is skipped", path, number)
-                continue
-            yield row
+            else:
+                rows[number] = row
+    for number, column, name in _damaged_columns(rows):
+        logger.warning("%s, line %d has %r instead of %r", path, number, column, name)
+    yield from rows.values()
+
+
+def _damaged_columns(rows: Mapping[int, Row]) -> Iterator[tuple[int, str, str]]:
+    """Yields columns with a flipped bit in their name, as (line, column, usual name).
+
+    Such a column is in one row only, which lacks the column that differs in one character.
+    """
+    counts = Counter(itertools.chain.from_iterable(rows.values()))
+    for number, row in rows.items():
+        for column in row:
+            if counts[column] == 1:
+                for name in counts.keys() - row.keys():
+                    is_near = len(name) == len(column) and sum(map(ne, name, column)) == 1
+                    if is_near and counts[name] > 1:
+                        yield number, column, name
 
 
 def _parse(line: str | bytes) -> Row | None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+from trainer.errors import MissingExtra
+
 _FORMAT = b":W&B\xe1\xbe\x00"
 _BLOCK_BYTES = 32768
 _HEADER = struct.Struct("<IHB")
@@ -50,11 +52,14 @@ def steps(path: Path) -> set[int]:
 
     Raises:
         UnknownFormatError: another version of W&B has written it.
+        MissingExtra: the package wandb is not installed.
     """
     with path.open("rb") as file:
         if not _FORMAT.startswith(file.read(len(_FORMAT))):  # nothing is written yet if it is empty
             raise UnknownFormatError(f"{path} has an unknown format")
-    # mypy knows no types of W&B, where that is installed.
-    parse = import_module("wandb.proto.wandb_internal_pb2").Record.FromString
+    try:  # mypy knows no types of W&B, where that is installed
+        parse = import_module("wandb.proto.wandb_internal_pb2").Record.FromString
+    except ImportError as error:
+        raise MissingExtra("wandb", "wandb", "tracking.wandb") from error
     found = map(parse, records(path))
     return {each.history.step.num for each in found if each.WhichOneof("record_type") == "history"}

@@ -20,7 +20,7 @@ class Machine:
 
     Attributes:
         name: for messages.
-        facts: what it would train with.
+        facts: of its settings, data and versions, by name.
         has_run: whether it has already trained in this run.
     """
 

@@ -228,14 +228,19 @@ class Heartbeat:
         try:
             file = self._folder / f"collectives-{self._world.rank}"
             file.write_bytes(_recorded_collectives())
-        except (AttributeError, OSError, RuntimeError) as error:  # another torch has no recorder
+        except (
+            AttributeError,
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # another torch has no recorder
             logger.warning("the last collectives cannot be written: %s", error)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 def _recorded_collectives() -> bytes:
-    """What torch's flight recorder holds, as its analyzer reads it."""
+    """The content of torch's flight recorder, in its analyzer's format."""
     from torch._C import _distributed_c10d as recorder
 
     # NCCL has a recorder of its own.

@@ -79,11 +79,11 @@ class World:
             return cls(0, 1, None, timeout)
         with _explained(), _reported_wait():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store.set(_here(rank), "")
             # torchrun may keep one store for all attempts, with the failure of an earlier one.
             if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
                 store = PrefixStore(f"{attempt}/{size}", store)
             store.set_timeout(timeout)
-            store.set(_here(rank), "")
         world = cls(rank, size, store, timeout)
         watcher = threading.Thread(
             target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True
@@ -93,7 +93,7 @@ class World:
         return world
 
     def agree(self, facts: Facts) -> None:
-        """Compares what all ranks must share, before any collective. One operation of the store.
+        """Compares the facts of all ranks before any collective. One operation of the store.
 
         Raises:
             LaunchError: another rank has other facts.
@@ -327,7 +327,8 @@ def _missing_ranks() -> str:
 
 
 def _here(rank: int) -> str:
-    return f"here/{rank}"
+    # `_missing_ranks` reads the launcher's store, which may have the keys of an earlier attempt.
+    return f"here/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{rank}"
 
 
 def _address() -> str:

@@ -299,6 +299,11 @@ def _check_bitwise(meta: Meta, description: Meta, changes: Mapping[str, str]) ->
     """Rejects changes that would change the bits of a run that sums exactly."""
     if "training.exact" in changes:
         return  # the run becomes exact at this step
+    if precision := changes.get("training.precision"):
+        raise ConfigError(
+            f"training.exact is bitwise, and another precision gives other bits ({precision}). Use "
+            "the former one, or start a new run with init_from."
+        )
     old, new = meta.get("micro_batch_sizes", []), description.get("micro_batch_sizes", [])
     for index, (size, other) in enumerate(zip(old, new, strict=False)):
         if size != other:

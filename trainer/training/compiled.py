@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from trainer.accelerators import Accelerator
+from trainer.environment import number
 from trainer.errors import ConfigError, SamestepError
 from trainer.models import Model
 
@@ -83,7 +84,7 @@ def _share_cores() -> None:
     import torch._inductor.config as inductor
 
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = max(1, number("LOCAL_WORLD_SIZE", 1))
         inductor.compile_threads = max(1, min(32, len(os.sched_getaffinity(0)) // ranks))
 
 

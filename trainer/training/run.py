@@ -24,6 +24,7 @@ from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
+from trainer.environment import number
 from trainer.errors import EXIT_DONE, ConfigError
 from trainer.metrics import check_installed
 from trainer.models import Model
@@ -88,7 +89,10 @@ def train(experiment: Experiment) -> int:
             check_settings(experiment, source, step)
             logger.info("nothing to do: %s %s", experiment.output, reason)
             if strategy.world.rank == 0:
-                run_folder.sync(experiment, checkpointer.folder)
+                try:
+                    run_folder.sync(experiment, checkpointer.folder)
+                except Exception as error:  # as of trackers while training: the run is complete
+                    logger.warning("the metrics are not sent again: %s", error)
             return EXIT_DONE
         # A checkpoint holds everything but frozen parameters.
         weights = experiment.init_from if step is None or experiment.freezes else None
@@ -175,7 +179,8 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
                 f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
                 " Set it to false, or use a GPU of compute capability 8.9 or above."
             )
-        if world.store is not None:
+        # One rank of each machine is enough: reading the facts of weights costs requests.
+        if world.store is not None and number("LOCAL_RANK", 0) == 0:
             world.agree(facts_of(experiment, checkpoint_folder(experiment)))
         world.connect(accelerator.collective_backend, accelerator.collective_device)
         yield experiment.strategy.build(accelerator, world, experiment.training.precision)

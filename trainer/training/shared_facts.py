@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from trainer.config import to_tree
 from trainer.errors import SamestepError, UnreachableError
 from trainer.training.experiment import Experiment
 from trainer.training.weights import checkpoints_of, is_step, resolve
+
+logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = re.compile(
     r"output|tracking\..*|checkpoint\.folder|accelerator\.threads"
@@ -62,7 +65,9 @@ def facts_of(experiment: Experiment, checkpoints: Location) -> dict[str, str | N
         except UnreachableError:  # the store may answer when the run reads it
             facts[f"content of {name}"] = None
         except (SamestepError, OSError) as error:
-            facts[f"content of {name}"] = f"unreadable ({error})"
+            # Without its text, which names a path: if no machine can read it, the run says why.
+            logger.warning("content of %s: %s", name, error)
+            facts[f"content of {name}"] = "unreadable"
     return facts
 
 
@@ -138,7 +143,10 @@ def _weights(location: str) -> str:
 
 def _tensor_files(folder: str) -> str:
     names = {*_DESCRIPTIONS, "*.safetensors", "*.bin"}
-    return _sampled(*sorted(path for name in names for path in Path(folder).glob(name)))
+    paths = sorted(path for name in names for path in Path(folder).glob(name))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no weights")
+    return _sampled(*paths)
 
 
 def _sampled(*paths: Path) -> str:

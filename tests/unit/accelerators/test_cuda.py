@@ -127,6 +127,7 @@ def test_kernels_of_others_are_not_loaded(
     assert KERNELS not in os.environ
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("given", "kept"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
 def test_nccl_leaves_the_process_alive_when_a_collective_fails(
     monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str

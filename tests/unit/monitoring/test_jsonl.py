@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -131,3 +132,28 @@ def test_what_a_checkpoint_refers_to_is_on_the_disk_if_there_is_room_again(tmp_p
 def test_a_folder_that_is_not_there_is_explained(tmp_path: Path):
     with pytest.raises(SamestepError, match="No such file or directory"):
         JsonlTracker(tmp_path / "none" / "metrics.jsonl")
+
+
+def test_each_flipped_bit_of_a_name_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {"time": 0.5, "train/loss": 1.0, "train/lr": 0.1, "heldout/loss": 2.0}
+    lines = [json.dumps({"step": step, **values}).encode() + b"\n" for step in range(4)]
+    path.write_bytes(b"".join(lines))
+    rows = list(read_rows(path))
+    assert rows == [{"step": step, **values} for step in range(4)]
+    assert caplog.messages == []
+    of_names = [byte for name in ("step", *values) for byte in spans(lines[2], f'"{name}"')]
+    for byte, bit in itertools.product(of_names, range(8)):
+        line = bytearray(lines[2])
+        line[byte] ^= 1 << bit
+        path.write_bytes(b"".join([*lines[:2], line, lines[3]]))
+        list(read_rows(path))
+        assert f"{path}, line 3 " in caplog.text, line
+        caplog.clear()
+
+
+def spans(line: bytes, text: str) -> range:
+    first = line.index(text.encode())
+    return range(first, first + len(text))

@@ -346,7 +346,7 @@ def test_offline_what_a_full_disk_has_taken_is_written_at_the_end(
     assert tracker.complete()
     assert not lost.exists()
     assert [row["_step"] for row in offline_rows(tmp_path)] == list(range(1, 21))
-    assert "lacks steps" not in caplog.text
+    assert "W&B lacks steps" not in caplog.text
 
 
 def test_a_file_of_another_version_of_wandb_is_left_alone(

@@ -176,6 +176,9 @@ def test_exact_runs_keep_what_their_bits_depend_on(experiment_file: str) -> None
     other = description(experiment_file, *BITWISE, "training.micro_batch_size=4")
     with pytest.raises(ConfigError, match=r"size of its units has changed .*phase 0: 2 -> 4"):
         changes_since(stored, computed_by(other, "CPU, 1 thread"))
+    other = description(experiment_file, *BITWISE, "training.precision=bf16")
+    with pytest.raises(ConfigError, match=r"other bits \(training.precision: fp32 -> bf16\)"):
+        changes_since(stored, computed_by(other, "CPU, 1 thread"))
     with pytest.raises(ConfigError, match="CPU, 1 thread -> CPU, 2 threads"):
         changes_since(stored, computed_by(stored, "CPU, 2 threads"))
 

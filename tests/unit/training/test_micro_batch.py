@@ -14,7 +14,7 @@ import torch
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
 from trainer.errors import SamestepError
-from trainer.training import compiled, micro_batch, run
+from trainer.training import micro_batch, run
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import largest, without_probe
 
@@ -197,7 +197,7 @@ def test_graphs_of_few_sizes_are_compiled(
         rows_of_passes.append(len(arguments[-1][0]["tokens"]))
         return original(*arguments)
 
-    monkeypatch.setattr(compiled, "_backend", compile_nothing)
+    monkeypatch.setattr(CpuAccelerator, "compile_options", {"backend": compile_nothing})
     monkeypatch.setattr(micro_batch, "accumulate_gradients", accumulate)
     settings = [f"training.micro_batch_size={size}", "training.compile=true"]
     try:
