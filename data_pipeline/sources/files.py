@@ -253,9 +253,10 @@ class _Frames:
                         raise EOFError
                     return b""
             if self._frame is None:
-                self._input = self._input.lstrip(b"\0")  # xz files may be padded
-                if not self._input:
-                    continue
+                if self._compression == ".xz":  # may be padded
+                    self._input = self._input.lstrip(b"\0")
+                    if not self._input:
+                        continue
                 self._frame = _new_frame(self._compression)
             try:
                 self._output = self._frame.decompress(self._input, *self._limit)

@@ -68,8 +68,10 @@ class WebDataset(jsonl.JsonLines):
                     if member.isdir() or _META.match(member.name):
                         continue
                     key, suffix = tariterators.base_plus_ext(member.name)
+                    if not key:  # such as README: without a dot, a file belongs to no sample
+                        continue
                     # Members of other suffixes are not even read.
-                    if not samples.is_document(member, key or member.name, suffix or ""):
+                    if not samples.is_document(member, key, suffix or ""):
                         continue
                     if member.issparse():
                         raise BadRecord("sparse member")

@@ -129,6 +129,8 @@ def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
     """
     if kind is not None and kind not in known:
         fix = "Use another tokenizer." if kind in _IN_PYTHON else _CONVERT
+        if known:
+            fix += f" If a class such as {min(known)} made the ids, set tokenizer_class to it."
         raise DataError(f"{kind} of transformers does not use {file} as it is read here. {fix}")
 
 
@@ -357,4 +359,12 @@ def _contents(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _read_json(path: Path) -> Tree:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        tree: Tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}. Copy or download it again.") from error
+    if not isinstance(tree, dict):
+        raise DataError(f"{path} is not a JSON object. Copy or download it again.")
+    return tree

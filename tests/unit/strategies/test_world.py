@@ -158,6 +158,23 @@ def start_with_own_seed() -> str | None:
     return None
 
 
+def test_ranks_that_have_joined_are_not_missing_under_torchrun() -> None:
+    """It counts attempts, and keys of the store have the attempt as a prefix."""
+    assert run_ranks(2, missing_ranks) == ["0 of 2 ranks ()", "rank 0, which does not answer"]
+
+
+def missing_ranks() -> str:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    world = World.start(20)
+    assert world.store is not None
+    world.store.set(f"joined/{world.rank}", "")
+    world.store.wait(["joined/0", "joined/1"])
+    found = module._missing_ranks()
+    world.store.set(f"asked/{world.rank}", "")
+    world.store.wait(["asked/0", "asked/1"])
+    return found
+
+
 def test_an_elastic_run_starts_again_when_its_processes_cannot_connect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

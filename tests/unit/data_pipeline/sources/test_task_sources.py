@@ -756,6 +756,22 @@ def test_starts_of_answers_in_other_formats(tmp_path):
         assert begins_of(question_answering.Config(**settings).build()) == begins, settings
 
 
+@pytest.mark.parametrize("sign", ["é", "😀"])
+def test_a_wrong_row_does_not_change_the_unit_of_a_file(sign, tmp_path):
+    """After one accent, starts in characters are near their answers in bytes, too."""
+
+    def row(context: str, answer: str, start: int) -> str:
+        answers = {"text": [answer], "answer_start": [start]}
+        return json.dumps({"id": 0, "question": "?", "context": context, "answers": answers})
+
+    rows = [row(f"{sign} word", "word", 2)] * 20 + [row(f"{sign} 22", "2", 3)]
+    far = f"{sign * 6} it is the end"
+    wrong = [row(far, "end", len(far[:-3].encode())), row(f"{sign} is the end", "end", 60)]
+    source = question_answering.Config((write(tmp_path / "a.jsonl", "\n".join(rows + wrong)),))
+    reason = "an answer is not within 4 characters of answer_start: 'end'"
+    assert begins_of(source.build()) == [2] * 20 + [3, reason, reason]
+
+
 def test_answers_that_fit_no_unit_are_rejected(tmp_path):
     """Of a file in characters: bytes are far from the answer, and an impossible one has none."""
     rows, begins = questions_in("characters")
