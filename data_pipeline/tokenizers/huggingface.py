@@ -204,8 +204,7 @@ class HuggingFace:
             **{role: ids.get(role) for role in ("pad", "cls", "sep", "mask", "eos")},
             special=tuple(sorted(special)),
             continuing=_continuing(backend, vocab),
-            # Others are sub-words, which a text can produce.
-            sentinels=sentinels_in({name: i for name, i in vocab.items() if i in special}),
+            sentinels=sentinels_in(vocab),
             between=_between(backend),
             full_stops=full_stops(vocab),
         )
