@@ -1,4 +1,4 @@
-"""What happened in each timed step of a turn, so that a slow turn can be explained afterwards."""
+"""Times and counters of each timed step of a turn, to explain a slow turn afterwards."""
 
 from __future__ import annotations
 

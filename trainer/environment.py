@@ -73,7 +73,7 @@ def expand_home(path: str, instead: str) -> Path:
     """Replaces a leading ~ by the home folder.
 
     Args:
-        instead: what to set where there is no home folder.
+        instead: the setting or variable to name where there is no home folder.
 
     Raises:
         ConfigError: there is no home folder.

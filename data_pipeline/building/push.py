@@ -15,10 +15,11 @@ from pathlib import Path
 
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.verify import SMALL_FILES
-from data_pipeline.format.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
+from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.dataset import Dataset
 from trainer import storage
 from trainer.errors import ConfigError, DataError, ObjectNotFoundError
+from trainer.storage import Digest
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     if replaced:
         storage.remove(f"{url}/{MANIFEST}")
     counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
-    sealed = manifest.small_files
+    digests = manifest.small_files
     for name in (*SMALL_FILES, *counts):
-        if name in counts or (name in sealed if sealed else (folder / name).exists()):
-            _send_small(folder, url, name, (sealed or {}).get(name))
+        if name in counts or (name in digests if digests else (folder / name).exists()):
+            _upload(folder, url, name, (digests or {}).get(name))
         else:
             # Of a former dataset: its tokenizer.json would be used instead of our spiece.model.
             storage.remove(f"{url}/{name}")
@@ -111,30 +112,28 @@ def _make_way(url: str, manifest: Manifest, force: bool) -> bool:
     return True
 
 
-def _send_small(folder: Path, url: str, name: str, sealed: FileInfo | None) -> None:
+def _upload(folder: Path, url: str, name: str, expected: Digest | None) -> None:
+    """Uploads a file of a dataset.
+
+    Raises:
+        DataError: it cannot be read, or its bytes are not the expected ones.
+    """
     try:
         digest = storage.upload(folder / name, f"{url}/{name}")
     except OSError as error:
         raise DataError(f"cannot read {folder / name}: {error}. Copy it back.") from error
-    if sealed is not None and digest.sha256 != sealed.sha256:
+    if expected is not None and digest.sha256 != expected.sha256:
         storage.remove(f"{url}/{name}")
-        raise _changed(folder / name)
-
-
-def _changed(path: Path) -> DataError:
-    return DataError(
-        f"the bytes of {path} have changed (SHA-256 differs). Build the dataset again."
-    )
+        raise DataError(
+            f"the bytes of {folder / name} have changed (SHA-256 differs). Build the dataset again."
+        )
 
 
 def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
     """Uploads a shard; returns False if it is there already."""
-    address = f"{url}/{shard.name}"
     # The size is enough to know it, since objects appear only when they are complete.
     with suppress(ObjectNotFoundError):
-        if storage.size(address) == shard.bytes:
+        if storage.size(f"{url}/{shard.name}") == shard.bytes:
             return False
-    if storage.upload(folder / shard.name, address).sha256 != shard.sha256:
-        storage.remove(address)
-        raise _changed(folder / shard.name)
+    _upload(folder, url, shard.name, shard.digest)
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data_pipeline.building.progress import Meter
-from data_pipeline.format.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
+from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.counts import parse_counts
 from data_pipeline.reading.remote import (
     SENTENCEPIECE_MODEL,
@@ -24,18 +23,24 @@ from data_pipeline.reading.remote import (
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer import storage
 from trainer.errors import DataError, StorageError
+from trainer.storage import Digest
 
 SMALL_FILES = (
     *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
     "rejected.jsonl",
     "duplicates.jsonl",
 )
-"""The files beside the shards that a build writes, if it has them, but for its cache."""
+"""Files that a build may write, except for shards and the cache."""
 
 
-def small_files(folder: Path) -> dict[str, FileInfo]:
-    """Hashes the files beside the shards, for the manifest."""
-    return {name: FileInfo.of(folder / name) for name in SMALL_FILES if (folder / name).exists()}
+def small_files(folder: Path) -> dict[str, Digest]:
+    """Hashes all files but the shards and the cache, for the manifest."""
+    digests = {}
+    for name in SMALL_FILES:
+        if (folder / name).exists():
+            with (folder / name).open("rb") as file:
+                digests[name] = Digest.of(file)
+    return digests
 
 
 def verify(location: str | Path) -> list[str]:
@@ -49,21 +54,23 @@ def verify(location: str | Path) -> list[str]:
     """
     location = str(location)
     manifest = load_manifest(location)
-    total = sum(shard.bytes for shard in manifest.shards)
-    small = (manifest.small_files or {}).items()
+    shards = manifest.shards
+    total = sum(shard.bytes for shard in shards)
     # Threads are enough: hashing and reading release the interpreter lock.
     with Meter("verifying") as meter, ThreadPoolExecutor() as threads:
         cached = threads.map(partial(_cache_problem, location), _cached(location))
-        of_files = threads.map(lambda entry: _problem(location, *entry), small)
-        of_shards = threads.map(partial(_shard_problem, location), manifest.shards)
+        digests = manifest.small_files or {}
+        small = threads.map(partial(_problem, location), digests.keys(), digests.values())
+        large = threads.map(lambda shard: _problem(location, shard.name, shard.digest), shards)
         problems = _manifest_problems(location)
-        problems += filter(None, of_files)
+        problems += filter(None, small)
         if not any(problem.startswith("tokenizer/") for problem in problems):
             problems += _tokenizer_problems(location, manifest)
         problems += filter(None, cached)
-        for shard, problem in zip(manifest.shards, of_shards, strict=True):
+        for shard, problem in zip(shards, large, strict=True):
             meter.advance(shard.bytes / total, shard.bytes, shard.documents)
-            problems += filter(None, (problem,))
+            if problem:
+                problems.append(problem)
     return problems
 
 
@@ -85,7 +92,7 @@ def unsealed(location: str) -> list[str]:
 
 
 def _names(location: str) -> Iterator[str]:
-    """Yields the names of all files but those of the cache."""
+    """Yields the names of all files outside the cache."""
     if not storage.is_url(location):
         folder = Path(location)
         for path in folder.rglob("*"):
@@ -146,20 +153,19 @@ def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
     return [] if same else ["tokenizer: it is not the one that made the tokens"]
 
 
-def _shard_problem(location: str, shard: ShardInfo) -> str | None:
-    return _problem(location, shard.name, FileInfo(shard.bytes, shard.sha256))
-
-
-def _problem(location: str, name: str, info: FileInfo) -> str | None:
+def _problem(location: str, name: str, expected: Digest) -> str | None:
     path = f"{location}/{name}"
     try:
         with storage.open(path) if storage.is_url(path) else open(path, "rb") as file:
             # The size first: a truncated file needs no reading.
             size = file.seek(0, io.SEEK_END)
-            if size != info.bytes:
-                return f"{name}: {size} bytes instead of {info.bytes}"
+            if size != expected.bytes:
+                return f"{name}: {size} bytes instead of {expected.bytes}"
             file.seek(0)
-            same = hashlib.file_digest(file, "sha256").hexdigest() == info.sha256
-            return None if same else f"{name}: its bytes have changed (SHA-256 differs)"
+            return (
+                None
+                if Digest.of(file) == expected
+                else f"{name}: its bytes have changed (SHA-256 differs)"
+            )
     except (OSError, DataError) as error:
         return f"{name}: {error}"

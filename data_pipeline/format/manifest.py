@@ -18,7 +18,7 @@ import numpy as np
 
 from trainer.config import Tree, renamed
 from trainer.errors import DataError
-from trainer.storage import write_text
+from trainer.storage import Digest, write_text
 from trainer.tasks import TASKS, TaskKind
 
 SPLIT_UP = "split the text into several (source.document=paragraph for plain text)"
@@ -43,20 +43,10 @@ class ShardInfo:
     bytes: int
     sha256: str
 
-
-@dataclass(frozen=True)
-class FileInfo:
-    """Size and SHA-256 of a file beside the shards."""
-
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> FileInfo:
-        """Reads a file."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-            return cls(file.tell(), digest.hexdigest())
+    @property
+    def digest(self) -> Digest:
+        """The size and the SHA-256 alone."""
+        return Digest(self.sha256, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class Manifest:
     splits: dict[str, tuple[ShardInfo, ...]]
     settings: Tree = field(default_factory=dict)
     duplicates: int | None = None
-    small_files: dict[str, FileInfo] | None = None
+    small_files: dict[str, Digest] | None = None
 
     # Cached: every shard of an open dataset asks for it, and it covers all shards.
     @cached_property
@@ -205,7 +195,7 @@ class Manifest:
                 for name, shards in tree["splits"].items()
             }
             if (small_files := tree.get("small_files")) is not None:
-                tree["small_files"] = {name: FileInfo(**info) for name, info in small_files.items()}
+                tree["small_files"] = {name: Digest(**info) for name, info in small_files.items()}
             tree = renamed.current(tree)
             manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
             _check(manifest)
@@ -222,18 +212,20 @@ class Manifest:
         Raises:
             DataError: one is missing or has changed.
         """
-        for name, info in (self.small_files or {}).items():
+        for name, digest in (self.small_files or {}).items():
+            if not name.startswith("tokenizer/"):
+                continue
             path = folder / name
-            if name.startswith("tokenizer/"):
-                try:
-                    is_same = FileInfo.of(path) == info
-                except OSError as error:
-                    raise DataError(f"cannot read {path}: {error}. Copy it again.") from error
-                if not is_same:
-                    raise DataError(
-                        f"{path} has changed since the build (SHA-256 differs). Restore it, or "
-                        "build the dataset again."
-                    )
+            try:
+                with path.open("rb") as file:
+                    is_same = Digest.of(file) == digest
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error}. Copy it again.") from error
+            if not is_same:
+                raise DataError(
+                    f"{path} has changed since the build (SHA-256 differs). Restore it, or build "
+                    "the dataset again."
+                )
 
 
 def _checksum(tree: Tree) -> str:
@@ -267,10 +259,10 @@ def _check(manifest: Manifest) -> None:
     )
     if manifest.duplicates is not None:
         _check_numbers({"duplicates": manifest.duplicates})
-    for name, file in (manifest.small_files or {}).items():
+    for name, digest in (manifest.small_files or {}).items():
         if not _SMALL_FILE.fullmatch(name):
             raise ValueError(f"small_files has {name!r}, which no build writes")
-        _check_file(f"small_files.{name}", file.sha256, {"bytes": file.bytes})
+        _check_file(f"small_files.{name}", digest.sha256, {"bytes": digest.bytes})
     for split, shards in manifest.splits.items():
         for index, shard in enumerate(shards):
             entry = f"splits.{split}.{index}"

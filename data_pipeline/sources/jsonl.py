@@ -52,7 +52,7 @@ def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def values(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Splits JSON Lines, or an array whose elements stand for lines; it is read into memory."""
+    """Splits JSON Lines into lines, or a JSON array, which is read into memory, into elements."""
     content = file.readline()
     if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         content += file.read()

@@ -87,7 +87,7 @@ class Parquet(Source):
 def _paths(
     fields: pa.Schema | pa.StructType, name: str, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
-    """Yields what a name may mean: the path and the type of a column or of a field of a struct."""
+    """Yields the columns and fields of structs that a name may mean, as (path, type)."""
     import pyarrow as pa
 
     for key, rest in splits(name):

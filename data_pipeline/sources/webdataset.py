@@ -82,7 +82,7 @@ class WebDataset(jsonl.JsonLines):
                 _check_end(tar)
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark
-        # Behind the documents, whose numbers are those without these.
+        # Behind the documents, so that each document keeps its number.
         yield from enumerate(samples.without_text(), start=number + 1)
 
 

@@ -363,7 +363,8 @@ def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
         logger.warning(
             "%s has capital letters, and %s has no do_lower_case: text keeps its case, where "
             "transformers would change it to lower case. Set do_lower_case there.",
-            *(file, CONFIG),
+            file,
+            CONFIG,
         )
     accents = flag(settings, "strip_accents", lowercase)
     vocab = {token: i for i, token in enumerate(tokens)}

@@ -28,7 +28,7 @@ CONFIG = "tokenizer_config.json"
 _ADDED = "added_tokens.json"
 _NAMES = "special_tokens_map.json"
 
-_OF_ANY = ("PreTrainedTokenizer", "TokenizersBackend")  # without settings of their own
+_OF_ANY = ("PreTrainedTokenizer", "TokenizersBackend")  # without further settings
 
 
 def _classes(*names: str) -> frozenset[str]:
@@ -209,7 +209,11 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
             logger.warning(
                 "%s has %s %s, and %s does not say so: %s of transformers would change that. "
                 "Write it there.",
-                *(MODEL, name, json.dumps(value), CONFIG, kind),
+                MODEL,
+                name,
+                json.dumps(value),
+                CONFIG,
+                kind,
             )
 
 

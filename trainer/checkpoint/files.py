@@ -229,7 +229,7 @@ def digest(path: Location) -> Digest:
         CheckpointError: it cannot be read.
     """
     with _explained("read", path), path.open("rb") as file:
-        return Digest(hashlib.file_digest(file, "sha256").hexdigest(), file.tell())
+        return Digest.of(file)
 
 
 def size(path: Location) -> int:

@@ -41,7 +41,7 @@ def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Removes what torch.compile and DistributedDataParallel put before all names."""
+    """Removes the prefixes that torch.compile and DistributedDataParallel put before all names."""
     for wrapper in _WRAPPERS:
         if tensors and all(name.startswith(wrapper) for name in tensors):
             inner = {name.removeprefix(wrapper): each for name, each in tensors.items()}

@@ -58,7 +58,16 @@ def committed_steps(root: Location, known: dict[str, bytes] | None = None) -> li
     Args:
         known: as for `listed`.
     """
-    return sorted({each.step for each in listed(root, known) if each.committed and each.counts})
+    return steps_that_count(listed(root, known))
+
+
+def steps_that_count(saved: Iterable[Saved]) -> list[int]:
+    """Returns the committed steps that count, oldest first.
+
+    Args:
+        saved: the result of `listed`.
+    """
+    return sorted({each.step for each in saved if each.committed and each.counts})
 
 
 def uncommitted_folders(root: Location) -> list[Location]:
@@ -159,7 +168,7 @@ def _claimed_by(folder: Location) -> int | None:
 
 
 def damaged_leases(root: Location, saved: Iterable[Saved]) -> list[str]:
-    """Describes the damaged leases whose holders have committed steps.
+    """Describes the damaged leases under which steps were committed.
 
     Args:
         saved: the result of `listed`.
@@ -173,7 +182,7 @@ def damaged_leases(root: Location, saved: Iterable[Saved]) -> list[str]:
 
 
 def damaged_numbers(saved: Iterable[Saved]) -> list[str]:
-    """Describes the steps that count, and whose files do not name the same lease."""
+    """Describes the steps that count, and in which two files name different leases."""
     damage = []
     for each in saved:
         if not (each.committed and each.counts):

@@ -297,7 +297,7 @@ class Checkpointer:
                         logger.warning("skipping %s: saving it was interrupted", each.place)
                 for damage in integrity.damaged_leases(self.folder, saved):
                     logger.warning("%s; all steps of its training count", damage)
-                found = self.steps()
+                found = integrity.steps_that_count(saved)
         # Rank 0's list counts: the ranks of a network file system may see different ones.
         steps = gather(found, self._world_size)[0]
         if most is not None:

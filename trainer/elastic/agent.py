@@ -58,7 +58,7 @@ class Elastic:
             is only this one.
         snapshots: whether agents keep snapshots for their workers, see
             `trainer.training.checkpoints`.
-        facts: returns what must be equal on all machines.
+        facts: returns the facts that must be equal on all machines.
     """
 
     min_machines: int = 1

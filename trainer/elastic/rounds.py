@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 600.0
 # frozen: its kernel still answers, so the connection does not break.
 ALIVE_SECONDS = 3.0
 SILENT_SECONDS = 15.0
-MESSAGE_BYTES = 2**20  # holds the facts of a machine, such as those of a mixture
+MESSAGE_BYTES = 2**20  # holds the facts of a machine; a mixture has many
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _OLDER = {"name": "another machine", "facts": {"samestep": "an older version"}}

@@ -165,13 +165,12 @@ def _dataset(url: str, folder: Path) -> Path:
         (folder / MANIFEST).unlink(missing_ok=True)
     for number, shard in enumerate(manifest.shards, start=1):
         logger.info("%d of %d: %s", number, len(manifest.shards), shard.name)
-        digest = Digest(shard.sha256, shard.bytes)
-        _download(f"{url}/{shard.name}", folder / shard.name, digest)
+        _download(f"{url}/{shard.name}", folder / shard.name, shard.digest)
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     if manifest.small_files is None:
         fetch_tokenizer(url, folder)
-    for name, info in (manifest.small_files or {}).items():
-        _download(f"{url}/{name}", folder / name, Digest(info.sha256, info.bytes))
+    for name, digest in (manifest.small_files or {}).items():
+        _download(f"{url}/{name}", folder / name, digest)
     manifest.save(folder)
     return folder
 

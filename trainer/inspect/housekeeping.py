@@ -126,7 +126,8 @@ def _report(root: Location, check: Check, valid: str) -> int:
     saved = integrity.listed(root)
     problems = [*integrity.damaged_leases(root, saved), *integrity.damaged_numbers(saved)]
     # The newest readable meta.json knows which step is the best.
-    found = [(step, *_examine(root, step, check)) for step in integrity.committed_steps(root)]
+    steps = integrity.steps_that_count(saved)
+    found = [(step, *_examine(root, step, check)) for step in steps]
     best = next((meta.get("best", {}).get("step") for _, meta, _ in reversed(found) if meta), None)
     for step, meta, damage in found:
         folder = integrity.step_folder(root, step)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -424,6 +424,11 @@ class ModelConfig(ABC):
             ConfigError: the family has no such head.
         """
         return self
+
+    def with_settings(self, **settings: object) -> Self:
+        """The same model with other values of some settings."""
+        changed: Self = replace(cast(Any, self), **settings)  # each configuration is a dataclass
+        return changed
 
     def without_peft(self) -> Self:
         """The same model without `peft`."""

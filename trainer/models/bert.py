@@ -404,7 +404,7 @@ class Config(Family):
         return name if has_prefix else f"{cls.prefix or cls.model_type}.{name}"
 
     def _join_copies(self, found: dict[str, Tensor]) -> None:
-        """Joins the names of the matrix of a tied head, and those of the head's bias.
+        """Joins the names of a tied head's matrix, and of its bias.
 
         transformers adds `decoder.bias`: a copy of `bias` in a tied model, otherwise the bias that
         is used.

@@ -236,9 +236,10 @@ def _check(
     ]
     if not any(problems):
         return
-    # Some of each: names that are missing are often those that are unexpected, with a prefix.
+    # Some of each: a missing name is often an unexpected one without its prefix.
     shown = [problem for kind in problems for problem in kind[:3]]
     hidden = sum(map(len, problems)) - len(shown)
+    more = f" and {hidden} more" if hidden else ""
     prefix = next(
         (
             other.removesuffix(name)
@@ -248,12 +249,9 @@ def _check(
         ),
         None,
     )
+    fix = "Use the config.json that belongs to them."
+    if prefix:
+        fix = f"Remove {prefix!r} from the names of the tensors."
     raise CheckpointError(
-        f"the weights do not fit this {config.model_type} model: {'; '.join(shown)}"
-        f"{f' and {hidden} more' if hidden else ''}. "
-        + (
-            f"Remove {prefix!r} from the names of the tensors."
-            if prefix
-            else "Use the config.json that belongs to them."
-        )
+        f"the weights do not fit this {config.model_type} model: {'; '.join(shown)}{more}. {fix}"
     )

@@ -54,13 +54,12 @@ def _damaged_columns(rows: Mapping[int, Row]) -> Iterator[tuple[int, str, str]]:
     Such a column is in one row only, which lacks the column that differs in one character.
     """
     counts = Counter(itertools.chain.from_iterable(rows.values()))
+    usual = {column for column, count in counts.items() if count > 1}
     for number, row in rows.items():
-        for column in row:
-            if counts[column] == 1:
-                for name in counts.keys() - row.keys():
-                    is_near = len(name) == len(column) and sum(map(ne, name, column)) == 1
-                    if is_near and counts[name] > 1:
-                        yield number, column, name
+        for column in row.keys() - usual:
+            for name in usual - row.keys():
+                if len(name) == len(column) and sum(map(ne, name, column)) == 1:
+                    yield number, column, name
 
 
 def _parse(line: str | bytes) -> Row | None:

@@ -1,9 +1,9 @@
-"""Reads the file in which W&B keeps an offline run, to find out what it holds.
+"""Reads the steps in the file of an offline W&B run.
 
 W&B's own process writes the file. When a write fails, as on a full disk, it writes nothing more and
 reports nothing to the run.
 
-The file has 7 bytes of its own, then a LevelDB log: blocks of 32 KiB with records of a checksum
+The file has a header of 7 bytes, then a LevelDB log: blocks of 32 KiB with records of a checksum
 (CRC-32), a length, a type (whole, or first, middle, last part) and data, a protocol buffer.
 """
 

@@ -112,7 +112,7 @@ class Config:
         summary: Mapping[str, str | int],
         most: float = math.inf,
     ) -> WandbTracker:
-        """Builds the tracker of a run folder, and sends what W&B lacks of metrics.jsonl.
+        """Builds the tracker of a run folder, and sends the rows of metrics.jsonl that W&B lacks.
 
         Args:
             folder: its metrics.jsonl has been truncated to the step that training resumes from.
@@ -127,7 +127,9 @@ class Config:
         return WandbTracker(self, folder, description, checkpoints, summary, most)
 
     def holds(self, folder: Path, most: float = math.inf) -> bool:
-        """Whether W&B has all steps of the metrics.jsonl of a run folder, as far as is known here.
+        """Whether W&B has all steps of the metrics.jsonl of a run folder.
+
+        Online, the note of the last upload tells; offline, the file that waits for `wandb sync`.
 
         Args:
             most: as for `build`.
@@ -136,7 +138,7 @@ class Config:
         steps = {step for step in steps if step <= most}
         try:
             mode = resolve_mode(self.mode)
-            if mode == "disabled" or max(steps, default=-1) <= _known(folder).get("sent", -1):
+            if mode == "disabled" or max(steps, default=-1) <= _read_note(folder).get("sent", -1):
                 return True
             return mode == "offline" and steps <= _offline_steps(folder)
         except transaction_log.UnknownFormatError as error:
@@ -283,7 +285,7 @@ class WandbTracker(Tracker):
                     self._artifacts.close(FINISH_SECONDS)
                 self._run.finish()
                 if self._mode == "online":
-                    _know(self._folder, sent=max(self._step, self._last_held))
+                    _update_note(self._folder, sent=max(self._step, self._last_held))
             except TimeoutError:
                 self._is_late = True
             except Exception as error:
@@ -372,23 +374,23 @@ def _package() -> ModuleType:
 
 def _run_id(folder: Path) -> str:
     """The W&B id of the run in a folder, the same after every restart."""
-    known = _known(folder)
-    if "id" not in known:
-        known["id"] = _trial() or uuid.uuid4().hex[:8]
-        _know(folder, id=known["id"])
-    return str(known["id"])
+    run_id = _read_note(folder).get("id")
+    if run_id is None:
+        run_id = _trial() or uuid.uuid4().hex[:8]
+        _update_note(folder, id=run_id)
+    return str(run_id)
 
 
-def _known(folder: Path) -> dict[str, Any]:
-    """What is known about the W&B run of a folder: its id, and the last step that was uploaded."""
+def _read_note(folder: Path) -> dict[str, Any]:
+    """Reads the id of the W&B run of a folder, and the last step that was uploaded."""
     # A file of the run folder, so that a copy of the folder resumes the same W&B run elsewhere.
     path = folder / _FILE
-    known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return known
+    note: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return note
 
 
-def _know(folder: Path, **values: str | int) -> None:
-    storage.write_text(folder / _FILE, json.dumps({**_known(folder), **values}) + "\n")
+def _update_note(folder: Path, **values: str | int) -> None:
+    storage.write_text(folder / _FILE, json.dumps({**_read_note(folder), **values}) + "\n")
 
 
 def _offline_folders(folder: Path, run_id: str) -> list[Path]:
@@ -398,7 +400,7 @@ def _offline_folders(folder: Path, run_id: str) -> list[Path]:
 def _offline_steps(folder: Path) -> set[int]:
     """The steps of a run in the folder that waits for `wandb sync`."""
     steps: set[int] = set()
-    for offline in _offline_folders(folder, _known(folder).get("id", "")):
+    for offline in _offline_folders(folder, _read_note(folder).get("id", "")):
         for path in offline.glob("*.wandb"):
             steps |= transaction_log.steps(path)
     return steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
 
 import torch
 
@@ -97,7 +96,7 @@ class StepZero:
                 )
         begun, initial = load_weights(checkpoint), start.get("initial") or {}
         settings = {**settings, "model": {**settings["model"], **initial}}
-        begun = replace(begun, config=replace(cast(Any, begun.config), **initial))
+        begun = replace(begun, config=begun.config.with_settings(**initial))
         return cls(settings, begun, trained, vectors)
 
     @property

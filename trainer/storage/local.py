@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape, has_magic
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -31,11 +32,16 @@ class Digest:
     sha256: str
     bytes: int
 
+    @classmethod
+    def of(cls, file: BufferedReader) -> Digest:
+        """Reads an open file of any size to its end."""
+        return cls(hashlib.file_digest(file, "sha256").hexdigest(), file.tell())
+
 
 def with_literal_names(pattern: str, exists: Callable[[str], bool]) -> str:
     """Escapes the leading part of a glob pattern that exists under the very name as written.
 
-    If there is a folder `a[1]`, the pattern "a[1]/*.txt" names its files, and not those of `a1`.
+    If there is a folder `a[1]`, the pattern "a[1]/*.txt" names its files, and none in `a1`.
     """
     literal = pattern
     while has_magic(literal) and not exists(literal):

@@ -140,7 +140,7 @@ class World:
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
     ) -> dist.ProcessGroup:
-        """Creates a group whose collectives time out as those of the world. All ranks call it.
+        """Creates a group with the time-out of the run. All ranks call it.
 
         By itself, torch gives each group its own default: 10 or 30 minutes.
 
@@ -157,7 +157,7 @@ class World:
         return self.new_group(backend="gloo")
 
     def mesh(self, device: torch.device, **dimensions: int) -> DeviceMesh:
-        """Arranges all ranks in a mesh, whose groups time out as those of the world.
+        """Arranges all ranks in a mesh, and gives its groups the time-out of the run.
 
         Args:
             dimensions: names and sizes, the outermost first.
@@ -336,7 +336,7 @@ def _address() -> str:
 
 
 def _broken_collective(devices: Iterable[torch.device]) -> str:
-    """The error of a process group whose back-end watches its collectives; "" if there is none."""
+    """The first error that a back-end has found in its collectives; "" if there is none."""
     for device in devices:
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a group for the host has no back-end for the device

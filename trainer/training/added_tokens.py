@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +23,30 @@ from trainer.models import ModelConfig
 _BLOCK = 2**22  # elements read at a time
 
 
-def with_row_per_token(config: ModelConfig) -> frozenset[str]:
-    """The parameters of a model with one row per token, or one element: tables and biases."""
-    larger = replace(cast(Any, config), vocab_size=config.vocab_size + 1)
+def growing_dimensions(config: ModelConfig, **settings: object) -> dict[str, list[int]]:
+    """Finds the parameters that grow with a setting, such as the size of the vocabulary.
+
+    Args:
+        settings: one more than `config` has, as `vocab_size=config.vocab_size + 1`.
+
+    Returns:
+        The dimensions that grow, by the name of the parameter.
+    """
     with torch.device("meta"):
         shapes = {name: each.shape for name, each in config.build().named_parameters()}
-        others = {name: each.shape for name, each in larger.build().named_parameters()}
-    # No list of names: whatever grows with the vocabulary has a row per token.
-    return frozenset(name for name in shapes if shapes[name] != others[name])
+        larger = config.with_settings(**settings).build()
+    grown = {}
+    for name, parameter in larger.named_parameters():
+        pairs = enumerate(zip(shapes[name], parameter.shape, strict=True))
+        if dimensions := [dimension for dimension, (old, new) in pairs if old != new]:
+            grown[name] = dimensions
+    return grown
+
+
+def with_row_per_token(config: ModelConfig) -> frozenset[str]:
+    """The parameters of a model with one row per token, or one element: tables and biases."""
+    # No list of names: a parameter that grows with the vocabulary has a row per token.
+    return frozenset(growing_dimensions(config, vocab_size=config.vocab_size + 1))
 
 
 class ExtendedRows:

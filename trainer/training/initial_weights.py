@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def _check_same_model(weights: Weights, config: ModelConfig) -> None:
     """Rejects settings that make another model of trained weights, even of equal shapes."""
     trained = weights.config
     if len(trained.labels) == len(config.labels) == 1:  # a number, whatever a dataset calls it
-        trained = replace(cast(Any, trained), labels=config.labels)
+        trained = trained.with_settings(labels=config.labels)
     before, now = ({"kind": kind_name(each), **to_tree(each)} for each in (trained, config))
     changes = [
         f"model.{name}: {old} -> {new}"

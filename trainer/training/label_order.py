@@ -6,14 +6,12 @@ number. Where a dataset numbers the same names differently, the outputs move alo
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.layout import StoredTensors
 from trainer.models import ModelConfig
+from trainer.training.added_tokens import growing_dimensions
 
 
 def is_reordered(labels: tuple[str, ...], other: tuple[str, ...]) -> bool:
@@ -28,21 +26,18 @@ def with_label_order(
 
     Args:
         config, tensors: of a trained model.
-        labels: those of the model, in another order.
+        labels: the model's labels, in another order.
     """
     before = config.labels
     order = [before.index(label) for label in labels]
-    more = replace(cast(Any, config), labels=(*before, f"{''.join(before)}+"))
-    with torch.device("meta"):
-        larger = {name: each.shape for name, each in more.build().named_parameters()}
+    # A parameter that grows with the number of labels has an element for each of them.
+    grown = growing_dimensions(config, labels=(*before, f"{''.join(before)}+"))
     moved: dict[str, Tensor] = {}
-    # No list of names: whatever grows with the number of labels has an element for each of them.
-    for name in tensors:
-        pairs = zip(tensors.shape(name), larger.get(name, ()), strict=False)
-        for dimension, (length, grown) in enumerate(pairs):
-            if length != grown:
-                # Transitions between tags have one more, for the begin and the end; it stays last.
-                index = torch.tensor([*order, *range(len(order), length)])
-                moved[name] = moved.get(name, tensors[name]).index_select(dimension, index)
+    for name in grown.keys() & set(tensors):
+        moved[name] = tensors[name]
+        for dimension in grown[name]:
+            # Transitions between tags have one more, for the begin and the end; it stays last.
+            others = range(len(order), moved[name].shape[dimension])
+            moved[name] = moved[name].index_select(dimension, torch.tensor([*order, *others]))
     pieces = {**tensors.pieces, **StoredTensors.of(moved).pieces}
-    return replace(cast(Any, config), labels=labels), StoredTensors(pieces)
+    return config.with_settings(labels=labels), StoredTensors(pieces)

@@ -5,8 +5,8 @@ an amount for each example. Passes over 1, 2, 4, ... real examples tell both, an
 pass may run out of memory: after a failed one, the other ranks would wait for its collectives for
 ever.
 
-With `training.compile`, each size has graphs of its own, which take seconds to compile, and their
-memory is what counts. So few sizes are tried, and the graphs of the last one stay for the run. The
+With `training.compile`, each size has its own graphs, which take seconds to compile, and their
+memory counts. So few sizes are tried, and the graphs of the last one stay for the run. The
 pass over one example is not compiled: it takes more memory than a compiled one, so the next size,
 which is predicted from it, fits. Where the size is set, nothing is measured.
 """
@@ -139,7 +139,7 @@ def probe(
 
 @contextmanager
 def _new_graphs(rows: int) -> Iterator[None]:
-    """Surrounds a pass that compiles graphs of its own, and none for a single example."""
+    """Surrounds a pass that compiles new graphs, and none for a single example."""
     torch.compiler.reset()  # forgets the graphs of the size before
     with torch.compiler.set_stance("force_eager" if rows == 1 else "default"):
         yield
@@ -175,8 +175,7 @@ def with_micro_batch(
         return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
 
     # Measured even if the size is set: a message for a lack of memory names a size that fits.
-    parts = model, optimizer, objective, strategy
-    measure = partial(probe, *parts, open_sized, most, compiles)
+    measure = partial(probe, model, optimizer, objective, strategy, open_sized, most, compiles)
     fits = _once(measure, experiment, strategy, [phase.index, most])
     size = wanted if wanted != "auto" else fits
     if size is None:

@@ -88,7 +88,7 @@ def _checkpoints(root: Location) -> list[str]:
 
 
 def sync(experiment: Experiment, root: Location) -> bool:
-    """Sends to TensorBoard and W&B what they lack of the metrics.jsonl of a run that has ended.
+    """Sends the rows of metrics.jsonl that TensorBoard and W&B lack, after a run has ended.
 
     Args:
         root: folder of the run's checkpoints.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, cast
 
 import torch
 
@@ -72,7 +70,7 @@ def build_teacher(
     """
     student, name = experiment.model, experiment.objective.teacher_path
     if is_reordered(config.labels, student.labels):
-        config = replace(cast(Any, config), labels=student.labels)
+        config = config.with_settings(labels=student.labels)
     with torch.device("meta"):
         model = config.build()
     # Both models get the same batch, and their outputs are compared position by position.
