@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from data_pipeline.sources.columns import (
     listed,
     number,
     row_of,
+    whole,
 )
 from data_pipeline.sources.jsonl import encoded
 from data_pipeline.sources.templates import TextsConfig, TextsSource, columns_of, value_of, write
@@ -84,6 +85,15 @@ class Classification(TextsSource):
         config = self.config
         made_of = columns_of((*config.texts, config.group or ""))
         return tuple(filter(None, (*made_of, config.label, config.each)))
+
+    @property
+    def numbered(self) -> Mapping[str, tuple[str, ...]]:
+        config = self.config
+        # These settings name values of the column, which may be numbers.
+        by_value = config.label in config.words or any(
+            whole(each) is not None for each in config.ignore
+        )
+        return {} if config.each is not None or by_value else {config.label: self.labels}
 
     def records(self) -> Iterator[Record]:
         records = super().records()

@@ -6,8 +6,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.jsonl import load_json, splits, value_at
@@ -40,6 +40,31 @@ def column(row: Row, name: str) -> object:
         return value_at(row, name)
     except KeyError:
         raise BadRecord(no_column(name, row)) from None
+
+
+def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Finds the columns that hold numbers of classes, or lists of such numbers, by `ClassLabel`.
+
+    Args:
+        features: of a dataset of Hugging Face, as `Features.to_dict()` and its Parquet files have
+            them.
+
+    Returns:
+        The names of the classes by column, in the order of their numbers.
+    """
+    names = {}
+    for column, feature in features.items():
+        of_items = feature.get("feature", feature) if isinstance(feature, dict) else None
+        if isinstance(of_items, dict) and of_items.get("_type") == "ClassLabel":
+            names[column] = list(of_items.get("names") or ())
+    return names
+
+
+def with_class_names(value: object, names: Sequence[str]) -> object:
+    """Replaces numbers of classes by their names; other values, such as -1, stay."""
+    if isinstance(value, list):
+        return [with_class_names(item, names) for item in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
 def outer_columns(name: str, names: Sequence[str]) -> list[str]:

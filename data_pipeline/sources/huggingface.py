@@ -5,14 +5,14 @@ Needs the extra `hf`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.sources import BadRecord, Problem, Record, Source, require
-from data_pipeline.sources.columns import outer_columns
+from data_pipeline.sources.columns import class_names, outer_columns
 from data_pipeline.sources.jsonl import value_at
 from trainer.errors import DataError
 
@@ -87,14 +87,15 @@ class Config:
     def read(
         self,
         columns: Callable[[Sequence[str]], list[str]],
-        data_of: Callable[[dict[str, Any]], bytes],
+        data_of: Callable[[dict[str, Any], Mapping[str, list[str]]], bytes],
     ) -> Iterator[Record]:
         """Streams the rows of the split; a record's line is its row, counted from 1.
 
         Args:
             columns: chooses the columns to read, by the names of all; raises BadRecord if the
                 dataset lacks one.
-            data_of: makes the bytes of a record, or a Problem, of a row.
+            data_of: makes the bytes of a record, or a Problem, of a row and the names of classes,
+                see `class_names`.
 
         Raises:
             DataError: the split cannot be opened or read.
@@ -106,11 +107,12 @@ class Config:
             except BadRecord as error:
                 yield Record(0, 1, b"", 1.0, str(error))
                 return
+        names = {} if rows.features is None else class_names(rows.features.to_dict())
         number, expected = 0, self._row_count(rows)
         try:
             for number, row in enumerate(rows, start=1):
                 read = min(1.0, number / expected) if expected else 0.0
-                yield Record.of(0, number, data_of(row), read)
+                yield Record.of(0, number, data_of(row, names), read)
         except Exception as error:  # the loaders of `datasets` raise errors of many packages
             raise DataError(
                 f"cannot read {self.title} after row {number}: {_reason(error)}. Run the same "
@@ -148,7 +150,7 @@ class HuggingFace(Source):
             )
         return found
 
-    def _text(self, row: dict[str, Any]) -> bytes:
+    def _text(self, row: dict[str, Any], _names: Mapping[str, list[str]]) -> bytes:
         try:
             text = value_at(row, self.config.field)
         except KeyError:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from data_pipeline.sources import BadRecord, Record, Source, require
-from data_pipeline.sources.columns import outer_columns, repeated
+from data_pipeline.sources.columns import class_names, outer_columns, repeated
 from data_pipeline.sources.files import find, read_records
-from data_pipeline.sources.jsonl import ambiguous, splits
+from data_pipeline.sources.jsonl import ambiguous, json_or_none, splits
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,6 +82,14 @@ class Parquet(Source):
                 return path
         names = ", ".join(schema.names)
         raise BadRecord(f"no text column {self.field!r} among {names}")
+
+
+def class_names_of(schema: pa.Schema) -> dict[str, list[str]]:
+    """The names of classes by column, if `datasets` has written the file; see `class_names`."""
+    content = json_or_none((schema.metadata or {}).get(b"huggingface", b""))
+    info = content.get("info") if isinstance(content, dict) else None
+    features = info.get("features") if isinstance(info, dict) else None
+    return class_names(features) if isinstance(features, dict) else {}
 
 
 def _paths(

@@ -14,7 +14,7 @@ import io
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, TypedDict
@@ -28,7 +28,12 @@ from data_pipeline.sources import (
     parquet,
     require,
 )
-from data_pipeline.sources.columns import no_column, outer_columns, repeated
+from data_pipeline.sources.columns import (
+    no_column,
+    outer_columns,
+    repeated,
+    with_class_names,
+)
 from data_pipeline.sources.files import Split, find, identity, read_records, uncompressed
 from data_pipeline.sources.jsonl import encoded, json_or_none, lines, values
 from trainer.errors import ConfigError
@@ -216,6 +221,11 @@ class TableSource(Source):
         """Columns that are read if they exist."""
         return ()
 
+    @property
+    def numbered(self) -> Mapping[str, tuple[str, ...]]:
+        """Columns that may give a label by its number -> the labels, in the order of numbers."""
+        return {}
+
     def text_name(self, index: int) -> str:
         return self.columns[index]
 
@@ -282,10 +292,18 @@ class TableSource(Source):
             for index in range(batch.num_rows):
                 yield from self._batch_rows(batch.slice(index, 1))
             return
-        yield from map(self._encoded, rows)
+        names = parquet.class_names_of(batch.schema)
+        for row in rows:
+            yield self._encoded(row, names)
 
-    def _encoded(self, row: dict[str, object]) -> bytes:
+    def _encoded(self, row: dict[str, object], class_names: Mapping[str, Sequence[str]]) -> bytes:
         """Encodes a row as the bytes of a record; a Problem if a text of it is not valid."""
+        # A dataset may number these labels in another order, or more labels beside them. Where the
+        # labels have other names than there, the numbers count.
+        for name, labels in self.numbered.items():
+            names = tuple(class_names.get(name, ()))
+            if names != labels and set(labels).issubset(names):
+                row[name] = with_class_names(row[name], names)
         # Files of older programs have texts as bytes, in UTF-8.
         for name in self.columns:
             if isinstance(content := row.get(name), bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from data_pipeline.sources import PairSource
@@ -53,6 +54,13 @@ class TablePairs(TableSource, PairSource):
     @property
     def columns(self) -> tuple[str, ...]:
         return columns_of((self.config.source, self.config.target))
+
+    @property
+    def numbered(self) -> Mapping[str, tuple[str, ...]]:
+        config = self.config
+        if not config.labels or config.target in config.words:  # words names values of the column
+            return {}
+        return {config.target: config.labels}
 
     def decode_pair(self, data: bytes) -> tuple[str, str]:
         config, row = self.config, row_of(data)

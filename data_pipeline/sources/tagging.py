@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
@@ -73,6 +73,10 @@ class Tagging(TableSource, TaskSource):
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.config.tokens, self.config.tags)
+
+    @property
+    def numbered(self) -> Mapping[str, tuple[str, ...]]:
+        return {self.config.tags: self.labels}
 
     def splitter(self, suffix: str) -> Split:
         return self._sentences if suffix == ".conll" else super().splitter(suffix)

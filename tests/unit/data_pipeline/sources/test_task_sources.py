@@ -27,6 +27,7 @@ from data_pipeline.sources import (
     question_answering,
     regression,
     table,
+    table_pairs,
     tagging,
 )
 from data_pipeline.sources.table import HubDataset
@@ -358,6 +359,64 @@ class Holder:
 def test_a_configuration_becomes_a_tree_and_is_the_same_again(source):
     config = decode(Holder, {"source": source})
     assert decode(Holder, to_tree(config)) == config
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+@pytest.mark.parametrize(
+    ("labels", "settings", "expected"),
+    [
+        (("no", "maybe", "yes"), {}, [0.0, 1.0, 2.0]),  # as the dataset numbers them
+        (("yes", "no", "maybe"), {}, [1.0, 2.0, 0.0]),
+        (("no", "yes"), {}, [0.0, "label is not one of no, yes: 'maybe'", 1.0]),
+        (("neg", "neutral", "pos"), {}, [0.0, 1.0, 2.0]),  # other names: the numbers count
+        (("yes", "no"), {"ignore": ("1",)}, [0.0, "label is not one of yes, no: 2"]),
+        (("yes", "no"), {"words": {"label": {"0": "no", "1": "no", "2": "yes"}}}, [1.0, 1.0, 0.0]),
+    ],
+)
+def test_numbers_of_classes_mean_the_names_in_the_dataset(
+    form, labels, settings, expected, tmp_path
+):
+    """In whatever order source.labels has the names: the same number is another class there."""
+    import datasets
+
+    names = datasets.ClassLabel(names=["no", "maybe", "yes"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": names})
+    rows = [{"text": "x", "label": number} for number in (0, 1, 2)]
+    source = written(datasets.Dataset.from_list(rows, features), form, tmp_path)
+    config = classification.Config(**source, labels=labels, **settings)
+    found = [row if isinstance(row, str) else row.label for _, row in parsed(config.build())]
+    assert found == expected
+
+
+def test_numbers_of_tags_and_targets_mean_the_names_in_the_dataset(tmp_path):
+    import datasets
+
+    tags = datasets.List(datasets.ClassLabel(names=["O", "B-X", "B-Y"]))
+    features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "tags": tags})
+    rows = [{"tokens": ["a", "b", "c"], "tags": [0, 2, 1]}]
+    table = datasets.Dataset.from_list(rows, features)
+    for form in ("parquet", "saved"):
+        source = written(table, form, tmp_path / form)
+        config = tagging.Config(**source, tags="tags", labels=("B-X", "O", "B-Y"))
+        ((_, row),) = parsed(config.build())
+        assert [label for *_, label in row.spans] == [1, 2, 0]
+    names = datasets.ClassLabel(names=["no", "yes"])
+    features = datasets.Features({"source": datasets.Value("string"), "target": names})
+    pairs = datasets.Dataset.from_list([{"source": "x", "target": 1}], features)
+    for form in ("parquet", "saved"):
+        source = written(pairs, form, tmp_path / f"pairs-{form}")
+        reader = table_pairs.Config(**source, labels=("yes", "no")).build()
+        assert [reader.parse_pair(record) for record in reader.records()] == [("x", "yes")]
+
+
+def written(table: Any, form: str, folder: Path) -> dict[str, Any]:
+    """The settings of a source that reads a dataset of `datasets` from a file or a folder."""
+    folder.mkdir(exist_ok=True)
+    if form == "parquet":
+        table.to_parquet(folder / "a.parquet")
+        return {"paths": (f"{folder}/a.parquet",)}
+    table.save_to_disk(folder / "saved")
+    return {"dataset": HubDataset(f"{folder}/saved")}
 
 
 def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch):
