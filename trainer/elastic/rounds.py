@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import platform
-import resource
 import selectors
 import socket
 import threading
@@ -267,6 +266,10 @@ def _allow_ranks(ranks: int) -> str:
     Returns:
         A message if the system does not allow as many; else "".
     """
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return ""
     fewest, most = (ranks * each + _OTHER_FILES for each in (_FEWEST_CONNECTIONS, _CONNECTIONS))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
