@@ -87,15 +87,15 @@ class Config:
     def read(
         self,
         columns: Callable[[Sequence[str]], list[str]],
-        data_of: Callable[[dict[str, Any], Mapping[str, list[str]]], bytes],
+        encoder: Callable[[Mapping[str, list[str]]], Callable[[dict[str, Any]], bytes]],
     ) -> Iterator[Record]:
         """Streams the rows of the split; a record's line is its row, counted from 1.
 
         Args:
             columns: chooses the columns to read, by the names of all; raises BadRecord if the
                 dataset lacks one.
-            data_of: makes the bytes of a record, or a Problem, of a row and the names of classes,
-                see `class_names`.
+            encoder: returns, for the names of classes by column (see `class_names`), the function
+                that turns a row into the bytes of a record or a Problem.
 
         Raises:
             DataError: the split cannot be opened or read.
@@ -107,12 +107,12 @@ class Config:
             except BadRecord as error:
                 yield Record(0, 1, b"", 1.0, str(error))
                 return
-        names = {} if rows.features is None else class_names(rows.features.to_dict())
+        encode = encoder({} if rows.features is None else class_names(rows.features.to_dict()))
         number, expected = 0, self._row_count(rows)
         try:
             for number, row in enumerate(rows, start=1):
                 read = min(1.0, number / expected) if expected else 0.0
-                yield Record.of(0, number, data_of(row, names), read)
+                yield Record.of(0, number, encode(row), read)
         except Exception as error:  # the loaders of `datasets` raise errors of many packages
             raise DataError(
                 f"cannot read {self.title} after row {number}: {_reason(error)}. Run the same "
@@ -139,7 +139,7 @@ class HuggingFace(Source):
     config: Config
 
     def records(self) -> Iterator[Record]:
-        return self.config.read(self._columns, self._text)
+        return self.config.read(self._columns, lambda _: self._text)
 
     def _columns(self, names: Sequence[str]) -> list[str]:
         found = outer_columns(self.config.field, names)
@@ -150,7 +150,7 @@ class HuggingFace(Source):
             )
         return found
 
-    def _text(self, row: dict[str, Any], _names: Mapping[str, list[str]]) -> bytes:
+    def _text(self, row: dict[str, Any]) -> bytes:
         try:
             text = value_at(row, self.config.field)
         except KeyError:

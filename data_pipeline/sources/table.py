@@ -14,8 +14,9 @@ import io
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, TypedDict
 
@@ -249,7 +250,7 @@ class TableSource(Source):
     def records(self) -> Iterator[Record]:
         for index, name in enumerate(self.files):
             if self.parts:
-                found = self.parts[index].read(self._chosen, self._encoded)
+                found = self.parts[index].read(self._chosen, self._encoder)
             else:
                 found = read_records((name,), self.splitter(suffix(name)))
             for record in found:
@@ -292,18 +293,29 @@ class TableSource(Source):
             for index in range(batch.num_rows):
                 yield from self._batch_rows(batch.slice(index, 1))
             return
-        names = parquet.class_names_of(batch.schema)
-        for row in rows:
-            yield self._encoded(row, names)
+        yield from map(self._encoder(parquet.class_names_of(batch.schema)), rows)
 
-    def _encoded(self, row: dict[str, object], class_names: Mapping[str, Sequence[str]]) -> bytes:
-        """Encodes a row as the bytes of a record; a Problem if a text of it is not valid."""
-        # A dataset may number these labels in another order, or more labels beside them. Where the
-        # labels have other names than there, the numbers count.
+    def _encoder(
+        self, class_names: Mapping[str, Sequence[str]]
+    ) -> Callable[[dict[str, object]], bytes]:
+        """Returns the function that encodes rows of a table with these names of classes."""
+        # A dataset may number the labels in another order, or have more of them. If its labels
+        # have other names, the numbers count.
+        renamed = {}
         for name, labels in self.numbered.items():
             names = tuple(class_names.get(name, ()))
             if names != labels and set(labels).issubset(names):
-                row[name] = with_class_names(row[name], names)
+                renamed[name] = names
+        return partial(self._encoded, renamed)
+
+    def _encoded(self, renamed: Mapping[str, Sequence[str]], row: dict[str, object]) -> bytes:
+        """Encodes a row as the bytes of a record; a Problem if a text of it is not valid.
+
+        Args:
+            renamed: the names of classes, for columns with numbers that these names replace.
+        """
+        for name, names in renamed.items():
+            row[name] = with_class_names(row[name], names)
         # Files of older programs have texts as bytes, in UTF-8.
         for name in self.columns:
             if isinstance(content := row.get(name), bytes):

@@ -145,11 +145,11 @@ def render(chosen: Sequence[Case], digests: dict[Case, str]) -> str:
         )
     return f"""# Conformance: bitwise runs
 
-Written by `make conformance` (tests/conformance/exact_matrix.py): {len(chosen)} runs with `training.exact: bitwise`, dropout 0.1 and units of 2
-examples, in real processes that talk over gloo. After {STEPS} or {MORE_STEPS} steps, the SHA-256 of all weights and optimizer state was equal to the
-one of a single process in every case. The cases are a covering array: each pair of a task, precision, number of processes (1 to 7), strategy and
-number of loader threads (0 or 3) is in one of them, as far as it is possible. [conformance.md](conformance.md) explains the tasks. `hsdp` is FSDP2 in two
-replicas.
+Written by `make conformance` (tests/conformance/exact_matrix.py): {len(chosen)} runs with `training.exact: bitwise`, dropout 0.1
+and units of 2 examples, in real processes that talk over gloo. After {STEPS} or {MORE_STEPS} steps, the SHA-256 of all weights and
+optimizer state was equal to the one of a single process in every case. The cases are a covering array: each pair of a
+task, precision, number of processes (1 to 7), strategy and number of loader threads (0 or 3) is in one of them, as far
+as it is possible. [conformance.md](conformance.md) explains the tasks. `hsdp` is FSDP2 in two replicas.
 
 | task | precision | steps | processes and strategies | SHA-256 |
 |---|---|---|---|---|
