@@ -57,6 +57,10 @@ class Lease:
         lease = cls(root, 1 + max([0, *history.lease_numbers(names), *named]))
         if not files.create(root / history.lease_name(lease.number), lease._content()):
             return None
+        # Another process may have taken this number and a third the next one, and removed the
+        # file below after `names` was read. A number then exists twice, but never the newest.
+        if lease._newest() != lease.number:
+            return None
         # Leases of commands that save nothing, such as studies, would become ever more.
         for number in history.lease_numbers(names):
             record = history.read_record(root, number)
@@ -71,7 +75,7 @@ class Lease:
             SupersededError: one has.
             CheckpointError: the folder cannot be listed.
         """
-        newest = max(history.lease_numbers(files.names(self.root)), default=0)
+        newest = self._newest()
         if newest != self.number:
             raise SupersededError(
                 f"another training has taken {self.root} over, as this one gave no sign of life "
@@ -156,6 +160,9 @@ class Lease:
         if found:  # rarely; an earlier save may have removed them
             found.intersection_update(files.names(self.root))
         return [self.root / name for name in sorted(found)]
+
+    def _newest(self) -> int:
+        return max(history.lease_numbers(files.names(self.root)), default=0)
 
     def _content(self) -> bytes:
         record = self._record

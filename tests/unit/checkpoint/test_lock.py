@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import fork
-from trainer.checkpoint import files, lock
+from trainer.checkpoint import files, history, lock
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import Group, Lock, Owner, only_writer
@@ -242,6 +242,21 @@ def test_of_several_that_start_at_once_one_gets_the_lease(folder: Location) -> N
         if lease is not None and lease is not newest:
             with pytest.raises(SupersededError, match="another training has taken"):
                 lease.check()
+
+
+def test_a_number_that_was_removed_is_not_taken_again(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process pauses between its look and its lease; three others take the folder meanwhile."""
+    files.make_folder(folder)
+    look = files.names
+    seen = look(folder)
+    for _ in range(3):
+        assert Lease.take(folder) is not None
+    assert history.lease_numbers(look(folder)) == [3]
+    looks = [seen]
+    monkeypatch.setattr(files, "names", lambda of: looks.pop() if looks else look(of))
+    assert Lease.take(folder) is None
 
 
 def test_checkpoints_may_lie_among_what_else_the_run_writes(
