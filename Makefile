@@ -12,7 +12,7 @@ XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos bench bench-gpu bench-scale clean
+.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos fuzz bench bench-gpu bench-scale clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -89,6 +89,10 @@ conformance: install  ## the full same-step matrix (35 minutes; resumes), writte
 chaos: install  ## faults of all kinds (an hour and a half; those of networks need root); what each has cost is written to docs/reliability.md
 	$(BIN)/python -m pytest -m chaos --ignore tests/chaos/test_faults.py
 	$(BIN)/python -m tests.chaos.table
+	$(BIN)/python -m tests.fail_points
+
+fuzz: install  ## hostile files for all readers (an hour, or FUZZ_SECONDS; continues); what was tried is written to docs/security.md
+	nice $(BIN)/python -m tests.fuzz.run --seconds $(or $(FUZZ_SECONDS),3600)
 
 bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS=FILES names JSON Lines to work on
 	@for name in $(DATA_BENCHMARKS); do \

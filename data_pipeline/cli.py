@@ -126,6 +126,7 @@ def _add_verify(commands: Commands) -> None:
         "Prints a line for each problem, and exits with 1 if there is any. Files of which the\n"
         "manifest has no hash are listed, too.\n\n"
         "example:\n  samestep data verify datasets/python_docs",
+        looks=True,
     )
     _add_folder(parser)
 
@@ -140,6 +141,7 @@ def _add_inspect(commands: Commands) -> None:
         "epoch and the fraction of positions with text, with one special token before and one\n"
         "after each chunk of a document.\n\n"
         "example:\n  samestep data inspect datasets/python_docs --plot lengths.png",
+        looks=True,
     )
     _add_folder(parser)
     parser.add_argument("--plot", metavar="FILE", help="also plot the tables into this image")
@@ -189,6 +191,7 @@ def _add_push(commands: Commands) -> None:
         "last, so nobody can train on an incomplete copy. Endpoint and credentials are found\n"
         "where the store's own tools find them.\n\n"
         "example:\n  samestep data push datasets/python_docs s3://bucket/python_docs",
+        looks=True,
     )
     # A dataset at an address was pushed there before.
     _add_folder(parser, "folder")
@@ -237,10 +240,9 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from data_pipeline.building.verify import unsealed, verify
     from data_pipeline.reading.remote import load_manifest
+    from trainer.terminal import Console
 
     # Shell completion ends folders with a slash, and an address with two has no such object.
     location = args.folder.rstrip("/")
@@ -262,10 +264,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from data_pipeline.inspection.report import inspect, plot, report
     from data_pipeline.reading.dataset import Dataset
+    from trainer.terminal import Console
 
     # Opening checks the sizes of all shards, so a damaged dataset is named at once.
     inspection = inspect(Dataset.open(args.folder))
@@ -276,9 +277,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from data_pipeline.inspection.show import show
+    from trainer.terminal import Console
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
     return EXIT_DONE

@@ -142,9 +142,8 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from launch import table
+    from trainer.terminal import Console
 
     table.show(Console(highlight=False, markup=False), everything=args.all)
     return EXIT_DONE

@@ -12,31 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from launch.credentials import has_key, is_secret, secret_in
+from trainer.addresses import credential_in
 from trainer.errors import ConfigError
 
-SECRET_ADDRESS = re.compile(
-    r"(?<!\bhf)(?<!ssh)://[^/\s]*@(?!sha256:)"
-    r"|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
-    re.IGNORECASE,
-)
-"""A URL with a password or a signature in it."""
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(
-    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
-)
-_HARMLESS = re.compile(
-    r"(^|_)(FILE|PATH|DIR|DISABLE)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE
-)
-_PLAIN = re.compile(r"[~.]*/\S*|\d{1,3}|true|false", re.IGNORECASE)  # a path, number or switch
-_OPTION = re.compile(r"--?[\w-]*(api[-_]?key|token|secret|password|passwd)", re.IGNORECASE)
-# NAME=value, --option value or `wandb login` value in a line of shell. The value is a literal: one
-# that begins with $, ` or < is read from elsewhere.
-_GIVEN = re.compile(
-    r"(?<![\w.-])(--?[\w-]+(?=[ =])|\w+(?==)|wandb login(?= \w))"
-    r"""[ =]["']?([^\s"'$`<][^\s"'$`;&|)]*)"""
-)
-_REFERENCE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
 _KEPT = (
     "and what is written here is kept in files that others can read. Set it in the environment "
     "that you submit from, or name it under secrets if this kind of cluster has that."
@@ -177,10 +157,10 @@ def check_variables(variables: Mapping[str, str]) -> None:
                 f"variables.{name} is not the name of an environment variable. Use letters, "
                 "digits, _."
             )
-        if _is_secret(name, value):
+        if credential := credential_in(value):
+            raise ConfigError(f"variables.{name} has {credential} in a URL, {_KEPT}")
+        if is_secret(name, value) or has_key(value):
             raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")
-        if SECRET_ADDRESS.search(value):
-            raise ConfigError(f"variables.{name} has a password or a signature in a URL, {_KEPT}")
 
 
 def check_secrets(secrets: Mapping[str, str], reference: re.Pattern[str], form: str) -> None:
@@ -208,14 +188,5 @@ def check_setup(lines: Iterable[str]) -> None:
         ConfigError: naming what the secret is given to.
     """
     for line in lines:
-        for name, value in _GIVEN.findall(line):
-            option = _OPTION.fullmatch(name) and not _PLAIN.fullmatch(value)
-            if option or name == "wandb login" or (name[0] != "-" and _is_secret(name, value)):
-                raise ConfigError(f"setup: the value of {name} looks like a secret, {_KEPT}")
-        if SECRET_ADDRESS.search(_REFERENCE.sub("/", line)):
-            raise ConfigError(f"setup has a password or a signature in a URL, {_KEPT}")
-
-
-def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a secret, rather than a path to one, or a switch."""
-    return bool(_SECRET.search(name)) and not (_HARMLESS.search(name) or _PLAIN.fullmatch(value))
+        if holder := secret_in(line):
+            raise ConfigError(f"setup: {holder} looks like a secret, {_KEPT}")

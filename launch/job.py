@@ -49,7 +49,7 @@ class JobSpec:
     directory: Path
     code: bool = False
     tasks: int = 1
-    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
     stop_seconds: float = 120.0
 
     @property

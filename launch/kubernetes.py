@@ -76,9 +76,10 @@ class Config(NodeCluster):
             {key: spot, operator: Exists}.
         labels: further labels of all objects.
         annotations: of the pods, as for networks and schedulers.
-        patch: changes of the rendered objects, by kind: ConfigMap, Service, Job, JobSet, or Pod.
-            Mappings are merged, null deletes a key, lists are merged by the mountPath or name of
-            their items, and other lists are replaced. docs/kubernetes.md has examples.
+        patch: changes of the rendered objects, by kind: ConfigMap, NetworkPolicy, Service,
+            Job, JobSet, or Pod. Mappings are merged, null deletes a key, lists are merged by the
+            mountPath or name of their items, and other lists are replaced. docs/kubernetes.md has
+            examples.
         user: user id of the processes, and group id of volumes. None is 10001, as in the images of
             docker/, and for TPUs 0: their devices belong to root, who alone may lock enough memory
             for them.
@@ -206,12 +207,15 @@ class Config(NodeCluster):
         return f"{self.nodes_in_words} x {self.tpu.chips_per_node} TPU chips"
 
     def render(self, job: JobSpec) -> Submission:
-        """One manifest: the configuration, the job, and a service where pods need names."""
+        """One manifest: the configuration, the network policy, the job, and maybe a service."""
         check_sigterm(job, "Kubernetes")
         name = manifest.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
         place = {"name": name, "namespace": self.namespace}
-        objects = [fill(manifest.CONFIG_MAP, **place, labels=labels, config=job.config)]
+        objects = [
+            fill(manifest.CONFIG_MAP, **place, labels=labels, config=job.config),
+            fill(manifest.POLICY, **place, labels=labels),
+        ]
         build, jobset = job.action == "build", self.controller == "jobset"
         if build:
             spec = self._build(job, labels)

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from launch.job import CANCEL, EXIT, State
 from trainer.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
+from trainer.untrusted import read_regular
 
 _POLL_SECONDS = 0.5
 _CHUNK = 2**16
+_MOST_BYTES = 64  # of a file with an exit code
 
 
 def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS) -> Iterator[str]:
@@ -58,7 +60,7 @@ def exit_code(folder: Path, tasks: int = 1) -> int | None:
     """The greatest exit code of a job's tasks; None until all of them have left one."""
     files = [folder / EXIT, *folder.glob(f"{EXIT}-*")]
     try:
-        codes = [int(file.read_text()) for file in files if file.exists()]
+        codes = [int(read_regular(file, _MOST_BYTES)) for file in files if file.exists()]
     except (OSError, ValueError):
         codes = []
     return max(codes) if len(codes) == tasks else None

@@ -6,22 +6,25 @@ import json
 import logging
 import os
 import re
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import yaml
+from typing import Annotated, Any
 
 from launch.job import Cluster, Record
 from trainer.config import Kinds, decode
+from trainer.config.tree import parse_file
 from trainer.environment import expand_home
 from trainer.errors import ConfigError, LaunchError
+from trainer.stored_json import JsonError, Matching, Seconds, checked, parse_json
+from trainer.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 
 KINDS = Kinds("launch")
 CLUSTER = "cluster.yaml"
 _FILE = "jobs.jsonl"
+_MOST_BYTES = 2**20  # of the description of a cluster
 
 
 def state_folder() -> Path:
@@ -56,7 +59,7 @@ def newest_first() -> list[Record]:
         if line:
             try:
                 found.append(_parse(line))
-            except (ValueError, TypeError, KeyError):
+            except JsonError:
                 logger.warning(
                     "%s, line %d is no job of this version of samestep; skipping it", file, number
                 )
@@ -67,11 +70,29 @@ def newest_first() -> list[Record]:
 
 
 def _parse(line: bytes) -> Record:
-    tree = json.loads(line)
-    texts = {name: tree[name] for name in ("id", "kind", "name", "output")} | tree.get("about", {})
-    if not all(isinstance(text, str) for text in texts.values()):
-        raise TypeError(texts)
-    return Record(**{**tree, "folder": Path(tree["folder"]), "time": float(tree["time"])})
+    tree = parse_json(line, dict[str, Any])
+    row = checked(tree, _Row)
+    for name in tree.keys() - asdict(row).keys():  # a newer version knows how to treat this job
+        raise JsonError("is not known to this version", (name,))
+    for name in row.about.keys() & {"pid", "tasks"}:
+        checked(row.about[name], _Digits)
+    return Record(**{**asdict(row), "folder": Path(row.folder)})
+
+
+_Digits = Annotated[str, Matching("[0-9]{1,18}")]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the file: a `Record`, with the folder as text."""
+
+    id: str
+    kind: str
+    name: str
+    output: str
+    folder: str
+    time: Seconds
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 def find(job: str) -> Record:
@@ -104,9 +125,9 @@ def cluster_of(record: Record) -> Cluster:
     """
     file = record.folder / CLUSTER
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = parse_file(read_regular(file, _MOST_BYTES), file)
         return decode(Annotated[Cluster, KINDS], tree, "cluster")
-    except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, ConfigError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, ConfigError) as error:
         raise LaunchError(
             f"{file}, which says where job {record.id} was submitted to, cannot be read: {error}. "
             f"Use the cluster's own commands for the job, or remove {record.folder} to forget it."

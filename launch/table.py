@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TypedDict
 
-import yaml
-from rich.console import Console
 from rich.table import Table
 
 from launch import records
 from launch.job import CONFIG, Cluster, Record, State
-from trainer.errors import LaunchError
+from trainer.config.tree import parse_file
+from trainer.errors import ConfigError, LaunchError
+from trainer.stored_json import Count, checked, parse_json
+from trainer.terminal import Console
+from trainer.untrusted import open_regular, read_regular
 
 logger = logging.getLogger(__name__)
 
 _ENDED = 10  # listed jobs that have ended
 _TAIL_BYTES = 2**16
+_MOST_BYTES = 2**20  # of a configuration
 _HEADINGS = ("JOB", "KIND", "STATE", "STEP", "RESTARTS", "NODES", "AGE", "OUTPUT")
 
 
@@ -84,14 +87,23 @@ def _cluster(of_kind: list[Record]) -> Cluster:
 def _step(record: Record) -> str:
     """The last logged step and the number of steps; empty if it is not visible from here."""
     try:
-        config = yaml.safe_load((record.folder / CONFIG).read_text(encoding="utf-8"))
-        with (Path(record.output) / "metrics.jsonl").open("rb") as file:
+        config = read_regular(record.folder / CONFIG, _MOST_BYTES)
+        training = parse_file(config, record.folder / CONFIG).get("training") or {}
+        with open_regular(Path(record.output) / "metrics.jsonl") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            last = json.loads(file.read().splitlines()[-1])
-        return f"{last['step']}/{(config.get('training') or {}).get('steps', '?')}"
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError):
+            last = parse_json(file.read(_TAIL_BYTES).splitlines()[-1], _Row)
+        return f"{last['step']}/{checked(training, _Training).get('steps', '?')}"
+    except (OSError, ValueError, LookupError, ConfigError):
         return ""  # either file may be cut short
+
+
+class _Row(TypedDict):
+    step: Count
+
+
+class _Training(TypedDict, total=False):
+    steps: Count | str
 
 
 def _restarts(record: Record) -> int:
@@ -112,4 +124,4 @@ def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
-    return f"{seconds:.0f}s"
+    return f"{max(0, seconds):.0f}s"  # the clock may have been set back

@@ -6,6 +6,7 @@ A small real dataset, an experiment on it, and the `samestep` command.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -254,6 +255,9 @@ def faulty_s3(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyP
     }
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
     monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
+    monkeypatch.setattr("trainer.storage.attempts._PATIENCE", (0.01,) * 20)
+    monkeypatch.setattr("trainer.storage.attempts._answered", {})
+    monkeypatch.setattr("trainer.storage.attempts._renewed", {"at": -math.inf})
     return s3_proxy
 
 

@@ -1,10 +1,13 @@
-"""Random damage to files, undone afterwards, and a tar that is less than it declares."""
+"""Damage to files, undone afterwards, files that cannot be read, and a tar of few bytes."""
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import signal
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,3 +43,58 @@ def sparse_tar(name: str, size: int) -> bytes:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header) + bytes(3 * tarfile.BLOCKSIZE)
+
+
+SECONDS = 5  # for one reading; a FIFO or /dev/zero takes for ever
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+KINDS: Sequence[Callable[[Path], None]] = (_fifo, _endless, _folder, _dangling)
+
+
+def with_unreadable_files(folder: Path) -> Iterator[str]:
+    """Replaces each file below a folder by each kind, and restores it; yields a description."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    for path in files:
+        kept = folder.parent / "kept"
+        path.rename(kept)
+        for make in KINDS:
+            make(path)
+            yield f"{path.relative_to(folder)} is a{make.__name__.replace('_', ' ')}"
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        kept.rename(path)
+
+
+class TooLong(BaseException):
+    """No OSError, which the code under test would explain."""
+
+
+@contextmanager
+def time_limit(what: str) -> Iterator[None]:
+    """Raises a `TooLong` if the block takes longer than `SECONDS`."""
+
+    def ring(_signal: int, _frame: object) -> None:
+        raise TooLong(what)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

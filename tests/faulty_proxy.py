@@ -29,6 +29,7 @@ class FaultyProxy(QuietServer):
         always: the fault of all requests after these.
         delay: seconds that a late answer is late.
         first_fault: when the first of them happened, in seconds since 1970.
+        key: the access key whose requests are answered, others get 403; None: any.
         ranges: whether requests for a part of an object get that part; else they get all of it.
         requests: the method and path of each request so far.
     """
@@ -45,6 +46,7 @@ class FaultyProxy(QuietServer):
         self.always: Fault = None
         self.delay = 1.0
         self.first_fault = math.inf
+        self.key: str | None = None
         self.ranges = True
         self.requests: list[str] = []
 
@@ -68,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.server.faults.pop(0) if self.server.faults else self.server.always
+        if self.server.key and f"={self.server.key}/" not in self.headers["Authorization"]:
+            fault = 403
         self.server.requests.append(f"{self.command} {self.path}")
         if fault is not None:
             self.server.first_fault = min(self.server.first_fault, time.time())

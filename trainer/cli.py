@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainer.errors import (
     ConfigError,
     LaunchError,
     SamestepError,
+    fix_of,
 )
 from trainer.inference.cli import register_fill
 from trainer.inspect.cli import (
@@ -46,7 +48,8 @@ logger = logging.getLogger(__name__)
 # Failures of the machine that need no stack trace: no space, no permission, no folder, ...
 _USERS_ERRNO = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE),
+    *(errno.EIO, errno.ESTALE, errno.ENOLCK),
 }
 
 _NO_HOME = "Could not determine home directory."  # of pathlib, also in libraries
@@ -299,11 +302,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _certify(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.accelerators import detect
     from trainer.elastic import agent
     from trainer.inspect.certify.run import certify, read
+    from trainer.terminal import Console
 
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes is {args.processes}. Use 1 or more.")
@@ -426,14 +428,12 @@ def _with_page(error: ConfigError) -> str:
 
 
 def _nobody_reads() -> bool:
-    """Whether stdout is a pipe to a command that has ended, such as `head`; drops the rest then."""
+    """Whether stdout is a pipe to a command that has ended, such as `head`."""
     try:
         # A long write that has failed left nothing to flush, so write once more.
         sys.stdout.write("\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout again at exit, which must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
 
@@ -446,18 +446,37 @@ def _rank() -> int | None:
         return None
 
 
+def _call(args: argparse.Namespace) -> int:
+    """Runs the chosen sub-command; one that only looks imports no module that a folder names."""
+    run: Callable[[argparse.Namespace], int] = args.run
+    if args.looks is None:
+        return run(args)
+    from trainer.config import own_modules  # takes longer to import than a command's --help
+
+    with own_modules.refused(args.looks):
+        return run(args)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; returns the exit code. Users' mistakes get one paragraph on stderr."""
     # Huge pages save a tenth of a small model's step on a CPU. torch reads this on import.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    environment.write_any_text()
+    environment.prepare_streams()
+    try:
+        return _run(arguments)
+    finally:  # also of --help, and of a command that has failed
+        with suppress(OSError):  # said already, or nobody can be told
+            environment.flush_output()
+
+
+def _run(arguments: list[str] | None) -> int:
     args = _parse(arguments)
     rank = _rank()
     under_launcher = rank is not None
     log.set_up(rank, verbose=args.verbose)
     try:
-        code: int = args.run(args)
-        sys.stdout.flush()
+        code = _call(args)
+        environment.flush_output()
     except KeyboardInterrupt:
         if not under_launcher:  # the launcher logs it once for all processes
             logger.error("interrupted")
@@ -471,6 +490,8 @@ def main(arguments: list[str] | None = None) -> int:
             isinstance(error, OSError) and error.errno in _USERS_ERRNO
         )
         text = _with_page(error) if isinstance(error, ConfigError) else str(error)
+        if isinstance(error, OSError) and (fix := fix_of(error)):
+            text = f"{error.filename or 'a file'}: {error.strerror}; {fix}"
         logger.error("error: %s", text, exc_info=args.traceback or not explained)
         code = EXIT_FAILED if explained else EXIT_CRASHED
         if isinstance(error, SamestepError):

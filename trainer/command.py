@@ -19,6 +19,7 @@ def add_command(
     summary: str,
     epilog: str,
     description: str | None = None,
+    looks: bool = False,
 ) -> argparse.ArgumentParser:
     """Adds a sub-command; returns its parser, for its arguments.
 
@@ -27,6 +28,8 @@ def add_command(
         summary: a line for the list of commands, without a capital and a full stop.
         epilog: end of the command's own help: details, an example.
         description: beginning of the command's own help; None takes the summary.
+        looks: the command only looks at a folder, which may be a stranger's: no module that a kind
+            in it names is imported.
     """
     parser = commands.add_parser(
         name,
@@ -35,7 +38,7 @@ def add_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=parser.prog if looks else None)
     return parser
 
 

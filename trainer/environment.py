@@ -5,8 +5,12 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from trainer.errors import ConfigError, LaunchError
 
@@ -86,15 +90,114 @@ def expand_home(path: str, instead: str) -> Path:
         ) from None
 
 
-def write_any_text() -> None:
-    """Lets stdout and stderr write text that their encoding lacks, as on a latin-1 terminal.
+# All of C0 but tabs and line breaks, C1, and what reverses the order of text. Ordinary text in
+# Arabic or Hebrew needs none of the latter.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
 
-    Signs such as arrows become plain ones, and other characters \\u escapes.
+
+def visible(text: str) -> str:
+    """Escapes the characters that a terminal obeys instead of showing them.
+
+    A name in a stranger's data, model or bucket could otherwise move the cursor, hide or change
+    what is printed, or set the clipboard. The escapes are JSON's, so that JSON stays the same.
+    """
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class Output:
+    """A standard stream in which all text is `visible`.
+
+    Attributes:
+        rich_proxied_file: the stream itself. Rich looks for this name, to write its own colors and
+            cursor moves; see `trainer.terminal`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+class _Lossy:
+    """A stream that may fail: a run does not end with its terminal, or its messages' reader."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def prepare_streams() -> None:
+    """Lets commands write any text to stdout and stderr, whatever these are.
+
+    Control characters are escaped, see `visible`. In an encoding without them, such as latin-1,
+    signs such as arrows become plain ones, and other characters \\u escapes. A closed stream takes
+    and drops everything.
     """
     codecs.register_error("samestep", _replace)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _closed(descriptor))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="samestep")
+    if not isinstance(sys.stdout, Output):
+        sys.stdout = cast(TextIO, Output(sys.stdout))
+    if not isinstance(sys.stderr, Output):
+        sys.stderr = cast(TextIO, Output(cast(TextIO, _Lossy(sys.stderr))))
+
+
+def _closed(descriptor: int) -> TextIO:
+    """Opens a standard stream that the parent process has closed, as `command >&-` does."""
+    # Otherwise the next file would get its number, and what child processes print.
+    with suppress(OSError):
+        os.fstat(descriptor)  # a file has it already
+        descriptor = -1
+    opened = os.open(os.devnull, os.O_RDWR)
+    if descriptor in (opened, -1):
+        os.set_inheritable(opened, descriptor == opened)
+    else:
+        os.dup2(opened, descriptor)
+        os.close(opened)
+        opened = descriptor
+    return open(opened, "r+" if descriptor < 0 else "r" if descriptor == 0 else "w")
+
+
+def flush_output() -> None:
+    """Writes what is left of the output. It is no error if the reader, such as `head`, has ended.
+
+    Raises:
+        OSError: it cannot be written; it is then dropped.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes stdout again at exit, which must not fail.
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:

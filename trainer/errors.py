@@ -4,6 +4,8 @@ Each message names the problem, the offending value and the fix, in one paragrap
 errors stay plain `assert`s and exceptions: they keep their stack trace.
 """
 
+import errno
+
 # Codes above 2 have the meaning of sysexits.h, except EXIT_REGROUP.
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -93,6 +95,26 @@ class MissingExtra(ConfigError):
         super().__init__(
             f"{purpose} needs the package {package!r}; install it with: {install_command(extra)}"
         )
+
+
+_FIXES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "raise the quota of this user, or free some space",
+    errno.EIO: "check the disk, or the network file system",
+    errno.ESTALE: "check the network file system, where the file was replaced, and try again",
+    errno.EMFILE: "raise the limit of open files of a process (ulimit -n)",
+    errno.ENFILE: "close other programs, as the machine has too many open files",
+    errno.ENOLCK: "use a file system with file locks",
+    errno.EROFS: "use a file system that is not mounted read-only",
+}
+
+
+def fix_of(error: OSError, otherwise: str = "") -> str:
+    """What a user can do about an error of the file system; `otherwise` if its number says little.
+
+    All of these are failures of the machine, not of the program.
+    """
+    return _FIXES.get(error.errno or 0, otherwise)
 
 
 def install_command(*extras: str) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from trainer.errors import SamestepError
+from trainer.terminal import Console
 
 State = Literal["ok", "warning", "failed"]
 

@@ -8,8 +8,21 @@ import sys
 import warnings
 from pathlib import Path
 
+from trainer.addresses import shown
+from trainer.environment import visible
+
 FILES = "SAMESTEP_LOGS"
 """Environment variable with a folder for a log file of each rank, INFO included."""
+
+
+class _Formatter(logging.Formatter):
+    """Leaves credentials out of addresses, and shows control characters, whoever logs them.
+
+    Rich would obey some of these, above a progress line.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(shown(super().format(record)))
 
 
 class _StderrHandler(logging.Handler):
@@ -31,13 +44,13 @@ def set_up(rank: int | None = None, verbose: bool = False) -> None:
     prefix = "" if not rank else f"[rank {rank}] "
     level = logging.DEBUG if verbose else logging.INFO
     stderr = _StderrHandler(logging.WARNING if rank else level)
-    stderr.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    stderr.setFormatter(_Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handlers: list[logging.Handler] = [stderr]
     folder = os.environ.get(FILES)
     # Only workers write files: the launcher, which has no rank, would write to rank 0's.
     if folder and rank is not None and os.path.isdir(folder):
         file = logging.FileHandler(Path(folder) / f"rank-{rank:05}.log")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(file)
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "data_pipeline", "launch"):

@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.environment import prepare_streams
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from trainer.terminal import Console
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,15 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         # Imported here, as `samestep --help` must be fast.
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
+        from trainer.terminal import Console
+
         def text(field: str) -> TextColumn:
-            return TextColumn(f"{{task.fields[{field}]}}", table_column=Column(no_wrap=True))
+            return TextColumn(
+                f"{{task.fields[{field}]}}", markup=False, table_column=Column(no_wrap=True)
+            )
 
         self.console = console or Console(stderr=True)
         self.on_terminal = total is not None and self.console.is_terminal
@@ -86,6 +91,7 @@ class Progress:
         """Draws the line, if there is a terminal."""
         self._bar.start()
         if self.on_terminal:
+            prepare_streams()  # Rich has replaced them, and would obey control characters
             self.console.show_cursor()  # a killed process could not restore it
 
     def stop(self) -> None:

@@ -28,6 +28,7 @@ from data_pipeline.tokenizers import sentences
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.examples import TaskRow
 from trainer.storage import atomic_write, write_text
+from trainer.stored_json import JsonError, read_json
 
 LEFT_OUT = (DUPLICATE, CONTAMINATED) = ("repeats an earlier document", "contains text of the test")
 """Reasons for leaving a document out on purpose."""
@@ -178,11 +179,8 @@ class Outcome:
         """Reads it; None if it does not exist or is damaged."""
         try:
             # Whatever is wrong with it, the unit is simply built again.
-            tree = json.loads(path.read_bytes())
-            tree["rejected"] = tuple(map(tuple, tree["rejected"]))
-            tree["shards"] = {split: ShardInfo(**info) for split, info in tree["shards"].items()}
-            return cls(**tree)
-        except (OSError, ValueError, KeyError, TypeError):
+            return read_json(path, cls)
+        except (OSError, JsonError):
             return None
 
 

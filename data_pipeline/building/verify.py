@@ -10,9 +10,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from data_pipeline.building.progress import Meter
-from data_pipeline.format.manifest import MANIFEST, Manifest
+from data_pipeline.format.manifest import MANIFEST, MOST_BYTES, Manifest
 from data_pipeline.reading.counts import parse_counts
 from data_pipeline.reading.remote import (
     SENTENCEPIECE_MODEL,
@@ -24,6 +25,8 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer import storage
 from trainer.errors import DataError, StorageError
 from trainer.storage import Digest
+from trainer.stored_json import parse_json
+from trainer.untrusted import open_regular, read_regular
 
 SMALL_FILES = (
     *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
@@ -38,7 +41,7 @@ def small_files(folder: Path) -> dict[str, Digest]:
     digests = {}
     for name in SMALL_FILES:
         if (folder / name).exists():
-            with (folder / name).open("rb") as file:
+            with open_regular(folder / name) as file:
                 digests[name] = Digest.of(file)
     return digests
 
@@ -108,7 +111,7 @@ def _names(location: str) -> Iterator[str]:
 def _manifest_problems(location: str) -> list[str]:
     """Compares the bytes of a manifest with those that a build writes for its content."""
     content = _read(location, MANIFEST)
-    tree = json.loads(content)
+    tree = parse_json(content, dict[str, Any], MOST_BYTES)
     written = json.dumps(tree, indent=1, sort_keys=True) + "\n"
     is_same = "checksum" not in tree or content == written.encode()
     return [] if is_same else [f"{MANIFEST}: its bytes have changed"]
@@ -136,7 +139,7 @@ def _cache_problem(location: str, name: str) -> str | None:
 
 def _read(location: str, name: str) -> bytes:
     path = f"{location}/{name}"
-    return storage.read(path) if storage.is_url(path) else Path(path).read_bytes()
+    return storage.read(path) if storage.is_url(path) else read_regular(Path(path))
 
 
 def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
@@ -156,7 +159,7 @@ def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
 def _problem(location: str, name: str, expected: Digest) -> str | None:
     path = f"{location}/{name}"
     try:
-        with storage.open(path) if storage.is_url(path) else open(path, "rb") as file:
+        with storage.open(path) if storage.is_url(path) else open_regular(Path(path)) as file:
             # The size first: a truncated file needs no reading.
             size = file.seek(0, io.SEEK_END)
             if size != expected.bytes:

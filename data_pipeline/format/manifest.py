@@ -13,19 +13,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trainer.config import Tree, renamed
 from trainer.errors import DataError
 from trainer.storage import Digest, write_text
+from trainer.stored_json import JsonError, checked, parse_json
 from trainer.tasks import TASKS, TaskKind
+from trainer.untrusted import is_plain, open_regular, read_regular
 
 SPLIT_UP = "split the text into several (source.document=paragraph for plain text)"
 """What to do with a corpus of one document, of which none can be held out."""
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MOST_BYTES = 2**30  # of a manifest, with some millions of shards
 
 _SMALL_FILE = re.compile(r"(tokenizer/)?\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -150,7 +154,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except FileNotFoundError:
             if not folder.exists():
                 raise DataError(
@@ -174,10 +178,10 @@ class Manifest:
             DataError: the manifest is damaged or of another version.
         """
         try:
-            tree = json.loads(content)
-        except (ValueError, RecursionError) as error:  # deeply nested brackets
+            tree = parse_json(content, dict[str, Any], MOST_BYTES)
+        except JsonError as error:
             raise DataError(f"cannot read {path}: {error}. Build the dataset again.") from error
-        version = tree.get("format") if isinstance(tree, dict) else None
+        version = tree.get("format")
         if version != FORMAT:
             raise DataError(
                 f"{path} has format {version!r}, but this program reads format {FORMAT}. Build the "
@@ -190,14 +194,7 @@ class Manifest:
                 "it, or build the dataset again."
             )
         try:
-            splits = {
-                name: tuple(ShardInfo(**shard) for shard in shards)
-                for name, shards in tree["splits"].items()
-            }
-            if (small_files := tree.get("small_files")) is not None:
-                tree["small_files"] = {name: Digest(**info) for name, info in small_files.items()}
-            tree = renamed.current(tree)
-            manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
+            manifest = checked(renamed.current(tree), cls)
             _check(manifest)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}). Build the dataset again.") from error
@@ -217,7 +214,7 @@ class Manifest:
                 continue
             path = folder / name
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     is_same = Digest.of(file) == digest
             except OSError as error:
                 raise DataError(f"cannot read {path}: {error}. Copy it again.") from error
@@ -266,7 +263,7 @@ def _check(manifest: Manifest) -> None:
     for split, shards in manifest.splits.items():
         for index, shard in enumerate(shards):
             entry = f"splits.{split}.{index}"
-            if not (isinstance(shard.name, str) and _PLAIN_NAME.fullmatch(shard.name)):
+            if not (is_plain(shard.name) and _PLAIN_NAME.fullmatch(shard.name)):
                 raise ValueError(f"{entry}.name is {shard.name!r}, not the plain name of a file")
             numbers = {"documents": shard.documents, "tokens": shard.tokens, "bytes": shard.bytes}
             _check_file(entry, shard.sha256, numbers)

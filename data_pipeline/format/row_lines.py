@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from trainer.examples import TaskRow
+from trainer.stored_json import parse_json
 
 _NAMES = {field.name for field in dataclasses.fields(TaskRow)}
 
@@ -23,11 +24,8 @@ def load(line: bytes) -> TaskRow:
     Raises:
         ValueError: the line is not a row.
     """
-    try:
-        tree = json.loads(line)
-    except RecursionError:
-        raise ValueError("a row is nested too deeply") from None
-    if not isinstance(tree, dict) or not tree.keys() <= _NAMES or "texts" not in tree:
+    tree = parse_json(line, dict[str, Any])
+    if not tree.keys() <= _NAMES or "texts" not in tree:
         raise ValueError("a row is not an object with the fields of a row")
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()

@@ -45,6 +45,7 @@ from data_pipeline.format.manifest import ShardInfo
 from trainer.errors import CorruptError, DataError
 from trainer.examples import TaskRow
 from trainer.storage import atomic_write
+from trainer.untrusted import open_regular
 
 # numpy parses headers as Python code. In CPython 3.11.7, threads that do so at the same time
 # sometimes fail with SystemError ("AST constructor recursion depth mismatch"), and a good shard
@@ -131,7 +132,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def file_sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -277,7 +278,7 @@ def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
         CorruptError: the SHA-256 differs.
         DataError: the file is missing or unreadable.
     """
-    with _failure_explained(str(path)), path.open("rb") as file:
+    with _failure_explained(str(path)), open_regular(path) as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
             raise ValueError("its SHA-256 is not the one in the manifest")
         yield file

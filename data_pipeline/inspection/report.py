@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from data_pipeline.format.manifest import ShardInfo
@@ -21,6 +19,7 @@ from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
 from trainer.errors import DataError, MissingExtra
 from trainer.examples import PackSpec, Policy
+from trainer.terminal import Console
 
 # The two lengths of BERT's pre-training.
 SEQUENCE_LENGTHS = (128, 512)
@@ -146,7 +145,7 @@ def _range_names(histogram: Int64) -> list[str]:
 
 
 def _table(title: str, *headers: str) -> Table:
-    table = Table(title=escape(title))
+    table = Table(title=title)
     for header in headers:
         is_text = header in ("split", "packing", "")
         table.add_column(header, justify="left" if is_text else "right")
@@ -166,7 +165,7 @@ def report(inspection: Inspection, console: Console) -> None:
     console.print(contents)
     rejected = sorted(manifest.documents_rejected.items())
     # Reasons quote values of the source, such as the label "[/neg]".
-    reasons = escape(", ".join(f"{reason}: {count:,}" for reason, count in rejected))
+    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in rejected)
     total = sum(count for _, count in rejected)
     console.print(
         f"{manifest.documents_in:,} documents read, {total:,} rejected"
@@ -178,7 +177,7 @@ def report(inspection: Inspection, console: Console) -> None:
         f"vocabulary {manifest.vocab_size:,}, tokenizer {manifest.tokenizer_fingerprint[:12]}\n"
     )
     if manifest.task is not None:
-        labels = escape(", ".join(manifest.task.labels))
+        labels = ", ".join(manifest.task.labels)
         console.print(f"rows for {manifest.task.kind}" + (f": {labels}\n" if labels else "\n"))
 
     title = f"Length of {inspection.split_name} documents"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from data_pipeline.format.manifest import TaskLabels
@@ -19,6 +18,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
+from trainer.terminal import Console
 
 _LEGEND = (
     r"predicted tokens: [bold green]\[masked][/] [bold yellow]\[was→is][/] [bold cyan]\[kept=][/]; "
@@ -87,7 +87,7 @@ def show(
     order = Order(packed.counts, seed=view.seed, lanes=view.data.lanes, window=view.data.window)
     legend = _LEGEND if spec.sides is None else _LEGEND_OF_PAIRS
     legend = legend if spec.parts is None else _LEGEND_OF_ROWS
-    console.print(legend, style="dim", highlight=False, soft_wrap=True)
+    console.print(legend, style="dim", markup=True, highlight=False, soft_wrap=True)
     for number in range(index, index + count):
         at = order.locate([number])
         examples = packed.read(at, np.ones(1, dtype=np.float32))

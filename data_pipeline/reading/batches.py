@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +13,11 @@ import numpy.typing as npt
 from data_pipeline.order.example_order import ExampleOrder, Replica, share
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.packing.plan import Int64
-from data_pipeline.reading.corruption import CorruptShards
+from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
 from data_pipeline.reading.length_groups import LengthGroups
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch
 
 # Positions of a block: enough to hide the overhead of numpy calls; int64 arrays have 2 MB.
@@ -202,3 +204,22 @@ class BatchMaker:
         padding = np.repeat(repeated if len(repeated) else batch[:1], rows - len(mine))
         first = np.full(rows, batch.min() if len(batch) else 0)
         return np.concatenate((mine, padding)), np.arange(rows) < len(mine), first
+
+
+def error_ahead(made: Iterable[Future[Any]], steps: int) -> DataError | None:
+    """The error of a block that is made ahead of need, if the next `steps` need that block.
+
+    Args:
+        made: blocks, in order, or shards that will be skipped.
+    """
+    for future in made:
+        if steps <= 0 or not future.done():
+            break
+        error = future.exception()
+        if error is not None:
+            return error if isinstance(error, DataError) else None
+        block = future.result()
+        if isinstance(block, CorruptShardError):  # it will be skipped
+            break
+        steps -= len(block)
+    return None

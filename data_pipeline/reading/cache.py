@@ -31,7 +31,7 @@ from typing import BinaryIO, NamedTuple
 from trainer import storage
 from trainer.config.sizes import parse_size
 from trainer.environment import expand_home
-from trainer.errors import DataError
+from trainer.errors import DataError, fix_of
 from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,11 @@ _TRIES = 2  # downloads of a shard that the disk damages
 
 _FULL = "All its shards are in use: free space, or set data.cache to a larger disk"
 _NO_LOCKS = "Its file system has no file locks: set data.cache to a folder on a local disk"
-_TOO_MANY_FILES = "Raise the limit of open files with ulimit -n"
 _FIXES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.ENOLCK: _NO_LOCKS,
     errno.EOPNOTSUPP: _NO_LOCKS,
-    errno.EMFILE: _TOO_MANY_FILES,
-    errno.ENFILE: _TOO_MANY_FILES,
 }
 
 
@@ -230,10 +227,9 @@ class ShardCache:
         try:
             yield
         except OSError as error:
-            fix = _FIXES.get(
-                error.errno or 0,
-                "Set data.cache (or SAMESTEP_CACHE) to a local folder that this user can write to",
-            )
+            otherwise = "set data.cache (or SAMESTEP_CACHE) to a local folder that you can write to"
+            fix = fix_of(error, otherwise)
+            fix = _FIXES.get(error.errno or 0, f"{fix[0].upper()}{fix[1:]}")
             raise DataError(
                 f"cannot store shards in {self.folder}: {error.strerror or error}. {fix}."
             ) from error

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from data_pipeline.packing.plan import Int64
 from trainer.errors import DataError
 from trainer.storage import atomic_write
+from trainer.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def cached_counts(file: Path, shards: int, count: Callable[[], Int64]) -> Int64:
 def read_counts(file: Path, shards: int) -> Int64 | None:
     """Reads the counts of all shards: int64 [shards]; None if there are none, or damaged ones."""
     try:
-        counts = parse_counts(file.read_bytes())
+        counts = parse_counts(read_regular(file))
     except (OSError, ValueError):
         return None
     return counts if len(counts) == shards else None

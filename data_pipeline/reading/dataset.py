@@ -280,7 +280,7 @@ def _alone(folder: Path) -> Iterator[None]:
     with ExitStack() as held:
         with suppress(OSError):
             folder.mkdir(exist_ok=True)
-            lock = held.enter_context((folder / ".lock").open("ab"))
+            lock = held.enter_context(flock.open_lock(folder / ".lock"))
             # Hundreds of processes that poll would load the server of a network file system.
             flock.flock(lock, flock.LOCK_EX)
         yield

@@ -29,7 +29,7 @@ from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, Singl
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.packing.policy import packing_digest
-from data_pipeline.reading.batches import BatchLayout, BatchMaker
+from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, named_sources
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
@@ -316,11 +316,12 @@ class StreamingLoader:
             self._ahead.append(self._threads.submit(self._make, *self._plan_block()))
         return self._ahead.popleft().result()
 
-    def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards]:
-        """Plans the next block: the first example of each step.
+    def error_ahead(self, steps: int) -> DataError | None:
+        """Returns the error that one of the next `steps` will raise, if it is known."""
+        return error_ahead(self._ahead, steps - len(self._ready))
 
-        Blocks grow from one step, so the first batch does not wait for the shards of many.
-        """
+    def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards]:
+        """Plans the next block; blocks grow, so that the first batch comes soon."""
         starts = []
         for _ in range(self._block_steps):
             starts.append(self._planned)

@@ -13,7 +13,7 @@ from data_pipeline.format.manifest import ShardInfo
 from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.remote import RemoteDataset
 from trainer.environment import number
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Prefetcher:
             try:
                 if remote:
                     remote.fetch(shard)
-            except DataError as error:
+            except Exception as error:  # whoever needs the shard gets the error
                 logger.debug("not downloaded in advance: %s", error)
 
 

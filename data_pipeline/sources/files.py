@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import zstandard
@@ -19,6 +20,7 @@ import zstandard
 from data_pipeline.sources import BadRecord, Record
 from trainer import storage
 from trainer.errors import ConfigError, DataError
+from trainer.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ _BUFFER = 2**16
 # 4 bytes of Zstandard may stand for 128 KiB, so this many may become 64 MiB in one call.
 _FRAME_INPUT = 2**11
 # Text shrinks to a third or a tenth, and a bomb to a thousandth or less.
-_MOST_EXPANSION = 300
+MOST_EXPANSION = 300
 _FREE_BYTES = 2**28  # that any file may expand to
 _COMPRESSIONS = {
     ".gz": ".gz",
@@ -129,7 +131,7 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
     for index, path in enumerate(files):
         line = 0
         try:
-            with storage.open(path) if storage.is_url(path) else open(path, "rb") as disk:
+            with storage.open(path) if storage.is_url(path) else open_regular(Path(path)) as disk:
                 # Progress is counted in compressed bytes: only their number is known in advance.
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
@@ -204,6 +206,16 @@ def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
     return disk
 
 
+def check_expansion(content: int, compressed: int) -> None:
+    """Checks that some bytes of text may come of some compressed bytes.
+
+    Raises:
+        BadRecord: they are too many.
+    """
+    if content > _FREE_BYTES + MOST_EXPANSION * compressed:
+        raise BadRecord("decompression bomb")
+
+
 class _Bounded(io.RawIOBase):
     """The decompressed bytes of a file, up to the size that is plausible for text.
 
@@ -221,8 +233,7 @@ class _Bounded(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         content = self._read1(len(buffer))
         self._bytes += len(content)
-        if self._bytes > _FREE_BYTES + _MOST_EXPANSION * self._disk.tell():
-            raise BadRecord("decompression bomb")
+        check_expansion(self._bytes, self._disk.tell())
         buffer[: len(content)] = content
         return len(content)
 

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from data_pipeline.sources import BadRecord, Record, Source, require
 from data_pipeline.sources.columns import class_names, outer_columns, repeated
-from data_pipeline.sources.files import find, read_records
+from data_pipeline.sources.files import MOST_EXPANSION, check_expansion, find, read_records
 from data_pipeline.sources.jsonl import ambiguous, json_or_none, splits
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 _ROWS = 1024  # decoded at a time
 _BUFFER = 2**22  # bytes read at a time
+_PART = 2**26  # bytes of texts that are decoded at a time
+_FREE_ROWS = 2**20  # that any file may have
 # Arrow's names of types of text. Files of older programs have text as binary, in UTF-8.
 _TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 
@@ -106,6 +109,29 @@ def _paths(
                 yield from _paths(field.type, rest, (*above, key))
 
 
+def _check_sizes(metadata: pq.FileMetaData, size: int) -> None:
+    """Rejects a file of `size` bytes that declares implausibly many rows or bytes.
+
+    Raises:
+        BadRecord: it does.
+    """
+    if metadata.num_rows > _FREE_ROWS + MOST_EXPANSION * size:
+        raise BadRecord("decompression bomb")
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    check_expansion(sum(group.total_byte_size for group in groups), size)
+
+
+def _text_widths(column: pa.Array) -> tuple[int, int] | None:
+    """Bytes of all texts of a dictionary column, and of the longest; None for another column."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    if not isinstance(column, pa.DictionaryArray) or str(column.dictionary.type) not in _TEXT:
+        return None
+    lengths = compute.binary_length(column.dictionary).take(column.indices)
+    return compute.sum(lengths).as_py() or 0, compute.max(lengths).as_py() or 0
+
+
 def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a file, part of a row group at a time.
 
@@ -123,8 +149,25 @@ def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterat
         if not file.seekable():
             file = io.BytesIO(file.read())
         # With pre_buffer, the default, whole row groups would be read at once.
+        size = file.seek(0, io.SEEK_END)
         with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
-            yield from table.iter_batches(_ROWS, columns=columns(table.schema_arrow))
+            chosen = columns(table.schema_arrow)
+            _check_sizes(table.metadata, size)
+        # As dictionaries, so a long text that all rows repeat is there once.
+        kinds = {field.name: str(field.type) for field in table.schema_arrow}
+        texts = [name for name in chosen if kinds.get(name) in _TEXT]
+        with parquet.ParquetFile(
+            file, buffer_size=_BUFFER, pre_buffer=False, read_dictionary=texts
+        ) as table:
+            read = 0
+            for batch in table.iter_batches(_ROWS, columns=chosen):
+                widths = list(filter(None, map(_text_widths, batch.columns)))
+                read += sum(total for total, _ in widths)
+                check_expansion(read, size)
+                widest = max(1, sum(longest for _, longest in widths))
+                rows = min(_ROWS, max(1, _PART // widest))
+                for begin in range(0, batch.num_rows, rows):
+                    yield batch.slice(begin, rows)
     except (pa.ArrowInvalid, OSError) as error:
         # Arrow raises OSError for damage, too, but without an error number.
         if isinstance(error, OSError) and error.errno is not None:

@@ -22,6 +22,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
+from data_pipeline.tokenizers.limits import check_ids, check_limits
 from data_pipeline.tokenizers.sentencepiece import sentinels_in
 from data_pipeline.tokenizers.sentences import full_stops
 from data_pipeline.tokenizers.settings import (
@@ -183,11 +184,13 @@ class HuggingFace:
         backend: tokenizers.Tokenizer,
         settings: Tree,
     ) -> None:
+        check_limits(backend)
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
         self._backend = backend
         vocab = backend.get_vocab()
+        check_ids(vocab)
         names = {role: _special_token(vocab, settings, role) for role in _USUAL_NAMES}
         self.names = {f"{role}_token": name for role, name in names.items() if name}
         self.settings = {

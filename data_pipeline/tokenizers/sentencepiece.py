@@ -22,6 +22,7 @@ from sentencepiece import sentencepiece_model_pb2, sentencepiece_pb2
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
+from data_pipeline.tokenizers.limits import MOST_SENTINELS, check_charsmap
 from data_pipeline.tokenizers.sentences import full_stops
 from trainer.config import Tree
 from trainer.errors import ConfigError, DataError
@@ -146,6 +147,8 @@ class SentencePiece:
 
     def __init__(self, content: bytes, settings: Tree) -> None:
         model = parse(content)
+        for spec in (model.normalizer_spec, model.denormalizer_spec):
+            check_charsmap(spec.precompiled_charsmap)
         kind = settings.get("tokenizer_class")
         if kind not in (None, _OF_ANY, *T5_CLASSES):
             raise DataError(
@@ -158,6 +161,11 @@ class SentencePiece:
         inside = sentinels_in({piece: i for i, piece in enumerate(pieces)})
         usual = _SENTINELS_OF_T5 if kind in T5_CLASSES and not inside else 0
         added = settings.get("extra_ids", usual)
+        if type(added) is not int or not 0 <= added <= MOST_SENTINELS:
+            raise DataError(
+                f"extra_ids is {added!r} in tokenizer_config.json. Write the number of sentinels, "
+                f"such as 100; at most {MOST_SENTINELS}."
+            )
         self._doubled = len(inside) if added else 0
         if inside and not added:
             for i in inside:  # a control piece is one that no text produces

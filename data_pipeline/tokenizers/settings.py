@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 
 from trainer.config import Tree
 from trainer.errors import DataError
+from trainer.stored_json import JsonError, read_json
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.sentencepiece import SentencePiece
@@ -366,9 +367,6 @@ def _read_json(path: Path) -> Tree:
     if not path.is_file():
         return {}
     try:
-        tree: Tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}. Copy or download it again.") from error
-    if not isinstance(tree, dict):
-        raise DataError(f"{path} is not a JSON object. Copy or download it again.")
-    return tree
+        return read_json(path, dict[str, Any])
+    except (OSError, JsonError) as error:
+        raise DataError(f"{path} is damaged: {error}. Copy or download it again.") from error

@@ -16,6 +16,7 @@ import numpy as np
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned
 from data_pipeline.tokenizers.huggingface import HuggingFace, read, read_saved, train
+from data_pipeline.tokenizers.limits import failures_explained
 from data_pipeline.tokenizers.sentencepiece import MODEL, SentencePiece, train_sentencepiece
 from data_pipeline.tokenizers.settings import (
     added_tokens,
@@ -27,6 +28,7 @@ from trainer.config import Tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, hub
+from trainer.untrusted import read_regular
 
 Backend: TypeAlias = HuggingFace | SentencePiece
 
@@ -145,7 +147,8 @@ class Tokenizer:
         """
         path = hub.tokenizer_folder(str(path)) if hub.is_hub_path(str(path)) else Path(path)
         try:
-            return cls(_read_backend(path, saved))
+            with failures_explained():
+                return cls(_read_backend(path, saved))
         except FileNotFoundError:
             raise DataError(
                 f"there is no tokenizer in {path}: neither tokenizer.json, nor vocab.txt, nor "
@@ -201,11 +204,13 @@ class Tokenizer:
 
     def normalized(self, text: str) -> str:
         """Returns a text as it is before it is split into tokens, in lower case for example."""
-        return self._backend.normalized(text)
+        with failures_explained():
+            return self._backend.normalized(text)
 
     def has(self, token: str) -> bool:
         """Whether the vocabulary has a token of this spelling or of its normalized form."""
-        return self._backend.has(token)
+        with failures_explained():
+            return self._backend.has(token)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -217,7 +222,8 @@ class Tokenizer:
 
         Their type is the narrowest unsigned one that holds the vocabulary.
         """
-        return self._backend.encode(texts)
+        with failures_explained():
+            return self._backend.encode(texts)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns the ids of each text, as `encode_batch`, with sentinels as tokens.
@@ -248,11 +254,13 @@ class Tokenizer:
             the text, without white space around it. Tokens that share a character both have it;
             begin and end are equal for tokens of white space alone. Both columns are ascending.
         """
-        return self._backend.encode_aligned(texts)
+        with failures_explained():
+            return self._backend.encode_aligned(texts)
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
         """Returns the text of `ids`, special tokens included."""
-        return self._backend.decode([int(i) for i in ids])
+        with failures_explained():
+            return self._backend.decode([int(i) for i in ids])
 
     def token(self, token_id: int) -> str:
         """Returns a token as the vocabulary spells it; "<id>" for an id without token."""
@@ -275,7 +283,7 @@ class Tokenizer:
 
 def _read_backend(path: Path, saved: bool) -> Backend:
     if path.is_file():
-        return SentencePiece(path.read_bytes(), {})
+        return SentencePiece(read_regular(path), {})
     settings = read_settings(path)
     if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
         return _read_sentencepiece(path, settings, saved)
@@ -287,7 +295,7 @@ def _read_backend(path: Path, saved: bool) -> Backend:
 
 
 def _read_sentencepiece(folder: Path, settings: Tree, saved: bool) -> SentencePiece:
-    content = (folder / MODEL).read_bytes()
+    content = read_regular(folder / MODEL)
     if saved:
         return SentencePiece(content, settings)
     kind = class_name(folder, settings)

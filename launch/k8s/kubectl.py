@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import textwrap
@@ -10,14 +9,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 from launch import command_line
 from launch.job import Record, State
 from launch.k8s.manifest import CONTAINER, JOB_LABEL, Object
 from trainer.errors import LaunchError
+from trainer.stored_json import Count, JsonError, parse_json
 
 _RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "job": "jobs.batch"}
-_OWNED = {"jobset": "configmaps", "job": "services,configmaps"}  # a JobSet deletes its service
+_OWNED = {  # a JobSet deletes its service
+    "jobset": "configmaps,networkpolicies.networking.k8s.io",
+    "job": "services,configmaps,networkpolicies.networking.k8s.io",
+}
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _POLL_SECONDS = 2.0
@@ -47,9 +51,9 @@ _HINTS = {
         "cluster.nodes, or end other jobs"
     ),
     "forbidden": (
-        "your account needs the verbs create, get, list and delete on configmaps, services, jobs, "
-        "jobsets and pods of this namespace, and get on pods/log: ask its administrator, or set "
-        "cluster.namespace"
+        "your account needs the verbs create, get, list and delete on configmaps, networkpolicies, "
+        "services, jobs, jobsets and pods of this namespace, and get on pods/log: ask its "
+        "administrator, or set cluster.namespace"
     ),
     "context .*does not exist|context was not found": (
         "`kubectl config get-contexts` lists the existing ones; set cluster.context to one"
@@ -135,10 +139,41 @@ def states(records: Iterable[Record]) -> dict[Path, State]:
     return found
 
 
+class _Labels(TypedDict):
+    labels: dict[str, str]
+    name: str
+
+
+class _Condition(TypedDict):
+    type: str
+    status: str
+    message: NotRequired[str]
+
+
+class _Status(TypedDict, total=False):
+    restarts: Count
+    conditions: list[_Condition]
+
+
+class _Object(TypedDict):
+    kind: str
+    metadata: _Labels
+    status: NotRequired[_Status]
+
+
+class _List(TypedDict):
+    items: list[_Object]
+
+
 def _get(place: tuple[str, ...], kinds: str, selector: str) -> list[Object]:
     text = run([*place, "get", kinds, "--selector", selector, "--output", "json"])
-    items: list[Object] = json.loads(text)["items"]
-    return items
+    try:
+        return [dict(item) for item in parse_json(text, _List)["items"]]
+    except JsonError as error:
+        raise LaunchError(
+            f"kubectl has answered something else than a list of objects: {error}. Check its "
+            "version"
+        ) from error
 
 
 def _state(record: Record, objects: list[Object]) -> State | None:

@@ -41,6 +41,18 @@ spec:
   publishNotReadyAddresses: true
   selector: {{{JOB_LABEL}: $name}}
 """
+# Ports of the rendezvous, of snapshots and of the collectives are open to the job's own pods only.
+# What pods send is not restricted: they need name servers and object stores.
+POLICY = f"""
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {{name: $name, namespace: $namespace, labels: $labels}}
+spec:
+  podSelector: {{matchLabels: {{{JOB_LABEL}: $name}}}}
+  policyTypes: [Ingress]
+  ingress:
+  - from: [{{podSelector: {{matchLabels: {{{JOB_LABEL}: $name}}}}}}]
+"""
 JOB = """
 apiVersion: batch/v1
 kind: Job

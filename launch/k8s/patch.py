@@ -10,7 +10,7 @@ from launch.environment import check_variables
 from launch.k8s.manifest import ACTION_LABEL, CONTAINER, JOB_LABEL, Object
 from trainer.errors import ConfigError
 
-KINDS = ("ConfigMap", "Service", "Job", "JobSet", "Pod")
+KINDS = ("ConfigMap", "NetworkPolicy", "Service", "Job", "JobSet", "Pod")
 """`Job` is also the template inside a JobSet, and `Pod` the template inside a Job."""
 
 # The settings by which items of a list are the same, in order: volumeMounts have names,

@@ -7,17 +7,83 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from trainer.errors import LaunchError
+from trainer.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 100 * 2**20
 
+# Files that hold credentials by convention, in lower case. Examples and templates hold none.
+_SECRET_FILES = (
+    ".env",
+    ".env.*",
+    "*.env",
+    ".envrc",
+    ".netrc",
+    "_netrc",
+    ".pgpass",
+    ".my.cnf",
+    ".pypirc",
+    ".npmrc",
+    ".htpasswd",
+    ".git-credentials",
+    ".dockercfg",
+    ".vault-token",
+    ".boto",
+    ".s3cfg",
+    "id_rsa*",
+    "id_dsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    "*.pem",
+    "*.key",
+    "*.ppk",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.keystore",
+    "*.kdbx",
+    "*.ovpn",
+    "kubeconfig*",
+    "*.kubeconfig",
+    "credentials",
+    "credentials.*",
+    ".credentials*",
+    "*-credentials.json",
+    "*_credentials.json",
+    "client_secret*.json",
+    "*service*account*.json",
+    "application_default_credentials.json",
+    "secret",
+    "secrets",
+    "secret.*",
+    "secrets.*",
+    ".secret*",
+    "token",
+    "*.token",
+    "*_token",
+    "*_token.txt",
+    "token.txt",
+    ".token*",
+    "*api_key",
+    "*api_key.txt",
+    "*apikey",
+    "*apikey.txt",
+)
+_SECRET_FOLDERS = (".aws", ".ssh", ".gnupg", ".kube", ".docker", ".azure", ".gcloud", ".secrets")
+_HARMLESS_FILES = ("*.example", "*.sample", "*.template", "*.dist", "*.pub", "*.py", "*.md")
+_LONGEST_KEY = 2**16
+
 
 def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     """The files in a folder that git tracks, or would add; None without git.
+
+    Untracked files that may hold secrets are left out, with a warning: others can read a job's
+    code. What is tracked can be read in the repository anyway.
 
     Args:
         without: folders whose files are excluded: the run's own.
@@ -29,7 +95,7 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
         LaunchError: they are too large to be code.
     """
     try:
-        files, others = _known(directory)
+        files, others, secrets = _known(directory)
     except LaunchError as error:
         logger.info(
             "no snapshot of the code is taken, so the job runs what is installed: %s", error
@@ -38,10 +104,16 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     excluded = [
         folder.relative_to(directory) for folder in without if folder.is_relative_to(directory)
     ]
-    files, others = (
+    files, others, secrets = (
         [path for path in paths if not any(map(path.is_relative_to, excluded))]
-        for paths in (files, others)
+        for paths in (files, others, secrets)
     )
+    if secrets:
+        logger.warning(
+            "the snapshot of the code is without %s, which may hold secrets, and others can read "
+            "it; set them in the environment, or track a file that holds none",
+            ", ".join(map(str, secrets)),
+        )
     if others:
         logger.warning(
             "the snapshot of the code is without %s: it takes the files of this repository and of "
@@ -59,8 +131,29 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     return files
 
 
-def _known(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The files that git tracks or would add, and the folders of which it knows no files.
+def _is_secret(file: Path, name: Path) -> bool:
+    """Whether a file holds credentials, by its name in the snapshot or its first line."""
+    # A link has another name than the file that it leads to.
+    for path in (name, Path(*file.resolve().parts[-2:])):
+        last = path.name.lower()
+        if any(part.lower() in _SECRET_FOLDERS for part in path.parts[:-1]):
+            return True
+        if any(fnmatch(last, pattern) for pattern in _HARMLESS_FILES):
+            continue
+        if any(fnmatch(last, pattern) for pattern in _SECRET_FILES):
+            return True
+    if file.stat().st_size > _LONGEST_KEY:
+        return False
+    with open_regular(file) as content:
+        start = content.readline(_LONGEST_KEY)
+    return start.startswith(b"-----BEGIN ") and b"PRIVATE KEY" in start
+
+
+def _known(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Three lists of the files in a folder.
+
+    The first has the files that git tracks or would add, the second the folders of which it knows
+    no files, and the third those that it would add, but which may hold secrets.
 
     Follows submodules, and links to folders inside the repository: their files are copied.
 
@@ -70,10 +163,14 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
     files: list[Path] = []
     links: list[Path] = []
     others: list[Path] = []
-    listing = _git(directory, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
-    for name in listing.split("\0")[:-1]:
+    secrets: list[Path] = []
+    tracked = _git(directory, "ls-files", "--cached", "-z").split("\0")[:-1]
+    new = set(_git(directory, "ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1])
+    for name in sorted({*tracked, *new}):
         path, place = Path(name), directory / name
-        if place.is_file():
+        if name in new and place.is_file() and _is_secret(place, path):
+            secrets.append(path)
+        elif place.is_file():
             # A link to a file elsewhere would carry it along, such as a private key.
             is_inside = place.resolve().is_relative_to(directory.resolve())
             (files if is_inside else others).append(path)
@@ -82,11 +179,12 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
         # A name with a slash at the end is a repository that is no submodule.
         elif (place / ".git").exists() and not name.endswith("/"):
             try:
-                inner_files, inner_others = _known(place)
+                inner_files, inner_others, inner_secrets = _known(place)
             except LaunchError:  # it is broken, or belongs to somebody else
-                inner_files, inner_others = [], [Path()]
+                inner_files, inner_others, inner_secrets = [], [Path()], []
             files += [path / inner for inner in inner_files]
             others += [path / inner for inner in inner_others]
+            secrets += [path / inner for inner in inner_secrets]
         elif place.is_dir():
             others.append(path)
     # A link `linked` to the folder `own` adds `linked/part.py` for `own/part.py`.
@@ -102,7 +200,7 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
         linked += behind
         if not behind:
             others.append(link)
-    return files + linked, others
+    return files + linked, others, secrets
 
 
 def _git(directory: Path, *arguments: str) -> str:

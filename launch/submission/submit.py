@@ -18,9 +18,9 @@ from typing import Annotated
 import yaml
 
 from launch import records
-from launch.environment import SECRET_ADDRESS
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from launch.submission import snapshot
+from trainer.addresses import credential_in
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
 
@@ -78,9 +78,9 @@ def prepare(
         raise ConfigError(f"{file} names no output, the folder to write. Add output=FOLDER.")
     # One file without bases and overrides: the job does not depend on files that may be edited.
     config = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
-    if SECRET_ADDRESS.search(config):
+    if credential := credential_in(config):
         raise ConfigError(
-            f"{file} holds a password or a signature in a URL, which would be kept with the job "
+            f"{file} has {credential} in a URL, which would be kept with the job "
             "for others to read. Let the store's own tools find the credentials "
             "(docs/object_stores.md)."
         )

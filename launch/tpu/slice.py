@@ -11,14 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    NotRequired,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
 from launch import command_line
 from launch.job import EXIT
 from trainer.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
+from trainer.stored_json import Count, JsonError, Matching, Seconds, parse_json, read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Resource: TypeAlias = Mapping[str, Any]
 
 FILE = "slice.json"
@@ -85,6 +99,53 @@ HINTS = {
 }
 
 
+class _Node(TypedDict, total=False):
+    labels: dict[str, str]
+
+
+class _Spec(TypedDict, total=False):
+    node: _Node
+
+
+class _Tpu(TypedDict, total=False):
+    nodeSpec: list[_Spec]
+
+
+class _Error(TypedDict, total=False):
+    message: str
+
+
+class _Failed(TypedDict, total=False):
+    error: _Error
+
+
+class _State(TypedDict, total=False):
+    state: str
+    failedData: _Failed
+
+
+class _Described(TypedDict, total=False):
+    """A queued resource or a node, of which only what is read here is checked."""
+
+    state: str | _State
+    health: str
+    tpu: _Tpu
+    networkEndpoints: list[Any]
+
+
+class _Named(_Described):
+    name: str
+
+
+_Listed = list[_Named]
+
+
+class _Object(TypedDict):
+    name: str
+    size: NotRequired[Annotated[str, Matching("[0-9]{1,18}")] | Count | None]
+    generation: NotRequired[str | int | None]
+
+
 class Kept(NamedTuple):
     """A file in a bucket."""
 
@@ -117,10 +178,10 @@ class Slice:
     staging: str
     mark: str
     create: tuple[str, ...]
-    stop_seconds: float
+    stop_seconds: Seconds
     supervise: bool
-    poll_seconds: float
-    silence_seconds: float
+    poll_seconds: Seconds
+    silence_seconds: Seconds
 
     @classmethod
     def of(cls, folder: Path) -> Slice:
@@ -130,9 +191,8 @@ class Slice:
             LaunchError: the folder belongs to no job on Cloud TPU.
         """
         try:
-            tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            return cls(**{**tree, "create": tuple(tree["create"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            return read_json(folder / FILE, cls)
+        except (OSError, JsonError) as error:
             raise LaunchError(
                 f"{folder} is not a folder of a job on Cloud TPU: {FILE} cannot be read ({error})"
             ) from error
@@ -151,7 +211,9 @@ class Slice:
 
     def _describe(self, what: str) -> Resource | None:
         try:
-            found: Resource = _parsed(self._tpus(what, "describe", self.name, "--format=json"))
+            found: Resource = _parsed(
+                self._tpus(what, "describe", self.name, "--format=json"), _Described
+            )
         except LaunchError as error:
             if _MISSING.search(str(error)):
                 return None
@@ -275,7 +337,7 @@ class Slice:
             found["name"].removeprefix(folder): Kept(
                 int(found.get("size") or 0), str(found.get("generation"))
             )
-            for found in _parsed(_gcloud_storage(*listing))
+            for found in _parsed(_gcloud_storage(*listing), list[_Object])
         }
 
     def exits(self, objects: Iterable[str]) -> dict[str, int]:
@@ -340,9 +402,7 @@ def tpus(project: str, zone: str, *words: str) -> list[str]:
 
 def listed(project: str, zone: str) -> dict[str, Resource]:
     """The queued resources of a project in a zone, by name."""
-    found: list[Resource] = _parsed(
-        tpus(project, zone, "queued-resources", "list", "--format=json")
-    )
+    found = _parsed(tpus(project, zone, "queued-resources", "list", "--format=json"), _Listed)
     return {resource["name"].rpartition("/")[2]: resource for resource in found}
 
 
@@ -406,9 +466,9 @@ def _gcloud_storage(*words: str) -> list[str]:
     return ["gcloud", "storage", *words, "--quiet"]
 
 
-def _parsed(command: Sequence[str]) -> Any:
+def _parsed(command: Sequence[str], schema: TypeForm[T]) -> T:
     text = command_line.run(command, HINTS)
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise LaunchError(f"gcloud has answered {text[:100]!r}, which is not JSON") from error
+        return parse_json(text, schema)
+    except JsonError as error:
+        raise LaunchError(f"gcloud has answered {text[:100]!r}: {error}") from error

@@ -15,6 +15,16 @@ PORT = 29400  # of the rendezvous, as in docs/tpu.md
 # Of a run that was stopped for an unknown reason, or has waited in vain for others, per boot.
 _RESTARTS = 5
 
+# The wheel of uv: its content is known, unlike that of an installation script of a web site. uv
+# itself knows the SHA-256 of the Python that it installs.
+_UV = "0.13.9"
+_UV_WHEEL = (
+    "https://files.pythonhosted.org/packages/3d/aa/"
+    "26d64642d808de4a652579ef950d7cd2d37f080a8babf9c67c6b75fc4c3f/"
+    f"uv-{_UV}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
+)
+_UV_SHA256 = "d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19"
+
 
 @dataclass(frozen=True)
 class Startup:
@@ -134,12 +144,15 @@ class Startup:
             requirement = shlex.quote(self.package)
         return [
             "# The images have Python 3.10, and samestep needs 3.11, which uv installs.",
-            "curl -LsSf --max-time 300 https://astral.sh/uv/install.sh |",
-            '  limited 600 "${become[@]}" UV_INSTALL_DIR="$home/bin" UV_NO_MODIFY_PATH=1 sh ||',
-            "  return",
-            'rm -rf "$home/env"',
-            'limited 600 "${become[@]}" "$home/bin/uv" venv --python 3.11 --seed "$home/env" ||',
-            "  return",
+            f'local wheel="$work/uv.whl" uv="$work/uv/uv-{_UV}.data/scripts/uv"',
+            'rm -rf "$work/uv" "$home/env"',
+            f'curl -LsSf --max-time 300 -o "$wheel" {_UV_WHEEL} || return',
+            f'if ! sha256sum --check --status <<<"{_UV_SHA256}  $wheel"; then',
+            '  say "$wheel has another SHA-256 than the uv that was tested, and is not used"',
+            "  return 1",
+            "fi",
+            'python3 -m zipfile -e "$wheel" "$work/uv" && chmod +x "$uv" || return',
+            'limited 600 "${become[@]}" "$uv" venv --python 3.11 --seed "$home/env" || return',
             "# Later machines install the versions of the first ones, whatever is newer by then.",
             "local same=()",
             'if [ -e "$home/versions" ]; then same=(--constraint "$home/versions"); fi',

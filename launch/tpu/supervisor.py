@@ -27,6 +27,7 @@ from typing import IO, Literal, TypeAlias
 from launch.tpu import slice as tpu_slice
 from launch.tpu.slice import Slice
 from trainer.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from trainer.stored_json import JsonError, read_json
 
 logger = logging.getLogger("launch.tpu.supervisor")  # also when this module is run as __main__
 
@@ -83,9 +84,14 @@ class Memory:
     def of(cls, folder: Path) -> Memory:
         """Reads the memory from a job's folder."""
         try:
-            return cls(**json.loads((folder / _MEMORY).read_text(encoding="utf-8")))
+            return read_json(folder / _MEMORY, cls)
         except FileNotFoundError:
             return cls()
+        except (OSError, JsonError) as error:
+            # Without it, the supervisor would not know whether it may delete the slice.
+            raise LaunchError(
+                f"{folder / _MEMORY} is damaged: {error}. Remove it, if the job still runs"
+            ) from error
 
     def save(self, folder: Path) -> None:
         """Writes the memory atomically."""

@@ -198,6 +198,7 @@ def test_a_run_that_is_ended(run: Run, politely: bool, survived: Survived) -> No
         ("cuts four of eight answers off", "truncate"),
         ("answers four of eight requests 2 s late", "delay"),
         ("is gone for 5 s", None),
+        ("rejects accepted credentials for 5 s", 401),
     ],
 )
 def test_a_failing_store(
@@ -215,9 +216,10 @@ def test_a_failing_store(
     observer = Observer(f"object store {name}", run.folder, sign)
     process = run.train(*remote)
     observer.reach(process, 6)
-    s3_proxy.delay, s3_proxy.faults = 2.0, [fault, None] * 4 if fault else []
-    if fault is None:
-        s3_proxy.always, over = "drop", time.monotonic() + 5
+    some = fault not in (None, 401)
+    s3_proxy.delay, s3_proxy.faults = 2.0, [fault, None] * 4 if some else []
+    if not some:
+        s3_proxy.always, over = fault or "drop", time.monotonic() + 5
         observer.until(process, lambda: time.monotonic() > over)
         s3_proxy.always = None
     observer.end(process)
@@ -238,14 +240,14 @@ def remote(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[str, ...]:
-    """Settings of a run on a dataset in the store, with a cache of four of its five shards, and
-    checkpoints there.
+    """Settings of a run on a dataset in the store, with a cache of the shards that its processes
+    read at a time, and checkpoints there.
     """
     assert samestep("data", "push", dataset_folder, f"{s3_folder}/dataset").code == 0
     s3_proxy.behave()
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of Amazon's own client, below ours
-    cache = (f"data.cache={tmp_path / 'cache'}", "data.cache_size=170kB")
+    cache = (f"data.cache={tmp_path / 'cache'}", "data.cache_size=210kB")
     return (
         f"data.path={s3_folder}/dataset",
         *cache,

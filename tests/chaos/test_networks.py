@@ -353,3 +353,45 @@ def test_random_partitions(
     taken = max(integrity.committed_steps(tmp_path / "run" / "checkpoints"))
     expected = undisturbed(taken)
     assert_survived(samestep, tmp_path / "run", expected)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ["firewall", "interface"])
+def test_ranks_that_cannot_reach_each_other_say_so(
+    experiment_file: str, tmp_path: Path, fault: str
+) -> None:
+    """Machines 2 and 3 reach machine 1, which has the store, but not each other."""
+    with Network(3, tmp_path) as net:
+        for number, machine in net.machines.items():
+            machine.environment = {
+                "RANK": str(number - 1),
+                "WORLD_SIZE": "3",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": f"{SUBNET}.1",
+                "MASTER_PORT": str(PORT),
+            }
+        if fault == "firewall":  # frames to the other one go nowhere, without an answer
+            for number, other in ((2, 3), (3, 2)):
+                nowhere = ["lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0"]
+                address = f"{SUBNET}.{other}"
+                net.machines[number].run("ip", "neigh", "replace", address, *nowhere)
+        else:
+            machine = net.machines[3]
+            machine.run("ip", "link", "add", "other0", "type", "veth", "peer", "name", "other1")
+            machine.run("ip", "address", "add", "10.99.3.1/24", "dev", "other0")
+            for name in ("other0", "other1"):
+                machine.run("ip", "link", "set", name, "up")
+            machine.environment["GLOO_SOCKET_IFNAME"] = "other0"
+        settings = [f"output={tmp_path / 'run'}", "strategy=ddp", "training.global_batch_size=6"]
+        commands = [
+            machine.start("train", experiment_file, *settings) for machine in net.machines.values()
+        ]
+        codes = network.wait(commands, 240)
+        said = "".join(machine.stderr.read_text() for machine in net.machines.values())
+    assert 0 not in codes
+    host = "10.99.3.1" if fault == "interface" else rf"{re.escape(SUBNET)}\.[23]"
+    assert re.search(rf"error: rank \d .* cannot reach rank [12] on .* at {host}:\d+ \(", said), (
+        said
+    )
+    assert "Traceback" not in said

@@ -22,12 +22,12 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import track
 
 from tests.conformance.worker import FAMILIES, TEXT_TASKS, Case, Record, run_cases
 from tests.conftest import make_dataset, write_experiment, write_t5_experiment
 from tests.processes import run_ranks
+from trainer.terminal import Console
 
 Group: TypeAlias = tuple[str, int, str]
 """An objective, a world size and a strategy."""

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.integration.commands import Samestep, Start
@@ -26,6 +25,7 @@ from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
 from trainer.strategies import single
 from trainer.strategies.world import World
+from trainer.terminal import Console
 
 
 class _Wrong(TorchDispatchMode):

@@ -183,6 +183,28 @@ def late_folder(folder: Path) -> None:
     assert saver.latest() == 1
 
 
+def late_files(folder: Path) -> None:
+    """Rank 1 sees some files of a step only some time after rank 0, as on a network file system."""
+    folder /= "late_files"
+    saver = checkpointer(folder)
+    for step in (1, 2):
+        saver.save(step, {"model/weight": torch.ones(3)}, {})
+    saver.wait()
+    if dist.get_rank() == 1:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        folder = folder.with_name("late_files_alias")
+        late = {"COMMITTED", "rank-00001.safetensors"}
+
+        def show(paths: list[Path]) -> None:
+            for path in paths:
+                (folder / path.parent.name).mkdir(parents=True, exist_ok=True)
+                (folder / path.parent.name / path.name).symlink_to(path)
+
+        show([path for path in files if path.name not in late])
+        threading.Timer(0.5, show, [[path for path in files if path.name in late]]).start()
+    assert checkpointer(folder).latest() == 2
+
+
 def unshared_folder(folder: Path) -> None:
     """Each rank has a folder of its own.
 
@@ -239,6 +261,7 @@ def test_one_rank_s_trouble_is_everyone_s(tmp_path: Path) -> None:
         "silent_rank:2",
         "damage:2",
         "late_folder:2",
+        "late_files:2",
         "unshared_folder:2",
     )
 

@@ -46,13 +46,13 @@ def save_steps(addresses: list[str], steps: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     taker = snapshots(addresses, rank * 2 // size, rank, size)
     for step in range(1, steps + 1):
-        taker.save(step, tensors(step), {"state": step})
+        taker.save(step, tensors(step), {"order": step})
     taker.wait()
 
 
 def restored(taker: Checkpointer, step: int) -> float:
     found = tensors(float("nan"))
-    assert taker.restore(found, step)["state"] == step
+    assert taker.restore(found, step)["order"] == step
     assert all(bool((tensor == found["model/a"][0]).all()) for tensor in found.values())
     return float(found["model/a"][0])
 
@@ -77,7 +77,7 @@ def test_a_damaged_one_is_passed_over(
     addresses = [each.address for each in keepers]
     taker = snapshots(addresses)
     for step in (1, 2):
-        taker.save(step, tensors(step), {"state": step})
+        taker.save(step, tensors(step), {"order": step})
     taker.wait()
     write_object(
         f"{keeper.use(addresses, 0, SECRET)}/step-00000002/rank-00000.safetensors", os.urandom(999)
@@ -101,11 +101,11 @@ def test_goes_on_from_the_newest_wherever_it_is(keepers: list[Keeper], tmp_path:
     assert Checkpoints(disk, None).newest() == (disk, None)
     assert Checkpoints(disk, taker).newest() == (disk, None)
     for saver, step in ((disk, 1), (taker, 2), (disk, 2)):
-        saver.save(step, tensors(step), {"state": step})
+        saver.save(step, tensors(step), {"order": step})
         saver.wait()
         assert Checkpoints(disk, snapshots(addresses)).newest()[1] == step
     assert Checkpoints(disk, taker).newest() == (taker, 2), "memory is faster"
-    disk.save(3, tensors(3), {"state": 3})
+    disk.save(3, tensors(3), {"order": 3})
     disk.wait()
     assert Checkpoints(disk, taker).newest() == (disk, 3)
     damage(3)

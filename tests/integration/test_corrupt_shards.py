@@ -73,3 +73,41 @@ def test_a_run_passes_over_it_wherever_it_is_resumed(
     unknown = sum(not example["documents"] for example in found)
     replayed = samestep("replay", cut, 3, "--json")
     assert len(json.loads(replayed.out)["examples"]) == 10 - unknown
+
+
+ONE_BY_ONE = ("data.lanes=1", "data.window=1", "training.global_batch_size=40", "seed=2")
+"""Settings with which a run opens its shards one after another, and this one late."""
+
+
+def test_the_last_step_is_saved_before_it_ends_the_run(
+    samestep: Samestep, experiment_file: str, dataset_folder: Path, corrupt: Path, tmp_path: Path
+) -> None:
+    train = ("train", experiment_file, *ONE_BY_ONE, "training.steps=9", "data.threads=0")
+    run = tmp_path / "run"
+    stopped = samestep(*train, f"output={run}", f"data.path={corrupt}")
+    assert stopped.code == 1
+    assert SHARD in stopped.message
+    last = max(losses(run))
+    assert 0 < last < 8
+    assert f"saved        step {last}, as an error ends the run" in stopped.err
+    continued = samestep(*train, f"output={run}", f"data.path={dataset_folder}")
+    assert continued.code == 0
+    assert f"continuing   at step {last}" in continued.err
+    assert samestep(*train, f"output={tmp_path}/whole", f"data.path={dataset_folder}").code == 0
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+@pytest.mark.chaos
+def test_all_ranks_save_a_step_before_an_error_ahead(
+    start: Start, experiment_file: str, corrupt: Path, tmp_path: Path
+) -> None:
+    """One of them has batches that are ready when it finds the error."""
+    paced = "objective={kind: tests.chaos.paced, seconds: 0.4}"
+    train = ("train", experiment_file, *ONE_BY_ONE, paced, "data.prefetch=3", "--processes=2")
+    run = tmp_path / "run"
+    stopped = start(*train, f"output={run}", f"data.path={corrupt}", "training.micro_batch_size=20")
+    result = stopped.wait()
+    assert result.code == 1
+    assert SHARD in result.message
+    last = max(losses(run))
+    assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").exists()

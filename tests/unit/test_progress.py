@@ -7,10 +7,10 @@ import logging
 import re
 
 import pytest
-from rich.console import Console
 
 import trainer.progress
 from trainer.progress import Progress, clock, ends_in
+from trainer.terminal import Console
 
 
 class Time:

@@ -1,14 +1,24 @@
-"""Collective error handling: if one rank fails, all ranks raise, so none waits for it in vain."""
+"""Collective error handling: if one rank fails, all ranks raise, so none waits for it in vain.
+
+Network file systems cache that a name does not exist, so a machine may see a file late.
+"""
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from trainer.checkpoint import files
+from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
+
+APPEAR_SECONDS = 60.0  # network file systems cache for so long that a name does not exist
 
 T = TypeVar("T")
 
@@ -51,3 +61,35 @@ def raise_on_all_ranks(world_size: int) -> Iterator[None]:
     except CheckpointError as failure:
         error = failure
     raise_error_on_all_ranks(error, world_size)
+
+
+def await_everywhere(path: Location, seconds: float, world_size: int) -> None:
+    """Waits until all ranks see a file or folder that rank 0 has made.
+
+    Raises:
+        CheckpointError: with the nodes that do not see it.
+    """
+    seen = files.appears(path, min(seconds, APPEAR_SECONDS))
+    nodes = set(gather(None if seen else platform.node(), world_size)) - {None}
+    if nodes:
+        raise CheckpointError(
+            f"{', '.join(sorted(map(str, nodes)))} cannot see {path}, which rank 0 has made. "
+            "Use an output folder on a file system that all nodes share, under the same path"
+        )
+
+
+def await_names(folder: Location, seconds: float, world_size: int) -> bool:
+    """Waits until all ranks see the files of a folder that rank 0 sees; whether any rank had to.
+
+    A rank that waits in vain does not raise: it will find the file missing again.
+    """
+    if world_size == 1 or not isinstance(folder, Path):  # object stores show all that is there
+        return False
+    names: list[str] = []
+    with raise_on_all_ranks(world_size):
+        names = files.names(folder)
+    late = [name for name in gather(names, world_size)[0] if not (folder / name).exists()]
+    deadline = time.monotonic() + min(seconds, APPEAR_SECONDS)
+    for name in late:
+        files.appears(folder / name, deadline - time.monotonic())
+    return any(gather(bool(late), world_size))

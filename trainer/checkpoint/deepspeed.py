@@ -30,6 +30,7 @@ from torch import Tensor
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.errors import CheckpointError
 from trainer.storage import new_folder
+from trainer.untrusted import inside, regular
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "fp32"
@@ -73,7 +74,8 @@ def step_folder(path: Path) -> Path | None:
     """Returns the folder with a checkpoint's files, which is `path` or in it; None if neither."""
     for pointer in ("latest", "latest_universal"):
         if (path / pointer).is_file():
-            return path / (path / pointer).read_text().strip()
+            name = (path / pointer).read_text(errors="replace").strip()
+            return inside(path, name)
     patterns = (_UNIVERSAL, "*_model_states.pt", "*_optim_states.pt")
     return path if any(any(path.glob(pattern)) for pattern in patterns) else None
 
@@ -212,7 +214,7 @@ def _open_universal(folder: Path) -> ImportedState:
     steps = set()
     # There may be more folders than names in `shapes`: copies of tied tensors, which are skipped.
     for name in list(shapes) or sorted(folders):
-        place = folder / _UNIVERSAL / name
+        place = inside(folder / _UNIVERSAL, name)
         content = {file.stem: _load(file) for file in place.glob("*.pt")}
         # The step is beside each tensor (from stages 1 and 2), or once for all (from stage 3).
         if "step" in content:
@@ -342,7 +344,7 @@ def _load(path: Path) -> Loaded:
     """
     try:
         # A torch file is a zip archive, whose CRCs torch itself does not check.
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(regular(path)) as archive:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"{path} is damaged ({damaged} in it). {_COPY}")

@@ -22,15 +22,17 @@ from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trainer import storage
 from trainer.config import Tree
-from trainer.errors import CheckpointError, ObjectNotFoundError
+from trainer.errors import CheckpointError, ObjectNotFoundError, fix_of
 from trainer.storage import Digest, keeper
+from trainer.stored_json import parse_json
+from trainer.untrusted import inside, open_regular, read_regular, regular
 
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""
@@ -112,9 +114,7 @@ def unseal(content: bytes) -> tuple[Tree, bool]:
     Raises:
         ValueError: the file is damaged.
     """
-    values = json.loads(content)
-    if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
+    values = parse_json(content, dict[str, Any])
     checksum = values.pop(_CHECKSUM, None)
     if checksum is not None and checksum != _checksum(values):
         raise ValueError("the checksum differs")
@@ -190,7 +190,7 @@ def read(path: Location) -> bytes:
     if isinstance(path, Url):
         return storage.read(path.url)
     with _explained("read", path):
-        return path.read_bytes()
+        return read_regular(path)
 
 
 def read_if_there(path: Location) -> bytes | None:
@@ -228,7 +228,10 @@ def digest(path: Location) -> Digest:
     Raises:
         CheckpointError: it cannot be read.
     """
-    with _explained("read", path), path.open("rb") as file:
+    if isinstance(path, Url):
+        with path.open("rb") as file:
+            return Digest.of(file)
+    with _explained("read", path), open_regular(path) as file:
         return Digest.of(file)
 
 
@@ -241,7 +244,7 @@ def size(path: Location) -> int:
     if isinstance(path, Url):
         return storage.size(path.url)
     with _explained("read", path):
-        return path.stat().st_size
+        return regular(path).stat().st_size
 
 
 def sizes(folder: Location) -> dict[str, int]:
@@ -264,7 +267,8 @@ def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
     if isinstance(path, Url):
         return _Ranges(path.url)
     with _explained("read", path):
-        length = path.stat().st_size
+        # A link could lead to the tensors of another run.
+        length = regular(path, links=False).stat().st_size
         content = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8)
     return lambda start, stop: content[start:stop]
 
@@ -377,7 +381,8 @@ def remove_folder(folder: Location, first: str) -> None:
 def copy_folder(source: Location, target: Location) -> None:
     """Copies the files of a small folder, without its subfolders."""
     for name in names(source):
-        write(target / name, read(source / name))
+        copy = inside(target, name) if isinstance(target, Path) else target / name
+        write(copy, read(source / name))
 
 
 @contextmanager
@@ -403,13 +408,12 @@ def _explained(action: str, path: Location) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fewer = "or keep fewer checkpoints (keep_last, keep_every)"
-        fixes = {
-            errno.ENOSPC: f"free some space, {fewer}",
-            errno.EDQUOT: f"raise the quota, {fewer}",
-            errno.ENOENT: "something has removed it: check what else uses this folder",
-        }
-        fix = "check that the folder exists, is writable and its disk works, or use another one"
-        fix = fixes.get(error.errno or 0, fix)
+        if error.errno == errno.ENOENT:
+            fix = "something has removed it: check what else uses this folder"
+        else:
+            fix = "check that the folder exists, is writable and its disk works, or use another one"
+            fix = fix_of(error, fix)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix += ", or keep fewer checkpoints (keep_last, keep_every)"
         reason = error.strerror or error
         raise CheckpointError(f"cannot {action} {path}: {reason}; {fix}") from error

@@ -27,10 +27,12 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
+from trainer.stored_json import checked
 
 NUMBER = "LEASE"
 """File in the folder of a step with the number of the lease whose holder writes there."""
@@ -54,6 +56,12 @@ class Folder:
     name: str
     step: int
     lease: int | None
+
+
+class _Lease(TypedDict):
+    step: int | None
+    of: int
+    names_after: int
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,9 @@ def read_record(
         values, has_checksum = files.unseal(content)
         if not has_checksum and values.keys() != _KEYS:  # a damaged key may be the checksum's
             raise ValueError("not the keys of a lease")
-        record = Record(number, values["step"], values["of"], values["names_after"], has_checksum)
-    except (ValueError, KeyError):
+        lease = checked(values, _Lease)
+        record = Record(number, lease["step"], lease["of"], lease["names_after"], has_checksum)
+    except ValueError:
         return Record(number, is_damaged=True)
     if record.step is not None:  # a lease decides once
         known[name] = content

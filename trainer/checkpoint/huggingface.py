@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from trainer.checkpoint import files
 from trainer.config import Tree
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, fix_of
 from trainer.storage import new_folder
 from trainer.storage.hub import TOKENIZER_FILES
+from trainer.untrusted import is_plain, read_regular, regular
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -24,6 +27,11 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
+# A model that shares its layers has few tensors for many of them.
+_FEW = 200
+_LARGE = 2**20
+_COUNTED = re.compile("layer|group|label|block")
+_SIZED = re.compile("size|dim|head|width|position|ctx|length|vocab|embd|inner|^num_|^n_|^d_|^r$")
 _WRAPPERS = ("_orig_mod.", "module.")
 
 
@@ -32,7 +40,7 @@ def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
-            tensors |= load_file(path)
+            tensors |= load_file(regular(path))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"cannot read {path}: {error}. Copy or download it again"
@@ -77,7 +85,9 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
     """
     config = _read_json(folder / _CONFIG)
     if (folder / _WEIGHTS).exists():
-        return config, _unwrapped(_load_tensors([folder / _WEIGHTS]))
+        tensors = _load_tensors([folder / _WEIGHTS])
+        _check_sizes(config, tensors, folder / _CONFIG)
+        return config, _unwrapped(tensors)
     if (folder / _INDEX).exists():  # a large model: maps tensor names to files
         shards = _read_json(folder / _INDEX).get("weight_map", {})
         _check_names(shards, folder / _INDEX)
@@ -87,6 +97,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
                 f"{folder / _INDEX} lists {absent[0]}, which {folder / shards[absent[0]]} does not "
                 "hold. Download the folder again"
             )
+        _check_sizes(config, tensors, folder / _CONFIG)
         return config, _unwrapped(tensors)
     if (folder / "pytorch_model.bin").exists():
         raise CheckpointError(
@@ -103,11 +114,54 @@ def _check_names(shards: object, index: Path) -> None:
     """Rejects an index that names files outside of its folder: it may come from a stranger."""
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not is_plain(name):
             raise CheckpointError(
                 f"{index} names the file {name!r}, which is not in its folder. Download the folder "
                 "from a source that you trust"
             )
+
+
+def _check_sizes(config: Tree, tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Rejects numbers of layers, labels and dimensions that the tensors cannot have.
+
+    A model is built before its shapes are compared, and a number in a small file could make that
+    take all memory. So these bounds are generous.
+    """
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for key, value in config.items():
+        if type(value) is not int or not (_COUNTED.search(key) or _SIZED.search(key)):
+            continue
+        if "max_length" in key:  # of generation
+            continue
+        most = max(_FEW, len(tensors)) if _COUNTED.search(key) else max(_LARGE, largest)
+        if "label" in key:
+            most = max(_FEW, largest)
+        if value > most:
+            raise CheckpointError(
+                f"{file} has {key} {value}, which its {len(tensors)} tensors cannot have. Use the "
+                "file that belongs to them"
+            )
+
+
+@contextmanager
+def wrong_settings_explained(folder: Path) -> Iterator[None]:
+    """Turns errors from building a model of config.json into an error of that file.
+
+    Raises:
+        CheckpointError: a value has another type, or values do not fit together.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{folder} has settings of a wrong type or size in its JSON files ({error}). Copy or "
+            "download it again"
+        ) from error
+    except RuntimeError as error:  # of torch, for shapes that it cannot have
+        raise CheckpointError(
+            f"no model can be built of the settings in {folder} ({error}). Copy or download it "
+            "again"
+        ) from error
 
 
 def is_adapter(folder: Path) -> bool:
@@ -127,7 +181,9 @@ def load_adapter(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
             f"{folder} has no {_ADAPTER_WEIGHTS}. Copy or download all its files, or save it as "
             "safetensors"
         )
-    return config, _unwrapped(_load_tensors([folder / _ADAPTER_WEIGHTS]))
+    tensors = _load_tensors([folder / _ADAPTER_WEIGHTS])
+    _check_sizes(config, tensors, folder / _ADAPTER_CONFIG)
+    return config, _unwrapped(tensors)
 
 
 def save_folder(
@@ -171,9 +227,11 @@ def save_folder(
                 text = json.dumps(content, indent=2) + "\n"
                 (temporary / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
+        # The library of safetensors has an exception of its own for a full disk.
+        fix = fix_of(error) if isinstance(error, OSError) else "free some space"
+        fix = fix or f"check the permissions of {folder.parent}"
         raise CheckpointError(
-            f"cannot write {folder}: {error}. Free some space, check the permissions of "
-            f"{folder.parent}, or name another folder"
+            f"cannot write {folder}: {error}; {fix}, or name another folder"
         ) from error
 
 
@@ -188,7 +246,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 def _read_json(path: Path) -> Tree:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:  # deeply nested brackets
         raise CheckpointError(
             f"cannot read {path}: {error}. Name a folder that save_pretrained wrote, or download "

@@ -16,12 +16,15 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Required, TypedDict
 
 from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
 from trainer.config import Tree, renamed
 from trainer.errors import CheckpointError, ObjectNotFoundError, StorageError
 from trainer.storage import Digest
+from trainer.stored_json import Count, JsonError, Matching, Measure, checked, parse_json
+from trainer.untrusted import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +32,110 @@ FORMAT = 1
 META = "meta.json"
 COMMITTED = "COMMITTED"
 _CHECKSUMS = "checksums.json"
+_MOST_DIGITS = 19  # of the number of a lease
 _SHA256 = re.compile(rb"[0-9a-f]{64}")
 # Errors of a file system that say that a file is gone or its bytes are. Others, such as a stale
 # handle, a missing permission or too many open files, say nothing about the bytes.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
+
+_Ranges = list[tuple[Count, Count]]
+_Shards = list[tuple[str, str, Count]]
+_Section = dict[str, Any]
+
+
+class _Phase(TypedDict, total=False):
+    steps: Required[Count]
+    objective: _Section | None
+
+
+class _Config(TypedDict, total=False):
+    """The sections of a stored configuration; `decode` checks what is in them."""
+
+    output: Required[str]
+    model: Required[_Section]
+    data: Required[_Section]
+    objective: Required[_Section]
+    training: Required[_Section]
+    checkpoint: _Section
+    phases: list[_Phase]
+
+
+class _Weights(TypedDict):
+    path: str
+    identity: str
+
+
+class _Start(TypedDict, total=False):
+    run: str
+
+
+class _Best(TypedDict, total=False):
+    metric: Required[str]
+    lowest: Required[bool]
+    step: Required[Count | None]
+    value: Required[Measure | None]
+    since: Required[Count]
+
+
+class _Data(TypedDict, total=False):
+    example: Required[Count]
+    mixture: list[tuple[Count, dict[str, float]]]
+    excluded: _Ranges
+    corrupt: _Shards
+
+
+class _State(TypedDict):
+    step: Count
+    examples: Count
+    tokens: Count
+
+
+class _Ledger(TypedDict, total=False):
+    head: Required[str]
+    order: Required[Count]
+    basis: Required[str]
+    fed: Required[tuple[Count, Count] | None]
+    examples: Required[_Ranges]
+    excluded: Required[_Ranges]
+    corrupt: _Shards
+
+
+class _Faults(TypedDict, total=False):
+    sound: Required[dict[str, list[float]]]
+    steps: Required[list[Count]]
+    in_a_row: Required[Count]
+
+
+class _Scale(TypedDict):
+    factor: float
+    since: float
+    skipped: float
+
+
+class _Meta(TypedDict, total=False):
+    """What a meta.json holds; which keys there are depends on what has written it."""
+
+    step: Required[Count]
+    saved: str
+    world_size: Count
+    config: _Config
+    start: _Start | None
+    base: _Weights | None
+    teacher: str | None
+    micro_batch_sizes: list[Count]
+    arithmetic: dict[str, str]
+    order: Count
+    data: _Data
+    state: _State
+    window: dict[str, tuple[Measure, Measure]]
+    held_rows: list[tuple[Count, dict[str, Measure | str]]]
+    digest: Annotated[str, Matching("[0-9a-f]{1,16}")]
+    ledger: _Ledger | None
+    best: _Best
+    faults: _Faults
+    loss_scale: _Scale
+    notes: _Section
+
 
 Check = Callable[[Location], None]
 """Raises a CheckpointError if a step is damaged: `check_sizes` or `check_content`."""
@@ -155,8 +258,11 @@ def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]
 
 def _split(committed: bytes) -> tuple[bytes, int]:
     """Returns the SHA-256 and the lease in the content of `COMMITTED`; 0 if it names none."""
-    number = committed[65:]
-    return committed[:64], int(number) if number.isdigit() else 0
+    return committed[:64], _lease(committed[65:])
+
+
+def _lease(number: bytes) -> int:
+    return int(number) if number.isdigit() and len(number) < _MOST_DIGITS else 0
 
 
 def _claimed_by(folder: Location) -> int | None:
@@ -164,7 +270,7 @@ def _claimed_by(folder: Location) -> int | None:
     content = files.read_if_there(folder / history.NUMBER)
     if content is None:
         return None
-    return int(content) if content.isdigit() else 0
+    return _lease(content)
 
 
 def damaged_leases(root: Location, saved: Iterable[Saved]) -> list[str]:
@@ -236,7 +342,17 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
     content = files.read(folder / _CHECKSUMS)
     if hashlib.sha256(content).hexdigest().encode() != expected:
         raise _damaged(folder / _CHECKSUMS, "its SHA-256 is not the one in COMMITTED")
-    return {name: Digest(**digest) for name, digest in json.loads(content).items()}
+    try:
+        checksums = parse_json(content, dict[str, Digest])
+    except JsonError as error:
+        raise _damaged(folder / _CHECKSUMS, str(error)) from error
+    if META not in checksums:
+        raise _damaged(folder / _CHECKSUMS, f"it does not list {META}")
+    for name in checksums:
+        # A stranger's could name the tensors of another run, or a device without an end.
+        if not is_plain(name) or name in (COMMITTED, _CHECKSUMS):
+            raise _damaged(folder / _CHECKSUMS, f"it names the file {name[:100]!r}")
+    return checksums
 
 
 def identity(folder: Location) -> str:
@@ -302,6 +418,17 @@ def _is_damage(error: CheckpointError) -> bool:
     return not isinstance(cause, OSError) or cause.errno in _DAMAGE
 
 
+class _Content(dict[str, Any]):
+    """The content of a meta.json, in which a missing key is damage of that file."""
+
+    def __init__(self, path: Location, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise _damaged(self._path, f"it has no {key!r}")
+
+
 def _check_file(path: Location, expected: Digest) -> None:
     _check_size(path, files.size(path), expected)
     # The size is free to check; the digest reads the whole file.
@@ -343,17 +470,21 @@ def _read_meta(folder: Location, expected: Digest) -> Tree:
     _check_size(folder / META, len(content), expected)
     if hashlib.sha256(content).hexdigest() != expected.sha256:
         raise _changed(folder / META, expected)
-    meta: Tree = json.loads(content)
-    # Checked after the checksum: a damaged file could have any format.
-    if meta["format"] != FORMAT:
-        raise CheckpointError(
-            f"{folder} has checkpoint format {meta['format']} and this samestep reads format "
-            f"{FORMAT}. Use samestep {meta['versions']['samestep']}, which wrote it"
-        )
+    try:
+        meta: Tree = parse_json(content, dict[str, Any])
+        # Checked after the checksum: a damaged file could have any format.
+        if meta.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} has checkpoint format {meta.get('format')!r:.20} and this samestep "
+                f"reads format {FORMAT}. Use the samestep that wrote it"
+            )
+        checked(meta, _Meta)
+    except JsonError as error:
+        raise _damaged(folder / META, str(error)) from error
     # Older versions used other words for some settings.
     if "config" in meta:
         meta["config"] = renamed.current(meta["config"])
-    return meta
+    return _Content(folder / META, meta)
 
 
 def newest_meta(root: Location) -> Tree:

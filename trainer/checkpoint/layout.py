@@ -49,9 +49,10 @@ from torch import Tensor
 from trainer.accelerators import host_memory
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
-from trainer.config import Tree
+from trainer.checkpoint.header import Entry, Place, read_header
 from trainer.errors import CheckpointError
 from trainer.partition import SegmentParameter, is_dtensor, local_rectangles, whole_shape
+from trainer.stored_json import JsonError
 
 _DTYPES = {
     "F64": torch.float64,
@@ -278,16 +279,19 @@ class Header:
 
     content: Elements
     body: int
-    entries: dict[str, Tree]
-    places: dict[str, Tree]
+    entries: dict[str, Entry]
+    places: dict[str, Place]
 
     @classmethod
     def read(cls, path: Location) -> Header:
         # Eight bytes of length, the JSON header, then the tensors' bytes.
         content = files.open_bytes(path)
-        body = 8 + int.from_bytes(content(0, 8).numpy().tobytes(), "little")
-        entries = json.loads(content(8, body).numpy().tobytes())
-        places = json.loads(entries.pop("__metadata__")["pieces"])
+        try:
+            body, entries, places = read_header(content, _DTYPES)
+        except JsonError as error:
+            raise CheckpointError(
+                f"{path} is damaged: in its header, {error}. Check the disk, and use another step"
+            ) from error
         return cls(content, body, entries, places)
 
     def describe(self) -> dict[str, str]:
@@ -311,7 +315,10 @@ class Header:
 
 
 def _elements(content: Elements, begin: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    return content(begin + start * dtype.itemsize, begin + stop * dtype.itemsize).view(dtype)
+    found = content(begin + start * dtype.itemsize, begin + stop * dtype.itemsize)
+    if len(found) != (stop - start) * dtype.itemsize:
+        raise CheckpointError("a file of tensors ends too early. Use another step")
+    return found.view(dtype)
 
 
 def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[StoredPiece]]) -> None:

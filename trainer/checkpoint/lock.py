@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 from trainer.errors import EXIT_CRASHED, CheckpointError, ConfigError
 from trainer.storage import flock
+from trainer.stored_json import Seconds, checked
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ class Owner:
     pid: int
     user: str
     job: str | None
-    since: float
-    renewed: float
+    since: Seconds
+    renewed: Seconds
     lease: int = 0
     group: str = ""
 
@@ -134,10 +135,8 @@ class Owner:
         """
         try:
             found, _ = files.unseal(content)
-            return cls(
-                **{each.name: found[each.name] for each in fields(cls) if each.name in found}
-            )
-        except (ValueError, TypeError):
+            return checked(found, cls)
+        except ValueError:
             token = hashlib.sha256(content).hexdigest()
             return cls(token, "", "", _UNKNOWN, "", None, 0.0, 0.0, lease=sys.maxsize)
 
@@ -146,7 +145,8 @@ class Owner:
             return f"its note, {_NOTE}, is damaged, so who it is and whether it is alive is unknown"
         job = "" if self.job is None else f", job {self.job}"
         age, silence = (
-            timedelta(seconds=round(time.time() - moment)) for moment in (self.since, self.renewed)
+            timedelta(seconds=max(0, round(time.time() - moment)))  # clocks of machines differ
+            for moment in (self.since, self.renewed)
         )
         return (
             f"{self.user} on {self.host}, process {self.pid}{job}, for {age} "
@@ -266,7 +266,7 @@ class Lock:
             try:
                 self._lease.check_or_end()
                 self._write()
-            except CheckpointError as error:  # a full disk or an unreachable store may recover
+            except Exception as error:  # a full disk or an unreachable store may recover
                 logger.debug("not renewed: %s", error)
 
     def _write(self) -> None:
@@ -328,7 +328,13 @@ def _refused(folder: Location, owner: Owner | None) -> ConfigError:
 def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
     """Holds the system's lock on a file; yields False if the file system has no locks."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    with path.open("w") as file:
+    try:
+        opened = flock.open_lock(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be locked: {error.strerror}. Remove it, or choose another folder"
+        ) from error
+    with opened as file:
         while True:
             try:
                 flock.flock(file, flock.LOCK_EX | flock.LOCK_NB)

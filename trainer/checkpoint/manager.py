@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import threading
 import uuid
 from collections.abc import Mapping
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from trainer.checkpoint import files, history, integrity, layout, restoring, writer
 from trainer.checkpoint.collective import (
+    await_everywhere,
+    await_names,
     first_error,
     gather,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.removal import Removal
@@ -31,7 +33,6 @@ from trainer.storage import is_url, is_writable, shown
 logger = logging.getLogger(__name__)
 
 _TOKEN = ".shared-"
-_APPEAR_SECONDS = 60.0  # network file systems cache for so long that a name does not exist
 _LEAST = {"every": 1, "keep_last": 2, "keep_every": 1, "snapshot_every": 1}
 
 
@@ -83,8 +84,7 @@ class Checkpointer:
     through files (see `writer`).
 
     If a save fails, because of a full disk or an unreachable store, it logs a warning and removes
-    what it wrote. Earlier checkpoints stay, and the next save tries again. A caller that needs the
-    last save to have succeeded calls `wait`.
+    what it wrote. Earlier checkpoints stay, and the next save tries again. `wait` raises the error.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Checkpointer:
         world_size: int,
         peer_timeout: float = 300.0,
         lease: Lease | None = None,
+        holds: bool = False,
     ) -> None:
         """
         Args:
@@ -108,6 +109,7 @@ class Checkpointer:
             lease: of this process on the folder, on rank 0 of a run that trains; None if nobody
                 else can write there, or if nothing is saved. Once another process has taken the
                 folder over, a save ends this process.
+            holds: whether this reader holds the checkpoint that it verified last, see `holding`.
         """
         self.folder = folder
         self.config = config
@@ -124,6 +126,8 @@ class Checkpointer:
         self._error: Exception | None = None
         self._failures = 0
         self._verified: set[Location] = set()
+        self._holds = holds and rank == 0
+        self.hold: Hold | None = None
         self._at: int | None = None  # step that was saved or restored last
         self._kept: int | None = None
 
@@ -174,7 +178,7 @@ class Checkpointer:
             folder = self.folder / gather(folder.name, self._world_size)[0]
             # A rank on a slow network file system must not write before it sees the folder.
             if isinstance(folder, Path):  # object stores have no folders
-                self._await_everywhere(folder)
+                await_everywhere(folder, self._peer_timeout, self._world_size)
         except CheckpointError as error:
             self._fail(step, error)
             return
@@ -257,7 +261,7 @@ class Checkpointer:
                 files.write(token, b"")
         with raise_on_all_ranks(self._world_size):  # no rank continues before the file is gone
             try:
-                self._await_everywhere(token)
+                await_everywhere(token, self._peer_timeout, self._world_size)
             finally:
                 if self._rank == 0:
                     files.remove(token)
@@ -300,10 +304,7 @@ class Checkpointer:
                 found = integrity.steps_that_count(saved)
         # Rank 0's list counts: the ranks of a network file system may see different ones.
         steps = gather(found, self._world_size)[0]
-        if most is not None:
-            steps = [step for step in steps if step <= most]
-        if least is not None:
-            steps = [step for step in steps if step >= least]
+        steps = [step for step in steps if (least or 0) <= step <= (step if most is None else most)]
         for step in reversed(steps):
             problem = self._damage(integrity.step_folder(self.folder, step))
             if problem is None:
@@ -401,14 +402,22 @@ class Checkpointer:
         """
         if folder in self._verified:
             return None
+        # Before the look, which may take minutes.
+        self.hold = Hold(folder) if self._holds else None
 
         def check(folder: Location) -> None:
             integrity.check_content(folder, self._rank, self._world_size)
 
-        found = None
-        with raise_on_all_ranks(self._world_size):
-            found = integrity.find_damage(folder, check)
-        damage = first_error(found, self._world_size)
+        def find() -> str | None:
+            found = None
+            with raise_on_all_ranks(self._world_size):
+                found = integrity.find_damage(folder, check)
+            return first_error(found, self._world_size)
+
+        damage = find()
+        # Another machine has saved this step, and its files may appear here after seconds.
+        if damage and await_names(folder, self._peer_timeout, self._world_size):
+            damage = find()
         if damage is None:
             self._verified.add(folder)
         return damage
@@ -481,17 +490,3 @@ class Checkpointer:
             again = "" if self._failures == 1 else f" ({self._failures} saves in a row have failed)"
             message = "%s; training continues, and the next save tries again%s"
             logger.warning(message, self._error, again)
-
-    def _await_everywhere(self, path: Location) -> None:
-        """Waits until all ranks see a file or folder that rank 0 has made.
-
-        Raises:
-            CheckpointError: with the nodes that do not see it.
-        """
-        seen = files.appears(path, min(self._peer_timeout, _APPEAR_SECONDS))
-        nodes = set(gather(None if seen else platform.node(), self._world_size)) - {None}
-        if nodes:
-            raise CheckpointError(
-                f"{', '.join(sorted(map(str, nodes)))} cannot see {path}, which rank 0 has made. "
-                "Use an output folder on a file system that all nodes share, under the same path"
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from trainer.checkpoint import files, history, integrity, retention
+from trainer.checkpoint import files, history, holding, integrity, retention
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 from trainer.errors import CheckpointError
@@ -32,6 +32,7 @@ class Removal:
         # save. What is committed stays so until it is removed, and what a lease has decided does
         # not change, so each is read once.
         self._known: dict[str, bytes] = {}
+        self._holds = holding.Holds(root)
 
     def before_save(self, step: int) -> None:
         """Removes interrupted saves, and steps that the run has not continued from, or repeats."""
@@ -61,7 +62,9 @@ class Removal:
                 self._remove(each.place)
 
     def outdated(self, last: int, every: int | None, kept: int | None) -> None:
-        """Removes what retention does not keep. A failure is only a warning: the save succeeded.
+        """Removes what retention does not keep, once no reader holds it any more.
+
+        A failure is only a warning: the save succeeded.
 
         Args:
             last, every: `keep_last` and `keep_every`.
@@ -69,10 +72,15 @@ class Removal:
         """
         try:
             check, known = integrity.check_sizes, self._known
-            for step in retention.outdated_steps(self._root, last, every, check, kept, known):
+            steps = retention.outdated_steps(self._root, last, every, check, kept, known)
+            held = self._holds.held() if steps else set()
+            for step in steps:
                 folder = integrity.step_folder(self._root, step)
-                if self._may_remove(folder):
-                    self._remove(folder)
+                with holding.unless_held(folder) as free:
+                    if not free or folder.name in held:
+                        logger.info("%s is being read, and is removed later", folder)
+                    elif self._may_remove(folder):
+                        self._remove(folder)
         except CheckpointError as error:
             logger.warning("an old checkpoint could not be removed: %s", error)
 

@@ -31,6 +31,7 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 from trainer.errors import CheckpointError
 from trainer.storage import Digest
+from trainer.stored_json import checked
 
 logger = logging.getLogger(__name__)
 
@@ -114,15 +115,16 @@ def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str,
         for rank in sorted(waiting):
             failure = folder / f"{_name(rank)}.failed"
             if failure.name in present:
-                raise CheckpointError(f"rank {rank} {files.read(failure).decode()}")
+                said = files.read(failure).decode(errors="replace")
+                raise CheckpointError(f"rank {rank} {said}")
         # All that are there by now together: one by one, 1,024 ranks would keep an object store
         # busy for a minute.
         ready = [rank for rank in sorted(waiting) if _note(rank) in present]
         notes = files.read_all([folder / _note(rank) for rank in ready])
         for rank, note in zip(ready, notes, strict=True):
             try:
-                digests[_tensors(rank)] = Digest(**files.unseal(note)[0])
-            except (ValueError, TypeError) as error:
+                digests[_tensors(rank)] = checked(files.unseal(note)[0], Digest)
+            except ValueError as error:
                 raise CheckpointError(
                     f"{folder / _note(rank)} is damaged. Check the disk"
                 ) from error

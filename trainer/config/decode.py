@@ -69,6 +69,7 @@ class Kinds:
             )
         # A dotted kind is a user's own module, installed or in the working folder.
         if "." in kind:
+            own_modules.announce(kind, path)
             own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
         try:

@@ -7,10 +7,11 @@ one. Stored digests are computed from the old names, so they never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.config.tree import Tree, merge_overrides, read_tree
+from trainer.config.tree import Tree, parse_file
+from trainer.errors import ConfigError
 
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "model.head": {"span": "question_answering"},
@@ -32,9 +33,19 @@ _NEWER: Mapping[str, Mapping[str, int]] = {"training": {"dropout_version": 1}}
 """What runs did before a setting existed, by section, where that is not the default now."""
 
 
-def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads a run's config.yaml with current names, then merges a user's overrides unchanged."""
-    return merge_overrides(current(read_tree(path)), overrides)
+def stored(content: bytes, path: Path) -> Tree:
+    """Returns the settings in a run's config.yaml, with current names.
+
+    Raises:
+        ConfigError: it is not valid, or names base files, which a stranger's would lead anywhere.
+    """
+    tree = parse_file(content, path)
+    if "base" in tree:
+        raise ConfigError(
+            f"{path} has base, and a run's own configuration holds all settings itself. Copy the "
+            "folder of the run again, or remove the line"
+        )
+    return current(tree)
 
 
 def current(stored: Tree) -> Tree:

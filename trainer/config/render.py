@@ -8,7 +8,7 @@ import typing
 import yaml
 
 from trainer.config.decode import kinds_of
-from trainer.config.tree import Tree
+from trainer.config.tree import Tree, check_addresses
 
 
 def to_tree(config: object) -> Tree:
@@ -37,5 +37,11 @@ def _plain(value: object) -> object:
 
 
 def dump(config: object) -> str:
-    """Returns the resolved configuration as YAML, in the order of the schema."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, width=120, allow_unicode=True)
+    """Returns the resolved configuration as YAML, in the order of the schema.
+
+    Raises:
+        ConfigError: an address has a credential, as a program that uses samestep may have set it.
+    """
+    tree = to_tree(config)
+    check_addresses(tree)
+    return yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)

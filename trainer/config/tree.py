@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
+from trainer.addresses import ELSEWHERE, credential_in, has_userinfo
 from trainer.config import recipes
 from trainer.errors import ConfigError
 
 T = TypeVar("T")
 
+_SOURCES = ("source.", "decontaminate.source.")  # of a dataset's recipe
 _MOST_VALUES = 100_000  # in a file, counting those behind each alias
 
 Tree: TypeAlias = dict[str, Any]
@@ -35,7 +38,8 @@ _ERRORS = (yaml.YAMLError, RecursionError, AttributeError, LookupError, TypeErro
 
 def _parse(text: str, where: str) -> object:
     try:
-        loader = _Loader(text)
+        # PyYAML quotes a line of a text in its errors, but none of a file.
+        loader = _Loader(text if credential_in(text) is None else io.StringIO(text))
         node = loader.get_single_node()
         if node is None:
             return None
@@ -45,6 +49,26 @@ def _parse(text: str, where: str) -> object:
         return loader.construct_document(node)
     except _ERRORS as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def parse_file(content: bytes, path: Path, wanted_by: str = "") -> Tree:
+    """Returns what a file says on its own.
+
+    Args:
+        wanted_by: continues the path in messages.
+    """
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}{wanted_by}: it is not UTF-8 text"
+        ) from error
+    tree = _parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, not a {type(tree).__name__}")
+    return tree
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
@@ -144,20 +168,15 @@ def _open_file(
     """
     if path in chain:
         raise ConfigError(f"{path} is its own base: {' -> '.join(str(p) for p in (*chain, path))}")
+    wanted_by = f" (named as base by {chain[-1]})" if chain else ""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        wanted_by = f" (named as base by {chain[-1]})" if chain else ""
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        message = f"cannot read the configuration {path}{wanted_by}: {reason}"
+        content = path.read_bytes()
+    except OSError as error:
+        message = f"cannot read the configuration {path}{wanted_by}: {error.strerror}"
         if isinstance(error, FileNotFoundError) and (hint := recipes.suggestion(name)):
             message = f"{message}.{hint}"
         raise ConfigError(message) from error
-    tree = _parse(text, str(path))
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold `key: value` lines, not a {type(tree).__name__}")
+    tree = parse_file(content, path, wanted_by)
     # `base` belongs to the file, not to the experiment.
     bases = tree.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -215,6 +234,37 @@ def of_kinds(changes: Mapping[str, T]) -> dict[str, T]:
     }
 
 
+def check_addresses(tree: Tree, path: str = "") -> None:
+    """Rejects addresses with credentials: settings are stored in many files, and shown.
+
+    Signed addresses are allowed as sources of a dataset, which stores them without the signature.
+
+    Raises:
+        ConfigError: naming the setting, but not the credential.
+    """
+    for key, value in tree.items():
+        place = f"{path}{key}"
+        if isinstance(value, dict):
+            check_addresses(value, f"{place}.")
+            continue
+        for text in _texts(value):
+            is_source = place.startswith(_SOURCES)
+            credential = credential_in(text)
+            if credential and not (is_source and not has_userinfo(text)):
+                raise ConfigError(f"{place}: the address has {credential} in it. {ELSEWHERE}")
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.items():
+            yield from _texts(list(each))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
 def parse_override(text: str) -> Tree:
     """Turns `a.b=value` (the value is YAML) into the tree {a: {b: value}}."""
     key, equals, value = text.partition("=")
@@ -236,7 +286,9 @@ def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
     Args:
         path: a file, or the name of a recipe.
     """
-    return merge_overrides(_read_file(recipes.locate(path), path, ()), overrides)
+    tree = _read_file(recipes.locate(path), path, ())
+    check_addresses(tree)
+    return merge_overrides(tree, overrides)
 
 
 def merge_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
@@ -248,7 +300,9 @@ def merge_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
     """
     texts = list(overrides)
     for text in texts:
-        tree = merge(tree, parse_override(text))
+        changes = parse_override(text)
+        check_addresses(changes)
+        tree = merge(tree, changes)
     for earlier, later in combinations(texts, 2):
         dropped, value = earlier.partition("=")[0], later.partition("=")[2]
         path = dropped.split(".")

@@ -169,6 +169,11 @@ class _Agent:
                 code = self._run_rounds()
         except (EOFError, BrokenPipeError):
             raise LaunchError(f"the process that starts the workers was killed; {_AGAIN}") from None
+        except (OSError, RuntimeError) as error:  # no more files, threads or memory
+            raise LaunchError(
+                f"cannot go on: {error!r}. Check this machine's memory and limits (ulimit -a); "
+                f"{_AGAIN}"
+            ) from error
         except RunEnded as ended:
             if ended.code:
                 raise LaunchError(f"the run has ended on another machine: {ended}") from None

@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
-from trainer.errors import CheckpointError
+from trainer.stored_json import JsonError, checked, parse_json
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"\.host-(\d{8,})")
 # A store is slow, and an operation is retried there for up to 31 s.
 _RENEW_SECONDS, _RENEW_SECONDS_IN_STORE = 2.0, 10.0
+_KEEP_SECONDS = 15.0  # after the host's last word
 _SILENT_SECONDS, _SILENT_SECONDS_IN_STORE = 12.0, 45.0
 
 
@@ -79,8 +82,9 @@ class Records:
         if content is None:
             return None
         try:
-            found = Record(number, **json.loads(content))
-        except (ValueError, TypeError):  # its host was killed when it wrote it
+            stored = parse_json(content, dict[str, Any])
+            found = checked({**stored, "number": number}, Record)
+        except JsonError:  # its host was killed when it wrote it
             found = Record(number, "", 0, 0, "")
         if found != self._seen:
             self._seen, self._since = found, now
@@ -131,37 +135,46 @@ class Renewal(threading.Thread):
     """Renews the record of this agent, the host, and notices when another one has become the host.
 
     Attributes:
-        is_of_use: whether a round runs, or enough agents for one are connected. If not, the record
-            is not renewed, so that another agent may try.
         is_over: whether there is another host.
         number: of this host.
     """
 
     def __init__(self, records: Records, record: Record) -> None:
         super().__init__(name="host", daemon=True)
-        self.is_of_use = True
         self.is_over = False
         self.number = record.number
         self._records, self._record = records, record
         self._stopped = threading.Event()
+        self.keep(True)
 
     def run(self) -> None:
         while not (self._stopped.wait(self._records.renew_seconds) or self.check()):
-            if self.is_of_use:
+            if time.monotonic() < self._kept_until:
                 self._write(self._record.renewals + 1)
+
+    def keep(self, is_of_use: bool) -> None:
+        """Renews the record from now on if the host is of use, so that no other agent tries.
+
+        The host says so again and again: the record of one that hangs becomes silent, too.
+
+        Args:
+            is_of_use: whether a round runs, or enough agents for one are connected.
+        """
+        self._kept_until = time.monotonic() + _KEEP_SECONDS if is_of_use else -math.inf
 
     def check(self) -> bool:
         """Looks for another host; returns `is_over`. What cannot be read changes nothing."""
         try:
             self.is_over = self._records.newest_number() > self._record.number
-        except CheckpointError as error:
+        except Exception as error:  # this thread must not end
             logger.debug("the host's record cannot be read: %s", error)
         return self.is_over
 
     def leave(self) -> None:
         """Says that this agent leaves, so that another one becomes the host at once."""
         self._stopped.set()
-        self.join()
+        if self.is_alive():
+            self.join()
         if not self.check():
             self._write(-1)
 
@@ -170,7 +183,7 @@ class Renewal(threading.Thread):
         self._record = Record(record.number, record.host, record.port, renewals, record.token)
         try:
             self._records.write(self._record)
-        except CheckpointError as error:  # a full disk or an unreachable store may recover
+        except Exception as error:  # a full disk or an unreachable store may recover
             logger.debug("the host's record was not renewed: %s", error)
 
 

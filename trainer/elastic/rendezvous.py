@@ -21,6 +21,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from trainer.checkpoint.files import Location
@@ -42,6 +43,8 @@ from trainer.strategies.neighbor import interface_of, keep_alive, own_address
 logger = logging.getLogger(__name__)
 
 _GREETING_SECONDS = 10.0
+_OWN_SECONDS = 30.0  # for an agent that is alone to reach its own host
+_MOST_FAILURES = 3  # of this machine as the host, within PATIENCE_SECONDS
 
 
 class RunEnded(Exception):
@@ -90,6 +93,8 @@ class Rendezvous:
         self._first = self.host, self._port
         self._records = None if secrets_folder is None else Records(secrets_folder)
         self._renewal: Renewal | None = None  # while this agent is the host
+        self._hosting: Host | None = None  # its thread
+        self._failures: list[float] = []  # times when it was the host and failed
         self._own = ""  # address of this machine for the others, once known
         self._heard = self._told = -math.inf  # times of the last messages from the host and to it
         self._secret = None if secrets_folder else secrets.token_bytes(SECRET_BYTES)
@@ -117,17 +122,29 @@ class Rendezvous:
             if self._ended is not None:
                 raise self._ended
             if self._connection is None:
-                error = self._connect()
+                if self._hosting is not None and self._hosting.error is not None:
+                    self._count_failure(self._hosting.error)
+                try:
+                    error = self._connect()
+                except (OSError, RuntimeError) as failed:  # no more files or threads
+                    self._disconnect()
+                    error = failed
                 if error is None:
                     self._send(**ready)
                     continue
                 # The wait for room in a round, which has no end, does not count.
-                lost = max(began, self._heard)
-                if time.monotonic() > lost + rounds.PATIENCE_SECONDS:
+                lost, alone = max(began, self._heard), self._records is None
+                patience = _OWN_SECONDS if alone else rounds.PATIENCE_SECONDS
+                if time.monotonic() > lost + patience:
+                    fix = (
+                        "Check that this machine's loopback interface is up (ip address)."
+                        if alone
+                        else "Set --rendezvous to a machine that takes part in the run, by a name "
+                        "that all machines can resolve."
+                    )
                     raise RendezvousError(
                         f"the rendezvous at {self.host}:{self._port} cannot be reached ({error}). "
-                        "Set --rendezvous to a machine that takes part in the run, by a name that "
-                        "all machines can resolve."
+                        f"{fix}"
                     )
                 if str(error) != problem:
                     problem = str(error)
@@ -182,7 +199,7 @@ class Rendezvous:
         if self._renewal is not None:
             self._renewal.leave()
 
-    def _connect(self) -> OSError | None:
+    def _connect(self) -> Exception | None:
         """Connects to the host, or becomes the host if there is none.
 
         Returns:
@@ -203,16 +220,20 @@ class Rendezvous:
         if listening is None and self._records is not None and self._records.is_silent:
             logger.info("the host at %s:%d gives no sign of life", self.host, self._port)
             listening = self._listen_here()
-        if self._secret is None and self._folder is not None:
-            self._secret = secret.read(self._folder, create=listening is not None)
-        if self._secret is None:
-            return FileNotFoundError(
-                f"the run's secret is not in {self._folder}, which all machines must share"
-            )
-        if listening is not None:
-            problem = self._become_host(listening, 0 if current is None else current.number)
-            if problem is not None:
-                return problem
+        with ExitStack() as unless_hosting:
+            if listening is not None:
+                unless_hosting.callback(listening.close)
+            if self._secret is None and self._folder is not None:
+                self._secret = secret.read(self._folder, create=listening is not None)
+            if self._secret is None:
+                return FileNotFoundError(
+                    f"the run's secret is not in {self._folder}, which all machines must share"
+                )
+            if listening is not None:
+                problem = self._become_host(listening, 0 if current is None else current.number)
+                if problem is not None:
+                    return problem
+                unless_hosting.pop_all()
         fix = "Give each run its own port in --rendezvous, and type the same command on all its "
         try:
             self._connection = connect(
@@ -248,28 +269,49 @@ class Rendezvous:
         return None
 
     def _become_host(self, listening: socket.socket, former: int) -> OSError | None:
-        """Hosts the rendezvous on a socket, unless another agent becomes the host first."""
+        """Hosts the rendezvous on a socket, unless another agent becomes the host first.
+
+        Raises:
+            RendezvousError: this agent has failed as the host too often.
+        """
         self._port = listening.getsockname()[1]
         if self._records is not None:
             try:
                 record = self._records.create(former + 1, self.host, self._port)
             except CheckpointError as error:
-                listening.close()
                 return ConnectionError(str(error))
             if record is None:
-                listening.close()
                 return ConnectionRefusedError("another agent becomes the host")
             if record.number > 1:
                 logger.info("hosting      the rendezvous at %s:%d", self.host, self._port)
             self._renewal = Renewal(self._records, record)
-            self._renewal.start()
-        Host(
-            listening,
-            self.derived_secret("rendezvous"),
-            (self.min_agents, self.max_agents),
-            self._renewal,
-        ).start()
+        try:
+            hosting = Host(
+                listening,
+                self.derived_secret("rendezvous"),
+                (self.min_agents, self.max_agents),
+                self._renewal,
+            )
+            if self._renewal is not None:
+                self._renewal.start()
+            hosting.start()
+        except (OSError, RuntimeError) as error:
+            self.leave()
+            self._count_failure(error)
+            return ConnectionError(repr(error))
+        self._hosting = hosting
         return None
+
+    def _count_failure(self, error: Exception) -> None:
+        """Raises a RendezvousError if this agent has failed as the host too often."""
+        self._hosting, now = None, time.monotonic()
+        self._failures = [when for when in self._failures if now < when + rounds.PATIENCE_SECONDS]
+        self._failures.append(now)
+        if len(self._failures) > _MOST_FAILURES:
+            raise RendezvousError(
+                f"the rendezvous has failed {len(self._failures)} times on this machine, at last "
+                f"with {error!r}. Check its memory and its limits (ulimit -a)."
+            )
 
     def _listen_here(self) -> socket.socket | None:
         """Listens at this machine's own address, for the other agents; None if it is unknown."""
@@ -325,6 +367,11 @@ def _listen(host: str, port: int) -> socket.socket | None:
             # The name leads to this machine, but others may reach it at another address.
             listening.close()
             listening = socket.create_server((interface, port))
-    except OSError:
+    except OSError as error:
+        if port == 0:  # any free port, so nobody else listens there
+            raise LaunchError(
+                f"cannot listen at {host}: {error.strerror}. Check that its network interface is "
+                "up (ip address), and the limit of open files (ulimit -n)."
+            ) from error
         return None
     return listening

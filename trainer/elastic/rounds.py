@@ -70,6 +70,9 @@ class Host(threading.Thread):
         key: proves that an agent knows the run's secret.
         agents: the least and the largest number of agents of a round.
         renewal: of the record that says who is the host; None if there is only this agent.
+
+    Attributes:
+        error: why this thread has failed.
     """
 
     def __init__(
@@ -80,11 +83,12 @@ class Host(threading.Thread):
         renewal: Renewal | None,
     ) -> None:
         super().__init__(name="rendezvous", daemon=True)
+        self.error: Exception | None = None
         self._renewal = renewal
         self._min_agents, self._max_agents = agents
         self._interface = listening.getsockname()[0]
-        self._listener = Listener(listening, key, MESSAGE_BYTES)
         self._selector = selectors.DefaultSelector()
+        self._listener = Listener(listening, key, MESSAGE_BYTES)
         # Every connected agent and its number of workers; None while it is not ready for a round.
         self._agents: dict[Channel, int | None] = {}
         self._heard: dict[Channel, float] = {}  # time of each agent's last message
@@ -103,10 +107,35 @@ class Host(threading.Thread):
         self._last_change = time.monotonic()
 
     def run(self) -> None:
+        """Hosts the rendezvous until another agent does, or this thread fails.
+
+        Agents cannot tell a host that has failed from one that waits, as long as its sockets are
+        open and its record is renewed. So neither outlives this thread.
+        """
+        try:
+            self._serve()
+            logger.info("another agent hosts the rendezvous now")
+        except Exception as error:
+            self.error = error
+            node = platform.node()
+            logger.warning("the rendezvous has failed on %s and starts again: %r", node, error)
+        finally:
+            self._listener.close()
+            for agent in self._agents:
+                agent.close()
+            self._selector.close()
+            if self._renewal is not None and not self._renewal.is_over:
+                self._renewal.leave()
+
+    def _serve(self) -> None:
         while self._renewal is None or not self._renewal.is_over:
             while (agent := self._listener.accept(0)) is not None:
-                keep_alive(agent.socket)
-                self._selector.register(agent.socket, selectors.EVENT_READ, agent)
+                try:
+                    keep_alive(agent.socket)
+                    self._selector.register(agent.socket, selectors.EVENT_READ, agent)
+                except OSError:  # it is gone already
+                    agent.close()
+                    continue
                 self._agents[agent], self._heard[agent] = None, time.monotonic()
             now = time.monotonic()  # before the look, as in `Rendezvous._receive`
             for key, _ in self._selector.select(POLL_SECONDS):
@@ -117,6 +146,10 @@ class Host(threading.Thread):
                         self._handle(agent, message)
                 except OSError:
                     self._drop(agent)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    reason = f"the rendezvous does not understand this agent ({error!r}). Start "
+                    send(agent, {"refused": reason + "the same version on all machines."})
+                    self._drop(agent)
             for agent, heard in list(self._heard.items()):
                 is_late = agent in self._round and now > self._round_deadline
                 if is_late or now > heard + SILENT_SECONDS:
@@ -126,11 +159,7 @@ class Host(threading.Thread):
             self._tell_here()
             if self._renewal is not None:
                 enough = len(self._ready()) >= self._min_agents
-                self._renewal.is_of_use = bool(self._round) or enough
-        logger.info("another agent hosts the rendezvous now")
-        self._listener.close()
-        for agent in list(self._agents):
-            self._drop(agent)
+                self._renewal.keep(bool(self._round) or enough)
 
     def _handle(self, agent: Channel, message: Message) -> None:
         if "code" in message:  # the run has ended
@@ -168,9 +197,9 @@ class Host(threading.Thread):
             wrong = [each for each, other in self._machines.items() if disagreement(machine, other)]
         for each in wrong:
             self._agents[each] = None
-        self._tell(wrong, {"differs": problem})
         if agent in wrong and reference.has_run:
             logger.warning("refused      %s: %s", machine.name, problem)
+        self._tell(wrong, {"differs": problem})
         return agent in wrong
 
     def _ready(self) -> list[Channel]:

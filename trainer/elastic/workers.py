@@ -134,7 +134,13 @@ def _serve(
                     else:
                         pipe.send((local_rank, EXIT_CRASHED))
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-    except (EOFError, OSError):  # the agent is gone
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the agent is gone
+        pass
+    except Exception as error:
+        # The end of this process tells the agent.
+        logger.error("error: the process that starts the workers has failed: %r", error)
+    finally:
+        # Whatever it is, or the end of this process would wait for the workers.
         for _, worker in workers.values():
             worker.kill()
             worker.join()

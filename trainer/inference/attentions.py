@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 
 from data_pipeline.format.shards import Tokens
 from trainer.errors import ConfigError
@@ -20,6 +19,7 @@ from trainer.inference.features import check_new, chosen_layers, new_array, toke
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
 from trainer.progress import Progress
 from trainer.storage import write_text
+from trainer.terminal import Console
 
 logger = logging.getLogger(__name__)
 

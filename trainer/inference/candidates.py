@@ -12,12 +12,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
@@ -27,6 +26,8 @@ from trainer.errors import ConfigError, DataError
 from trainer.inference.fill import masked_lm_tokens
 from trainer.inference.hidden_states import batches, padded_inputs, special_tokens
 from trainer.storage import write_text
+from trainer.stored_json import JsonError, parse_json
+from trainer.terminal import Console
 from trainer.training.weights import Weights, load_weights
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -81,6 +82,13 @@ class Cloze:
         return f"{before}{word}{after}"
 
 
+class _Row(TypedDict):
+    text: str
+    candidates: list[str | int | float]
+    label: str
+    group: NotRequired[str | None]
+
+
 def read_probes(path: str | Path) -> list[Cloze]:
     """Reads JSON Lines with text, candidates, label and, if they have one, group.
 
@@ -98,19 +106,12 @@ def read_probes(path: str | Path) -> list[Cloze]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row["candidates"], list) or not isinstance(row["label"], str):
-                raise TypeError("candidates are a list, and label is one of them")
+            row = parse_json(line, _Row)
             candidates = tuple(str(word) for word in row["candidates"])
-            group = row.get("group")
-            if not isinstance(group, str | None):
-                raise TypeError("group is a text")
-            # "\ud83d" in JSON is half of a character: no tokenizer takes it.
-            json.dumps(row, ensure_ascii=False).encode()
-            probe = Cloze(row["text"], candidates, row["label"], group or "")
+            probe = Cloze(row["text"], candidates, row["label"], row.get("group") or "")
         except ConfigError as error:
             raise DataError(f"{path}:{number}: {error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except JsonError as error:
             raise DataError(
                 f"{path}:{number}: is not a probe ({error}); write "
                 '{"text": "the dogs [MASK] old", "candidates": ["is", "are"], "label": "are"}'

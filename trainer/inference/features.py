@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from data_pipeline.format.shards import Tokens
-from trainer.errors import ConfigError, SamestepError
+from trainer.errors import ConfigError, SamestepError, fix_of
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
 from trainer.progress import Progress
+from trainer.storage.local import temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -220,8 +221,7 @@ def new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.ND
     Raises:
         SamestepError: it cannot be written.
     """
-    # The process number keeps two commands with the same output from sharing a file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
         # The file is sparse so far, and a disk that fills up later would kill the process with
@@ -235,8 +235,8 @@ def new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.ND
     except OSError as error:
         size = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
         raise SamestepError(
-            f"cannot write {path} ({size:.3g} GiB): {error.strerror}; free space, give access, or "
-            "name another file with --output"
+            f"cannot write {path} ({size:.3g} GiB): {error.strerror}; "
+            f"{fix_of(error, 'give access')}, or name another file with --output"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -16,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.models import Model
 from trainer.models.inputs import Inputs
+from trainer.terminal import Console
 from trainer.training.weights import Weights, load_weights
 
 

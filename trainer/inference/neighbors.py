@@ -10,13 +10,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.terminal import Console
 from trainer.vectors.corpus import MARKS, WORD
 from trainer.vectors.folder import WordVectors, nearest
 

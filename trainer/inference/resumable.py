@@ -7,10 +7,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from trainer.errors import ConfigError
 from trainer.storage import flock, json_lines, write_text
+from trainer.stored_json import Count, JsonError, read_json
+
+
+class _Progress(TypedDict):
+    bytes: Count
+    records: Count
+    rows: Count
+    made_of: dict[str, Any]
 
 
 class Resumable:
@@ -32,7 +40,14 @@ class Resumable:
     def __init__(self, file: BinaryIO, path: Path, made_of: dict[str, Any]) -> None:
         self._file, self._path, self._made_of = file, path, made_of
         self.records = self.rows = size = 0
-        progress: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"bytes": 0}
+        progress: _Progress = {"bytes": 0, "records": 0, "rows": 0, "made_of": {}}
+        if path.exists():
+            try:
+                progress = read_json(path, _Progress)
+            except (OSError, JsonError) as error:
+                raise ConfigError(
+                    f"{path} is damaged: {error}. Remove it to start over."
+                ) from error
         # A shorter file than the progress says was removed or replaced: begin again.
         if 0 < progress["bytes"] <= os.fstat(file.fileno()).st_size:
             before = progress["made_of"]

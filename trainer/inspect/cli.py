@@ -42,6 +42,7 @@ def add_report(commands: Commands) -> None:
         _report,
         "write an HTML page with the curves and settings of one or several runs",
         "example:\n  samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
+        looks=True,
     )
     report.add_argument(
         "runs",
@@ -63,6 +64,7 @@ def add_watch(commands: Commands) -> None:
         "Ctrl-C ends it and writes the page as one HTML file. To watch a run on another machine,\n"
         "start samestep watch there and forward the port: ssh -L 8700:localhost:8700 HOST\n\n"
         "example:\n  samestep watch runs/bert_mini runs/bert_mini_lr2",
+        looks=True,
     )
     watch.add_argument(
         "runs",
@@ -192,10 +194,9 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer import findings
     from trainer.inspect import doctor
+    from trainer.terminal import Console
     from trainer.training.starting import load_experiment
 
     if args.processes is not None and args.processes < 1:

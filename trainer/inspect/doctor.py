@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -153,7 +154,7 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
 
 
 def _object_store(url: str) -> Iterator[Finding]:
-    address, content = f"{url.rstrip('/')}/.samestep-doctor-{os.getpid()}", os.urandom(64)
+    address, content = f"{url.rstrip('/')}/.samestep-doctor-{secrets.token_hex(8)}", os.urandom(64)
     started = time.perf_counter()
     # A real object shows credentials, permissions and the endpoint at once.
     storage.write(address, content)

@@ -23,6 +23,7 @@ from trainer.storage import Digest
 from trainer.storage.hub import is_hub_path, model_folder, tokenizer_folder
 from trainer.training.experiment import Experiment
 from trainer.training.weights import BASE, Weights, load_weights
+from trainer.untrusted import inside
 
 logger = logging.getLogger(__name__)
 
@@ -165,12 +166,12 @@ def _dataset(url: str, folder: Path) -> Path:
         (folder / MANIFEST).unlink(missing_ok=True)
     for number, shard in enumerate(manifest.shards, start=1):
         logger.info("%d of %d: %s", number, len(manifest.shards), shard.name)
-        _download(f"{url}/{shard.name}", folder / shard.name, shard.digest)
+        _download(f"{url}/{shard.name}", inside(folder, shard.name), shard.digest)
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     if manifest.small_files is None:
         fetch_tokenizer(url, folder)
     for name, digest in (manifest.small_files or {}).items():
-        _download(f"{url}/{name}", folder / name, digest)
+        _download(f"{url}/{name}", inside(folder, name), digest)
     manifest.save(folder)
     return folder
 
@@ -194,7 +195,7 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
             shutil.copytree(base.folder, run / BASE, dirs_exist_ok=True)
     shutil.rmtree(run / "tokenizer", ignore_errors=True)
     for name in files.names(weights.tokenizer):
-        _download(f"{weights.tokenizer}/{name}", run / "tokenizer" / name)
+        _download(f"{weights.tokenizer}/{name}", inside(run / "tokenizer", name))
     _step(weights.folder, step)
     return step
 
@@ -207,12 +208,18 @@ def _step(source: files.Location, folder: Path) -> None:
         (folder / last).unlink(missing_ok=True)
     for name in sorted(files.names(source), key=lambda name: name == last):
         logger.info("%s", storage.shown(f"{source}/{name}"))
-        _download(f"{source}/{name}", folder / name, digests.get(name))
+        _download(f"{source}/{name}", inside(folder, name), digests.get(name))
 
 
 def _local(path: str, folder: Path) -> str:
-    """Returns where a file, or a pattern of files, is after its download into `folder`."""
-    return str(folder / storage.shown(path).partition("://")[2]) if storage.is_url(path) else path
+    """Returns where a file, or a pattern of files, is after its download into `folder`.
+
+    Raises:
+        CorruptError: the key of an object would lead out of `folder`.
+    """
+    if not storage.is_url(path):
+        return path
+    return str(inside(folder, storage.shown(path).partition("://")[2].rstrip("/")))
 
 
 def _download(url: str, path: Path, digest: Digest | None = None) -> None:

@@ -13,11 +13,10 @@ from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from trainer.checkpoint.files import Location
     from trainer.checkpoint.integrity import Check
     from trainer.config import Tree
+    from trainer.terminal import Console
 
 
 def register(commands: Commands) -> None:
@@ -95,9 +94,11 @@ def _add(
     run: Callable[[argparse.Namespace], int],
     summary: str,
     epilog: str,
-    source: str = "a run, or the folder or address of its checkpoints",
+    source: str | None = None,
 ) -> argparse.ArgumentParser:
-    parser = add_command(commands, name, run, summary, epilog)
+    # Those with a source of their own load the model, which the others do not need.
+    parser = add_command(commands, name, run, summary, epilog, looks=source is None)
+    source = source or "a run, or the folder or address of its checkpoints"
     parser.add_argument("folder", metavar="DIR", help=source)
     return parser
 
@@ -172,7 +173,7 @@ def _examine(root: Location, step: int, check: Check) -> tuple[Tree, str | None]
 def _gc(args: argparse.Namespace) -> int:
     from rich.filesize import decimal
 
-    from trainer.checkpoint import Config, integrity, retention
+    from trainer.checkpoint import Config, holding, integrity, retention
     from trainer.checkpoint.lock import only_writer
 
     root = _root(args)
@@ -191,14 +192,18 @@ def _gc(args: argparse.Namespace) -> int:
         outdated = retention.outdated_steps(root, last, every, check, best)
         going = integrity.uncommitted_folders(root) + integrity.superseded_folders(root)
         going += [integrity.step_folder(root, step) for step in outdated]
-        freed = 0
+        removed, freed, held = 0, 0, holding.Holds(root).held()
         for folder in going:
             size = _size(folder)
-            if not args.dry_run:
-                integrity.remove_step(folder)
+            with holding.unless_held(folder) as free:
+                if not free or folder.name in held:
+                    console.print(f"{folder} is being read, and stays")
+                    continue
+                if not args.dry_run:
+                    integrity.remove_step(folder)
             console.print(f"{verb} {folder}, {decimal(size)}")
-            freed += size
-    console.print(f"{verb} {len(going)} folders, {decimal(freed)}")
+            removed, freed = removed + 1, freed + size
+    console.print(f"{verb} {removed} folders, {decimal(freed)}")
     return EXIT_DONE
 
 
@@ -280,10 +285,10 @@ def _size(folder: Location) -> int:
 
 def _age(saved: str) -> str:
     age = datetime.now(UTC) - datetime.fromisoformat(saved)
-    return str(timedelta(seconds=round(age.total_seconds())))
+    return str(timedelta(seconds=max(0, round(age.total_seconds()))))  # clocks may differ
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from trainer.terminal import Console
 
     return Console(soft_wrap=True, highlight=False, markup=False)

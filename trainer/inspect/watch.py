@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from trainer.config import Tree
-from trainer.errors import ConfigError
-from trainer.monitoring.report import Report, as_json, has_metrics, page
+from trainer.errors import ConfigError, SamestepError
+from trainer.monitoring.report import Report, as_json, has_metrics, page, policy
 from trainer.storage import write_text
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,10 @@ _HOSTS = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT_SECONDS = 10.0  # without a byte of the browser's request
 _ANSWER_SECONDS = 300.0  # for a large page over a slow tunnel
 _MOST_REQUESTS = 64  # at the same time
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+# Of a study's own page, which may be a stranger's: no script, no request, and an origin of its own.
+_FOREIGN = (
+    "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
 )
 
 
@@ -97,8 +98,8 @@ class Server(ThreadingHTTPServer):
         """The page, with its data."""
         return page(self._report.names, self.data())
 
-    def linked(self, link: str) -> str | None:
-        """The page of a study or of one of its runs; None if the page has no such link."""
+    def linked(self, link: str) -> tuple[str, bool] | None:
+        """The page of a study or of one of its runs, see `Report.linked`."""
         return self._report.linked(link)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -130,6 +131,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
+            self._answer()
+        except SamestepError as error:  # of a damaged file; another one may be read next time
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
+
+    def _answer(self) -> None:
+        try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
             path = urlsplit(self.path).path
         except ValueError:  # brackets without an address in them
@@ -142,11 +149,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif below is None:
             self._send(HTTPStatus.FORBIDDEN, "open the whole address that samestep watch shows\n")
         elif below == "":
-            self._send(HTTPStatus.OK, self.server.page(), "text/html")
+            self._send(HTTPStatus.OK, self.server.page(), "text/html", policy=policy())
         elif below == "data":
             self._send_data()
-        elif (text := self.server.linked(unquote(below))) is not None:
-            self._send(HTTPStatus.OK, text, "text/html")
+        elif (linked := self.server.linked(unquote(below))) is not None:
+            text, is_ours = linked
+            self._send(HTTPStatus.OK, text, "text/html", policy=policy() if is_ours else _FOREIGN)
         else:
             self._send(HTTPStatus.NOT_FOUND, "the page has no such link\n")
 
@@ -161,7 +169,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, as_json(data), "application/json", tag)
 
     def _send(
-        self, status: HTTPStatus, text: str, kind: str = "text/plain", tag: str | None = None
+        self,
+        status: HTTPStatus,
+        text: str,
+        kind: str = "text/plain",
+        tag: str | None = None,
+        policy: str = "default-src 'none'; sandbox",
     ) -> None:
         body = text.encode()
         self.connection.settimeout(_ANSWER_SECONDS)
@@ -169,7 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("Content-Security-Policy", f"{policy}; frame-ancestors 'none'")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")  # it would have the token
         if tag is not None:
@@ -182,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool = False) -> bool:
-    """Serves the page until Ctrl-C or SIGTERM, then writes it as one file.
+    """Serves the page until Ctrl-C, SIGTERM or SIGHUP, then writes it as one file.
 
     Args:
         runs: at most 10 folders of runs, suites or studies; they need not exist yet.
@@ -211,6 +225,8 @@ def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool
             sys.stdout.write(f"Ctrl-C ends this and writes {output}\n")
             sys.stdout.flush()
             signal.signal(signal.SIGTERM, _interrupt)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # by nohup
+                signal.signal(signal.SIGHUP, _interrupt)
             try:
                 server.serve_forever()
             except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, get_args
@@ -22,6 +23,9 @@ Norm: TypeAlias = Literal["post", "pre"]
 NormKind: TypeAlias = Literal["layer", "rms"]
 TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "question_answering"]
 Head: TypeAlias = Literal["language_model", TaskHead, "embedding"]
+
+_MOST_LAYERS = 10_000
+_MOST_HEADS = 2**16
 
 WHOLE_NORMAL = 8.0
 """A truncation in standard deviations that truncates nothing: fp64 has no probability beyond."""
@@ -47,8 +51,8 @@ def check_labels(head: Head, labels: tuple[str, ...]) -> None:
             f"labels has {count} names, but a {head} head needs at least {fewest}. Set it "
             "to the dataset's labels."
         )
-    for label in labels:
-        if (times := labels.count(label)) > 1:
+    for label, times in Counter(labels).most_common(1):
+        if times > 1:
             raise ConfigError(f"labels has {label!r} {times} times. Labels must differ.")
 
 
@@ -133,7 +137,8 @@ class TransformerConfig(ModelConfig):
         """Rejects a width that is not a multiple of the number of heads."""
         if self.width % self.heads:
             # Name the divisor of the width that is closest to what was asked for.
-            divisors = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
+            most = min(self.width, 2 * self.heads, _MOST_HEADS)
+            divisors = [heads for heads in range(1, most + 1) if self.width % heads == 0]
             nearest = min(divisors, key=lambda heads: abs(heads - self.heads))
             raise ConfigError(
                 f"width {self.width} is not a multiple of heads {self.heads}. Use heads={nearest}."
@@ -154,9 +159,11 @@ class TransformerConfig(ModelConfig):
             raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
 
     def check_positive(self, name: str) -> None:
-        """Rejects a setting below 1."""
+        """Rejects a setting below 1, and more layers than can be built in a minute."""
         if getattr(self, name) < 1:
             raise ConfigError(f"{name} is {getattr(self, name)}. Use 1 or more.")
+        if name.endswith("layers") and getattr(self, name) > _MOST_LAYERS:
+            raise ConfigError(f"{name} is {getattr(self, name)}. Use {_MOST_LAYERS} or fewer.")
 
     @property
     def head_width(self) -> int:

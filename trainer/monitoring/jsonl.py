@@ -8,15 +8,25 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from operator import ne
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, cast
 
-from trainer.errors import DataError, SamestepError
+from trainer.errors import DataError, SamestepError, StorageError, fix_of
 from trainer.monitoring import Level, Tracker
 from trainer.storage import write_text
+from trainer.stored_json import (
+    Count,
+    JsonError,
+    Measure,
+    Seconds,
+    checked,
+    parse_json,
+    read_lines,
+)
+from trainer.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +37,33 @@ ALERTS = "alerts.jsonl"
 """File in a run's folder: faults, failures and restarts, with level, title and text."""
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, nested: bool = False) -> Iterator[Row]:
     """Yields the rows of a metrics file: {"step": n, "time": Unix time, name: value...}.
 
-    A missing file has no rows. Torn lines, which a kill or a full disk can leave, are skipped. A
-    column with a damaged name is reported.
+    A missing file has no rows. Torn lines, which a kill or a full disk can leave, and other damaged
+    ones are skipped and counted in a warning. A column with a damaged name is reported.
+
+    Args:
+        nested: keep rows that have lists or objects as values, too.
     """
-    if not path.exists():
-        return
     rows: dict[int, Row] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            row = _parse(line)
-            if row is None:
-                logger.warning("%s, line %d is not a row of metrics; it is skipped", path, number)
-            else:
-                rows[number] = row
+    skipped: list[tuple[int, JsonError]] = []
+    try:
+        with open_regular(path) as file:
+            for number, (line, _, _) in enumerate(read_lines(file), start=1):
+                try:
+                    rows[number] = _parse(line, nested)
+                except JsonError as error:
+                    skipped.append((number, error))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if skipped:
+        number, reason = skipped[0]
+        more = f", nor are {len(skipped) - 1} others; they are" if skipped[1:] else "; it is"
+        text = "%s, line %d is not a row of metrics (%s)%s skipped"
+        logger.warning(text, path, number, reason, more)
     for number, column, name in _damaged_columns(rows):
         logger.warning("%s, line %d has %r instead of %r", path, number, column, name)
     yield from rows.values()
@@ -62,14 +83,110 @@ def _damaged_columns(rows: Mapping[int, Row]) -> Iterator[tuple[int, str, str]]:
                     yield number, column, name
 
 
-def _parse(line: str | bytes) -> Row | None:
-    """Returns the row of a line; None for a torn line, or one without a step and a time."""
-    try:
-        row = json.loads(line)
-        found: Row = row | {"step": int(row["step"]), "time": float(row["time"])}
-    except (ValueError, TypeError, KeyError):
-        return None
-    return found
+class _Stamp(TypedDict):
+    step: Count
+    time: Seconds
+
+
+def _parse(line: bytes, nested: bool = False) -> Row:
+    """Returns the row of a line.
+
+    Raises:
+        JsonError: the line is torn, has no step and time, or values that a metric cannot have.
+    """
+    # A flipped bit may break the encoding of a name; the other values of the row are still good.
+    text = line.decode(errors="replace")
+    if nested:
+        return cast(Row, parse_json(text, _Stamp))
+    row: Row = parse_json(text, dict[str, Measure | str | bool | None])
+    checked({name: row[name] for name in ("step", "time") if name in row}, _Stamp)
+    return row
+
+
+class _Entry(TypedDict):
+    """What all rows of ledger.jsonl have, see `trainer.training.ledger`."""
+
+    step: Count
+    time: Seconds
+    kind: str
+    head: str
+
+
+class _Order(_Entry):
+    order: Count
+
+
+class _Fed(_Entry):
+    order: Count
+    first_step: Count
+    examples: list[tuple[Count, Count]]
+    digest: str
+
+
+class _Excluded(_Entry):
+    order: Count
+    examples: list[tuple[Count, Count]]
+    reason: str
+
+
+class _Corrupt(_Entry):
+    order: Count
+    dataset: str
+    shard: str
+    first: Count
+
+
+class _Lost(_Entry):
+    before: str
+
+
+_LEDGER: dict[str, Any] = {
+    "order": _Order,
+    "fed": _Fed,
+    "excluded": _Excluded,
+    "corrupt": _Corrupt,
+    "lost": _Lost,
+}
+
+
+def parse_start(line: bytes) -> Row:
+    """Returns the row of a line of starts.jsonl.
+
+    Raises:
+        JsonError: it is torn, or damaged.
+    """
+    row = _parse(line)
+    checked(row, dict[str, float | str | bool | None])
+    return row
+
+
+class _Alert(TypedDict):
+    step: Count
+    time: Seconds
+    level: str
+    title: str
+    text: str
+
+
+def parse_alert(line: bytes) -> Row:
+    """Returns the row of a line of alerts.jsonl.
+
+    Raises:
+        JsonError: it is torn, or damaged.
+    """
+    return cast(Row, parse_json(line, _Alert))
+
+
+def parse_ledger_row(line: bytes) -> Row:
+    """Returns the row of a line of ledger.jsonl, with all that its kind has.
+
+    Raises:
+        JsonError: it is torn, or damaged.
+    """
+    row: Row = parse_json(line, dict[str, Any])
+    checked(row, _Entry)
+    checked(row, _LEDGER.get(row["kind"], _Entry))
+    return row
 
 
 class RowReader:
@@ -77,12 +194,19 @@ class RowReader:
 
     A run that continues from a checkpoint removes its later rows. The reader then starts over: it
     notices because the last line that it has read is no longer in its place.
+
+    Args:
+        parse: returns the row of a line, or raises a `JsonError`.
+
+    Attributes:
+        damaged: a sentence about each line that is no row.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._end = 0  # of the last whole line read
+    def __init__(self, path: Path, parse: Callable[[bytes], Row] = _parse) -> None:
+        self._path, self._parse = path, parse
+        self._end = self._lines = 0  # end and number of the last whole line read
         self._last = b""
+        self.damaged: list[str] = []
 
     def read(self) -> tuple[list[Row], bool]:
         """Returns the new rows, and whether they replace all rows that were returned before.
@@ -90,23 +214,32 @@ class RowReader:
         The end of a line that is being written is left for the next call. A missing file has no
         rows.
         """
+        rows: list[Row] = []
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._end - len(self._last))
                 replaced = file.read(len(self._last)) != self._last
                 if replaced:
                     file.seek(0)
-                    self._end, self._last = 0, b""
-                lines = file.read().splitlines(keepends=True)
+                    self._forget()
+                for line, end, is_whole in read_lines(file):
+                    if not is_whole:
+                        break
+                    self._end, self._last = end, line
+                    self._lines += 1
+                    try:
+                        rows.append(self._parse(line))
+                    except JsonError as error:
+                        self.damaged.append(f"{self._path.name}, line {self._lines}: {error}")
         except FileNotFoundError:
-            replaced, self._end, self._last = self._end > 0, 0, b""
-            return [], replaced
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-        if lines:
-            self._end += sum(map(len, lines))
-            self._last = lines[-1]
-        return [row for row in map(_parse, lines) if row is not None], replaced
+            replaced = self._end > 0
+            self._forget()
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
+        return rows, replaced
+
+    def _forget(self) -> None:
+        self._end, self._lines, self._last, self.damaged = 0, 0, b"", []
 
 
 def read_metrics(run: str | Path) -> list[Row]:
@@ -162,11 +295,12 @@ class JsonlTracker(Tracker):
         self.path = path
         with self._explained():
             if resume_step is not None and path.exists():
-                # Also drops torn lines. A crash leaves either the old file or the new one.
-                rows = [row for row in read_rows(path) if row["step"] <= resume_step]
+                # Also drops damaged lines. A crash leaves either the old file or the new one.
+                rows = [row for row in read_rows(path, nested=True) if row["step"] <= resume_step]
                 write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
             self._file = path.open("ab", buffering=0)
-        self._waiting = b""
+        # A torn last line must not take the next row with it.
+        self._waiting = b"" if _is_whole(path) else b"\n"
         self._warned = False
         self._step = resume_step or 0
 
@@ -184,8 +318,9 @@ class JsonlTracker(Tracker):
         except OSError as error:
             # Once, not at every step, until a write succeeds again.
             if not self._warned:
-                text = "rows of %s wait in memory: %s; free space or give access"
-                logger.warning(text, self.path, error.strerror)
+                fix = fix_of(error, "give access")
+                text = "rows of %s wait in memory: %s; %s"
+                logger.warning(text, self.path, error.strerror, fix)
             self._warned = True
 
     def alert(self, level: Level, title: str, text: str) -> None:
@@ -193,8 +328,9 @@ class JsonlTracker(Tracker):
         row: Row = {"step": self._step, "time": round(time.time(), 3)}
         row |= {"level": level, "title": title, "text": text}
         # The run may be failing because of the disk, and its own error must be the one shown.
-        with suppress(OSError), self.path.with_name(ALERTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        path = self.path.with_name(ALERTS)
+        with suppress(OSError), path.open("ab") as file:
+            file.write(b"\n" * (not _is_whole(path)) + f"{json.dumps(row)}\n".encode())
 
     def sync(self) -> None:
         """Flushes rows to the disk, as far as there is space, so that they survive a power loss."""
@@ -219,6 +355,19 @@ class JsonlTracker(Tracker):
             yield
         except OSError as error:
             raise SamestepError(
-                f"cannot write the metrics to {self.path}: {error.strerror}; free space or give "
-                "access, then start the run again: it resumes from its newest checkpoint"
+                f"cannot write the metrics to {self.path}: {error.strerror}; "
+                f"{fix_of(error, 'give access')}, then start the run again: it resumes from its "
+                "newest checkpoint"
             ) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot read {path}: {error.strerror}. Give access, or restore the file.")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of lines is empty, or its last line ends with a line feed."""
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() in (b"", b"\n")

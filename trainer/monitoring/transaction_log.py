@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from trainer.errors import MissingExtra
+from trainer.untrusted import open_regular, read_regular
 
 _FORMAT = b":W&B\xe1\xbe\x00"
 _BLOCK_BYTES = 32768
@@ -29,7 +30,7 @@ class UnknownFormatError(Exception):
 
 def records(path: Path) -> Iterator[bytes]:
     """Yields the records of a file, up to the first one that is damaged or incomplete."""
-    data = path.read_bytes()
+    data = read_regular(path)
     position, record = len(_FORMAT), b""
     while position + _HEADER.size <= len(data):
         left = _BLOCK_BYTES - position % _BLOCK_BYTES
@@ -54,7 +55,7 @@ def steps(path: Path) -> set[int]:
         UnknownFormatError: another version of W&B has written it.
         MissingExtra: the package wandb is not installed.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if not _FORMAT.startswith(file.read(len(_FORMAT))):  # nothing is written yet if it is empty
             raise UnknownFormatError(f"{path} has an unknown format")
     try:  # mypy knows no types of W&B, where that is installed

@@ -32,15 +32,16 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 from urllib.parse import urlparse
 
 from trainer import storage
 from trainer.config import Tree
-from trainer.errors import ConfigError, MissingExtra
+from trainer.errors import ConfigError, MissingExtra, StorageError
 from trainer.monitoring import Level, Tracker, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
+from trainer.stored_json import JsonError, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -385,8 +386,17 @@ def _read_note(folder: Path) -> dict[str, Any]:
     """Reads the id of the W&B run of a folder, and the last step that was uploaded."""
     # A file of the run folder, so that a copy of the folder resumes the same W&B run elsewhere.
     path = folder / _FILE
-    note: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return note
+    try:
+        return dict(read_json(path, _Note)) if path.exists() else {}
+    except (OSError, JsonError) as error:
+        raise StorageError(
+            f"{path} is damaged: {error}. Restore it, or remove it to begin a new run in W&B."
+        ) from error
+
+
+class _Note(TypedDict, total=False):
+    id: str
+    sent: int
 
 
 def _update_note(folder: Path, **values: str | int) -> None:

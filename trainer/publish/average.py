@@ -15,11 +15,11 @@ from torch import Tensor
 
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.config import read_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.progress import Progress
 from trainer.storage import new_folder
 from trainer.training.weights import Weights, checkpoints_of, load_weights
+from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _write(
     newest.load_tokenizer().save(target / "tokenizer")
     settings = meta["config"]
     if isinstance(newest.folder, Path) and (Path(run) / "config.yaml").is_file():
-        settings = read_tree(Path(run) / "config.yaml")
+        settings = read_stored(Path(run) / "config.yaml")
     # The checkpoint of the average is in its own folder, wherever the run's are.
     settings = {**settings, "checkpoint": {**settings.get("checkpoint", {}), "folder": None}}
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.tokenizers.sentencepiece import MODEL, is_of_t5, parse
 from data_pipeline.tokenizers.tokenizer import CONVERTED_FROM
+from trainer.errors import DataError
 from trainer.examples import Vocabulary
+from trainer.stored_json import JsonError, read_json
 
 _SPACE = "▁"
 
@@ -57,6 +60,9 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     )
     backend.save(str(folder / "tokenizer.json"))
     file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) | {CONVERTED_FROM: MODEL}
+    try:
+        settings = read_json(file, dict[str, Any]) | {CONVERTED_FROM: MODEL}
+    except (OSError, JsonError) as error:
+        raise DataError(f"{file} is damaged: {error}. Copy the tokenizer again.") from error
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return True

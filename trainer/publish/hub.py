@@ -24,6 +24,7 @@ from trainer.publish import sentence_transformers
 from trainer.publish.export import export, export_weights
 from trainer.publish.step_zero import StepZero
 from trainer.storage.hub import MODEL_FILES
+from trainer.stored_json import JsonError, read_json
 from trainer.training.weights import checkpoints_of
 
 if TYPE_CHECKING:
@@ -215,8 +216,13 @@ def _marker(api: HfApi, repository: str, branch: str) -> dict[str, object] | Non
     names = api.list_repo_files(repository, revision=branch)
     if _MARKER in names:
         path = api.hf_hub_download(repository, _MARKER, revision=branch)
-        found: dict[str, object] = json.loads(Path(path).read_text(encoding="utf-8"))
-        return found
+        try:
+            return read_json(Path(path), dict[str, object])
+        except (OSError, JsonError) as error:
+            raise StorageError(
+                f"{_MARKER} of {repository} is damaged: {error}. Remove it there, or name another "
+                "repository."
+            ) from error
     if any(name.endswith((".safetensors", ".bin")) or name == "config.json" for name in names):
         raise StorageError(
             f"{repository} has a model in {branch} that samestep publish has not pushed. Name "

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from data_pipeline.tokenizers.sentencepiece import T5_CLASSES
 from trainer.config import Tree
+from trainer.errors import DataError
 from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
 from trainer.publish import fast_tokenizer
+from trainer.stored_json import JsonError, read_json
 
 PADDING = "<|pad|>"
 _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -48,7 +51,7 @@ def adapt(
     pad = vocabulary.pad
     if not (folder / _MODEL).is_file() and not fast_tokenizer.convert(folder, vocabulary):
         return pad
-    settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+    settings = _read(folder / _SETTINGS)
     if config.type_vocab > 1:
         # Without this, transformers would not pass the types on, and both texts would have 0.
         settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])
@@ -98,8 +101,15 @@ def _adapt_to_left_to_right(folder: Path, settings: Tree, vocabulary: Vocabulary
 
 def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
     """Adds special tokens to the file that older versions of `transformers` read."""
-    names = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
-    (folder / _NAMES).write_text(json.dumps(names | added, indent=2), encoding="utf-8")
+    names = _read(folder / _NAMES)
+    (folder / _NAMES).write_text(json.dumps(names | dict(added), indent=2), encoding="utf-8")
+
+
+def _read(file: Path) -> Tree:
+    try:
+        return read_json(file, dict[str, Any])
+    except (OSError, JsonError) as error:
+        raise DataError(f"{file} is damaged: {error}. Copy the tokenizer again.") from error
 
 
 def _template(

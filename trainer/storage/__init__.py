@@ -6,7 +6,8 @@ throttling, server errors). A failure that remains is raised as a `StorageError`
 Credentials, endpoints and proxies come from where the stores' own tools look for them.
 """
 
-from trainer.storage.attempts import is_url, is_writable, shown, under_way
+from trainer.addresses import shown
+from trainer.storage.attempts import is_url, is_writable, under_way
 from trainer.storage.local import (
     CHUNK_BYTES,
     Digest,

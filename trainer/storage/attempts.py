@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import fsspec
 
+from trainer.addresses import ELSEWHERE, has_userinfo, shown
 from trainer.errors import (
     ConfigError,
     MissingExtra,
@@ -28,11 +31,20 @@ _CONNECT_SECONDS = 10
 _READ_SECONDS = 60  # without receiving a byte
 _CONNECTIONS = 32
 _DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each retry
+# While a store that has answered before rejects the credentials: five minutes. Shorter than
+# `hang_timeout`.
+_PATIENCE = (*_DELAYS, *(16.0,) * 17)
 _TRANSIENT_STATUS = {408, 425, 429}
+_REJECTED = (401, 403)
 _PREAMBLE = re.compile(r"An error occurred \(\w+\) when calling the \w+ operation(?: \([^)]*\))?: ")
-_FORBIDDEN = re.compile(r"^\w*Credential|^OSError Forbidden")  # the latter is raised by gcsfs
+# The last of these is raised by gcsfs.
+_FORBIDDEN = re.compile(r"^\w*(Credential|SSOToken|TokenRetrieval|RefreshError)|^OSError Forbidden")
+_EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}  # S3 answers these with 400
 _PERMANENT_NAMES = re.compile(r"Validation|InvalidURL|Profile|Region|Certificate")
 _under_way: dict[object, str] = {}
+_answered: dict[str, str] = {}  # URL of the first successful read at each store
+_renewed = {"at": -math.inf}  # when credentials were read anew, which takes up to seconds
+_RENEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,13 +78,15 @@ def is_url(path: str) -> bool:
     """Whether `path` is the URL of an object or of a folder of objects, not a local file.
 
     Raises:
-        ConfigError: the URL has an unsupported scheme.
+        ConfigError: the URL has an unsupported scheme, or a password.
     """
     scheme, separator, _ = path.partition("://")
     if separator and scheme not in _SCHEMES:
         raise ConfigError(
             f"{shown(path)!r} has an unsupported scheme. Use {', '.join(_SCHEMES)}, or a path."
         )
+    if has_userinfo(path):
+        raise ConfigError(f"{shown(path)} has a user name or password in it. {ELSEWHERE}")
     return bool(separator)
 
 
@@ -81,16 +95,12 @@ def is_writable(url: str) -> bool:
     return _scheme(url).writable
 
 
-def shown(text: str) -> str:
-    """A URL, or a text with URLs, without passwords and signed queries."""
-    # hf://NAME@REVISION has an @ but no password.
-    text = re.sub(r"(?<!\bhf)://[^/\s]*@", "://", text)
-    # A query holds a "=", unlike the wildcard "?" in a glob pattern.
-    return re.sub(r"\?[^\s'\")=]*=[^\s'\")]*", "", text)
-
-
 def attempt(action: str, url: str, operation: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
     """Calls `operation(file_system, path)` and retries transient failures.
+
+    A store that has answered this process and then rejects its credentials (401, 403) is asked
+    again for five minutes, with credentials that are read anew: they may be about to be renewed.
+    If it accepts them for what it has shown before, it forbids only this object: an error at once.
 
     Args:
         action: a verb for messages, such as "read".
@@ -101,22 +111,28 @@ def attempt(action: str, url: str, operation: Callable[[fsspec.AbstractFileSyste
         StorageError: a permanent failure.
         MissingExtra: the package for this URL scheme is not installed.
     """
-    scheme = _scheme(url)
-    delays = iter(_DELAYS[: scheme.tries - 1])
+    scheme, store = _scheme(url), _store(url)
+    delays, patience = iter(_DELAYS[: scheme.tries - 1]), iter(_PATIENCE)
+    accepted = False
     request = object()
     _under_way[request] = url
     try:
         while True:
             try:
-                return operation(*_open(url))
+                result = operation(*_open(url))
             except SamestepError:
                 raise
             except Exception as error:  # every store's package has its own exceptions
                 failure = _Failure.of(error)
-                delay = next(delays, None)
-                if delay is None or not failure.transient:
+                delay = next(delays, None) if failure.transient else None
+                if failure.status in _REJECTED and store in _answered and not accepted:
+                    _forget_credentials(url)
+                    accepted = _is_accepted(store)
+                    delay = 0.0 if accepted else next(patience, None)
+                if delay is None:
                     raise failure.explain(f"cannot {action} {shown(url)}", scheme) from error
-                logger.warning(
+                logger.log(
+                    logging.DEBUG if accepted else logging.WARNING,
                     "cannot %s %s: %s; trying again in %g s",
                     action,
                     shown(url),
@@ -124,8 +140,38 @@ def attempt(action: str, url: str, operation: Callable[[fsspec.AbstractFileSyste
                     delay,
                 )
                 time.sleep(delay)
+            else:
+                if action in ("read", "find", "list"):
+                    _answered.setdefault(store, url)
+                return result
     finally:
         del _under_way[request]
+
+
+def _store(url: str) -> str:
+    """Scheme and bucket, or scheme and host."""
+    return "/".join(url.split("/")[:3])
+
+
+def _is_accepted(store: str) -> bool:
+    """Whether a store accepts the credentials for what it has shown before."""
+    try:
+        system, path = _open(_answered[store])
+        system.info(path)
+    except Exception as error:  # every store's package has its own exceptions
+        return _Failure.of(error).status == 404
+    return True
+
+
+def _forget_credentials(url: str) -> None:
+    """Makes the next request read files of credentials and fsspec's configuration again."""
+    # No lock, which a fork could leave locked; two threads that do it at once do no harm.
+    if time.monotonic() < _renewed["at"] + _RENEW_SECONDS:
+        return
+    _renewed["at"] = time.monotonic()
+    with suppress(OSError, ValueError):
+        fsspec.config.set_conf_files(fsspec.config.conf_dir, fsspec.config.conf)
+    fsspec.get_filesystem_class(url.partition("://")[0]).clear_instance_cache()
 
 
 def under_way() -> list[str]:
@@ -154,8 +200,9 @@ class _Failure:
         status = _http_status(error)
         if status is None and isinstance(error, FileNotFoundError):
             status = 404
-        if status is None and (
-            isinstance(error, PermissionError) or _FORBIDDEN.search(f"{kind} {error}")
+        if _error_code(error) in _EXPIRED or (
+            status is None
+            and (isinstance(error, PermissionError) or _FORBIDDEN.search(f"{kind} {error}"))
         ):
             status = 403
         reason = getattr(error, "strerror", None) or getattr(error, "message", None)
@@ -172,7 +219,7 @@ class _Failure:
             return ObjectNotFoundError(
                 f"{message}; check the bucket and the name of the object, or the URL"
             )
-        if self.status in (401, 403):
+        if self.status in _REJECTED:
             return StorageError(
                 f"{message}; check the name and who may read and write there; {scheme.access}"
             )
@@ -212,6 +259,12 @@ def _http_status(error: BaseException) -> int | None:
     else:  # aiohttp, gcsfs
         status = getattr(error, "status", None) or getattr(error, "code", None)
     return status if isinstance(status, int) and status >= 400 else None
+
+
+def _error_code(error: BaseException) -> str | None:
+    """S3's name of an error."""
+    response = getattr(error, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

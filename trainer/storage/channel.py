@@ -33,6 +33,8 @@ from collections import Counter
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeAlias
 
+from trainer.stored_json import JsonError, parse_json
+
 Content: TypeAlias = bytearray | mmap.mmap
 Message: TypeAlias = dict[str, Any]
 """A JSON object; its keys say what it is about."""
@@ -150,8 +152,8 @@ class Channel(AbstractContextManager["Channel"]):
         if content is None:
             return None
         try:
-            message: Message = dict(json.loads(bytes(content)))
-        except (TypeError, ValueError, RecursionError) as error:
+            message: Message = parse_json(bytes(content), dict[str, Any])
+        except JsonError as error:
             raise ConnectionAbortedError("the message is no JSON object") from error
         return message
 
@@ -189,31 +191,39 @@ class Listener(AbstractContextManager["Listener"]):
             return None
 
     def close(self) -> None:
-        """Stops listening; connections that were accepted stay open."""
+        """Stops listening; connections that `accept` has returned stay open."""
         self._closed = True
-        with suppress(OSError):  # ends `accept` in the other thread
+        with suppress(OSError, RuntimeError):  # ends `accept` in the other thread
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
+        while (channel := self.accept(0)) is not None:
+            channel.close()
+        self._accepted.put(None)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
         while not self._closed:
+            # Closed, too many open files or threads, or the peer is gone already: whatever it is,
+            # it must not end this thread, or peers would connect and wait.
             try:
-                connection, address = self._listening.accept()
-            except OSError:  # closed, or too many open files, or the peer is gone already
+                self._accept_one()
+            except Exception:
                 time.sleep(0.01)
-                continue
+        self._accepted.put(None)
+
+    def _accept_one(self) -> None:
+        connection, address = self._listening.accept()
+        try:
             with self._lock:
                 self._strangers[connection] = address[0]
                 self._make_room()
-            try:
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            except RuntimeError:  # the system has no more threads
-                self._is_waiting(connection)
-                connection.close()
-        self._accepted.put(None)
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+        except BaseException:
+            self._is_waiting(connection)
+            connection.close()
+            raise
 
     def _make_room(self) -> None:
         """Drops a connection if there are too many: the oldest of the address that has most.
@@ -230,10 +240,10 @@ class Listener(AbstractContextManager["Listener"]):
     def _greet(self, connection: socket.socket) -> None:
         try:
             channel = self._challenge(connection)
-        except OSError:
+        except Exception:
             channel = None
         # A connection that was dropped meanwhile may have been shut down after its last message.
-        if self._is_waiting(connection) and channel is not None:
+        if self._is_waiting(connection) and channel is not None and not self._closed:
             self._accepted.put(channel)
         else:
             connection.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import IO
+import os
+from pathlib import Path
+from typing import IO, BinaryIO
 
 from trainer.errors import ConfigError
 
@@ -26,6 +28,22 @@ else:
         fcntl.flock(file, how)
 
 
+def open_lock(path: Path) -> BinaryIO:
+    """Opens the file of a lock in a folder that may be a stranger's; creates it if missing.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, by which another file would be changed, or a
+            FIFO, which would block.
+    """
+    return open(path, "ab", opener=_open)
+
+
+def _open(path: str, flags: int) -> int:
+    for name in ("O_NOFOLLOW", "O_NONBLOCK"):  # not on Windows
+        flags |= getattr(os, name, 0)
+    return os.open(path, flags, 0o666)
+
+
 def lock_or_reject(file: IO[bytes], message: str) -> None:
     """Locks a file for this process until it ends or the file is closed.
 
@@ -45,4 +63,4 @@ def lock_or_reject(file: IO[bytes], message: str) -> None:
         ) from error
 
 
-__all__ = ["LOCK_EX", "LOCK_NB", "LOCK_SH", "LOCK_UN", "flock", "lock_or_reject"]
+__all__ = ["LOCK_EX", "LOCK_NB", "LOCK_SH", "LOCK_UN", "flock", "lock_or_reject", "open_lock"]

@@ -97,6 +97,8 @@ def _folder(
                 address["name"],
                 revision=address["revision"],
                 allow_patterns=list(files),
+                # There, "*" of "model-*" stands for "/../", too.
+                ignore_patterns="*/*",
                 local_dir=to,
                 local_files_only=local_files_only,
             )

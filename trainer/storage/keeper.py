@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import fsspec
@@ -81,12 +81,20 @@ class Keeper(AbstractContextManager["Keeper"]):
 
     def _run(self) -> None:
         while (channel := self._listener.accept()) is not None:
-            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+            except Exception as error:  # no more threads now; later requests may be served
+                logger.warning("a request for snapshots in memory is dropped: %s", error)
+                channel.close()
 
     def _serve(self, channel: Channel) -> None:
-        # Workers may be killed while they write or read, which is nothing to report.
-        with channel, suppress(OSError):
-            self._answer(channel, _expect_json(channel))
+        with channel:
+            try:
+                self._answer(channel, _expect_json(channel))
+            except OSError:  # workers may be killed while they write or read
+                pass
+            except Exception as error:  # no more memory, or a request of another version
+                logger.warning("a request for snapshots in memory fails: %r", error)
 
     def _answer(self, channel: Channel, request: Message) -> None:
         do, names = request["do"], request["names"]

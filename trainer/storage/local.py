@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainer.errors import StorageError
+from trainer.errors import StorageError, fix_of
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -56,7 +56,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         StorageError: the folder or the disk rejects the file.
     """
-    temporary = _temporary(path)
+    temporary = temporary_name(path)
     try:
         make_folder(path.parent)
         with temporary.open("wb") as file:
@@ -67,9 +67,9 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
+        fix = fix_of(error, "check the permissions of the folder")
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space, check the "
-            "permissions of the folder, or write to another one"
+            f"cannot write {path}: {error.strerror or error}; {fix}, or write to another folder"
         ) from error
     finally:
         with suppress(OSError):
@@ -86,9 +86,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the disk rejects the folder, or another process has made it meanwhile.
     """
-    temporary = _temporary(path)
-    # A killed process may have had the same number, as in containers.
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_name(path)
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -102,9 +100,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _temporary(path: Path) -> Path:
-    """A name beside `path` of this process alone, on a shared disk, too."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+def temporary_name(path: Path) -> Path:
+    """Returns a new name beside `path`, such as .config.yaml.0f1e2d3c4b5a6978.tmp.
+
+    Random, since the containers of a job may share a disk and have one host name and one process
+    number.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def write_text(path: Path, text: str) -> None:

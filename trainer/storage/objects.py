@@ -11,9 +11,11 @@ from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from trainer.addresses import shown
 from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
-from trainer.storage.attempts import attempt, shown, status_of
+from trainer.storage.attempts import attempt, status_of
 from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy, with_literal_names
+from trainer.untrusted import open_regular
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -204,7 +206,7 @@ def upload(path: Path, url: str) -> Digest:
         StorageError: the object cannot be written.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
 
         def content() -> Iterator[bytes]:
             file.seek(0)  # a retry starts over
@@ -262,7 +264,8 @@ class _Object(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._file = attempt("read", url, lambda fs, path: fs.open(path, "rb", cache_type="none"))
+        self._system: AbstractFileSystem | None = None  # of `_file`; None: a temporary copy
+        attempt("read", url, self._open)
         if self._file.size is None:  # an HTTP server that streams does not know the size
             self._fetch_whole()
         self._size: int = self._file.seek(0, io.SEEK_END)
@@ -293,8 +296,13 @@ class _Object(io.RawIOBase):
             self._file.close()
         super().close()
 
+    def _open(self, fs: AbstractFileSystem, path: str) -> None:
+        self._file, self._system = fs.open(path, "rb", cache_type="none"), fs
+
     def _read(self, count: int) -> bytes:
-        def read_once(_fs: AbstractFileSystem, _path: str) -> bytes:
+        def read_once(fs: AbstractFileSystem, path: str) -> bytes:
+            if self._system is not None and self._system is not fs:  # its credentials have expired
+                self._open(fs, path)
             self._file.seek(self._position)
             return _check_length(self._file.read(count), count)
 
@@ -310,6 +318,7 @@ class _Object(io.RawIOBase):
         """Replaces the remote file by a temporary copy, for HTTP servers without range requests."""
         self._file.close()
         self._file = whole = tempfile.TemporaryFile()  # noqa: SIM115
+        self._system = None
 
         def fetch(fs: AbstractFileSystem, path: str) -> None:
             whole.seek(0)

@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainer import storage
 from trainer.errors import EXIT_FAILED, HangError
+from trainer.stored_json import JsonError, parse_json
 from trainer.strategies.stacks import ELSEWHERE, PARTS, Place, all_stacks, place_of
 from trainer.strategies.world import World
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
 _LOOKS = 20  # consecutive looks that must find the main thread in the same place
 _LONG = ("compilation", "checkpoint")  # parts that may take arbitrarily long
+_CLOCK_SECONDS = 60.0  # by which clocks of machines, and two beats, may be apart
 _GRACE = 3  # beats within which a living process publishes again
 _DUMP_SECONDS = 10.0  # for the flight recorder
 _HUNG = "hung"  # the store's key of the rank that ends the run
@@ -117,9 +119,12 @@ class Heartbeat:
     def _run(self, limit: int) -> None:
         shared = self._world.store
         store = shared and shared.clone()  # type: ignore[attr-defined]
-        # An error means that the store is gone. Then `World` ends the process.
-        with suppress(RuntimeError):
+        try:
             self._beat_on(store, limit)
+        except RuntimeError:  # the store is gone, and `World` ends the process
+            pass
+        except Exception as error:
+            logger.warning("a hang of this rank will not be noticed any more: %r", error)
 
     def _beat_on(self, store: Store | None, limit: int) -> None:
         """Publishes at each interval until the context is left.
@@ -178,8 +183,12 @@ class Heartbeat:
         keys = [_key(rank) for rank in range(self._world.size)]
         if not store.check(keys):  # one request if all have published, which is the usual case
             keys = [key for key in keys if store.check([key])]
-        beats = [Beat(**json.loads(text)) for text in store.multi_get(keys)]
-        return {beat.rank: beat for beat in beats}
+        beats = {}
+        for text in store.multi_get(keys):
+            with suppress(JsonError):  # of a rank with a broken memory: it counts as silent
+                beat = parse_json(text, Beat)
+                beats[beat.rank] = beat
+        return beats
 
     def _end(self, store: Store | None, mine: Beat, reason: str) -> None:
         """Ends the run, unless another rank is about to."""
@@ -258,10 +267,13 @@ def explain(beats: Mapping[int, Beat], silent: Sequence[int]) -> str:
     """
     if silent:
         guilty = [beats[rank] for rank in silent]
-        # Approximate: it compares the clocks of different machines.
+        # Approximate: it compares the clocks of different machines. If these differ, or one is set,
+        # it is known at least that a living rank has waited for so long.
+        living = [beat for rank, beat in beats.items() if rank not in silent]
         newest = max(beat.time for beat in beats.values())
         longest = max(newest - beat.time for beat in guilty)
-        state = f"no sign of life for {longest:.0f} s, at last"
+        most = max((beat.seconds for beat in living), default=longest)
+        state = f"no sign of life for {min(longest, most + _CLOCK_SECONDS):.0f} s, at last"
     else:
         # Ranks in a collective wait for a rank that is in none.
         busy = [beat for beat in beats.values() if not beat.collective] or list(beats.values())

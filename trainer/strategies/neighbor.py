@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import struct
 import sys
@@ -22,6 +23,8 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface of collectives; ports of ranks are on it, too."""
 
 _CONNECT_SECONDS = 5.0
+_PROBE_SECONDS, _PROBES_SECONDS = 3.0, 20.0  # for one machine, and for all
+_MOST_CONNECTIONS = 1024  # to a rank; they wait in the kernel, as nobody accepts them
 # A machine that loses power is detected after 2 + 5 x 1 = 7 s. Keep-alives are not sent while sent
 # data has no answer; the last option limits that time, in milliseconds.
 _KEEPALIVE = {
@@ -54,8 +57,9 @@ class Neighbor:
         self._connection: socket.socket | None = None
         self._watchable = size > 1
         address = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        self._listener = socket.create_server((interface_of(address), 0), backlog=1)
-        store.set(f"address/{rank}", f"{address} {self._listener.getsockname()[1]}")
+        self._listener = socket.create_server((interface_of(address), 0), backlog=_MOST_CONNECTIONS)
+        port = self._listener.getsockname()[1]
+        store.set(_address(rank), f"{address} {port} {platform.node()}")
 
     def dies_within(self, seconds: float) -> bool:
         """Waits for `seconds`; returns True early if the next rank's process ends."""
@@ -82,9 +86,9 @@ class Neighbor:
             self._connection.close()
 
     def _connect(self) -> None:
-        if not self._store.check([f"address/{self.rank}"]):
+        if not self._store.check([_address(self.rank)]):
             return  # it has not started yet
-        host, port = self._store.get(f"address/{self.rank}").decode().split()
+        host, port = self._store.get(_address(self.rank)).decode().split()[:2]
         try:
             connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
         except OSError as error:
@@ -93,6 +97,42 @@ class Neighbor:
             return
         keep_alive(connection)
         self._connection = connection
+
+
+def unreachable(store: Store, rank: int, size: int) -> str:
+    """Names machines that this rank cannot connect to, by one rank of each; "" if there is none.
+
+    Args:
+        store: where ranks have published their addresses.
+        rank: of this process.
+        size: number of ranks.
+    """
+    deadline = time.monotonic() + _PROBES_SECONDS
+    tried, found = set(), []
+    for other in range(size):
+        if other == rank or time.monotonic() > deadline or not store.check([_address(other)]):
+            continue
+        host, port, node = store.get(_address(other)).decode().split()
+        if host in tried:
+            continue
+        tried.add(host)
+        try:
+            socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
+        except OSError as error:
+            reason = error.strerror or "no answer"
+            found.append(f"rank {other} on {node} at {host}:{port} ({reason})")
+    return ", ".join(found)
+
+
+def check_loopback() -> None:
+    """Raises an OSError if this machine cannot connect to itself, as with `lo` down."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.create_connection(listener.getsockname(), _CONNECT_SECONDS).close()
+
+
+def _address(rank: int) -> str:
+    """The store's key of a rank's address: HOST PORT MACHINE."""
+    return f"address/{rank}"
 
 
 def keep_alive(connection: socket.socket) -> None:

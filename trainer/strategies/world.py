@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
 import platform
 import threading
@@ -28,8 +30,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.environment import launcher_rank, number
 from trainer.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
+from trainer.stored_json import JsonError, parse_json
 from trainer.strategies.agreement import Facts, Machine, disagreement
-from trainer.strategies.neighbor import Neighbor
+from trainer.strategies.neighbor import (
+    INTERFACE,
+    LOOPBACK,
+    Neighbor,
+    check_loopback,
+    own_address,
+    unreachable,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +53,7 @@ _ENDING = "ending"  # number of ranks at the end of a successful run
 _POLL_SECONDS = 0.5
 _SILENT_SECONDS, _REPORT_SECONDS = 5.0, 60.0  # of a wait for other ranks, before a log line
 _MOST_LISTED = 8
+_CONNECT_SECONDS = 30.0  # to connect to all ranks, before this one looks which do not answer
 _BROKEN_SECONDS = 5.0  # for the main thread or another rank to say why a collective has failed
 
 _LEFT: list[object] = []  # process groups that were left, kept until the process ends
@@ -66,6 +77,7 @@ class World:
     _over: threading.Event = field(default_factory=threading.Event)
     _watchers: list[threading.Thread] = field(default_factory=list)
     _devices: list[torch.device] = field(default_factory=list)  # once they are connected
+    _connecting: list[float] = field(default_factory=list)  # since when, while they connect
 
     @classmethod
     def start(cls, timeout_seconds: float) -> World:
@@ -77,6 +89,7 @@ class World:
         timeout = timedelta(seconds=timeout_seconds)
         if launcher_rank() is None:
             return cls(0, 1, None, timeout)
+        _check_route()
         with _explained(), _reported_wait():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             store.set(_here(rank), "")
@@ -102,7 +115,14 @@ class World:
             return
         own = Machine(f"rank {self.rank} ({platform.node()})", facts)
         stored = self.store.compare_set("facts", "", json.dumps([own.name, dict(facts)]))
-        if problem := disagreement(Machine(*json.loads(stored)), own):
+        try:
+            first = Machine(*parse_json(stored, tuple[str, dict[str, str | None]]))
+        except JsonError as error:
+            raise LaunchError(
+                f"the store of this run holds other facts than ranks write: {error}. Another "
+                "program writes to it; start the run again, at another port."
+            ) from error
+        if problem := disagreement(first, own):
             raise LaunchError(problem)
 
     def connect(self, backend: str, device: torch.device | None = None) -> None:
@@ -126,14 +146,22 @@ class World:
                     f"{first}, because they found different hardware. Check this node's devices "
                     "and driver, or set accelerator=cpu."
                 )
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=self.timeout,
-                device_id=device,
-            )
+            store.set(_ready(self.rank), "")
+            self._connecting.append(time.monotonic())
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=self.timeout,
+                    device_id=device,
+                )
+            except RuntimeError as error:
+                problem = self._unreachable(store)
+                raise ConnectError(problem or self._misled(error)) from error
+            finally:
+                self._connecting.clear()
         if device is not None:
             self._devices.append(device)
 
@@ -236,60 +264,105 @@ class World:
         Otherwise, a collective would only end by its time-out, and a process without its agent
         would continue to train unnoticed.
         """
-        parent = os.getppid()
-        broken = 0.0  # when a collective was found to have failed
         try:
-            with closing(Neighbor(store, self.rank, self.size)) as neighbor:
-                while not store.check([FAILURE]):
-                    if neighbor.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
-                        # If all ranks were at the end, it has only ended before this one.
-                        if store.add(_ENDING, 0) == self.size:
-                            return
-                        # Does nothing if the rank has reported its failure itself.
-                        store.compare_set(FAILURE, "", f"{neighbor.rank} {EXIT_REGROUP}")
-                    if self._over.is_set():
-                        return
-                    if os.getppid() != parent:
-                        _leave("", EXIT_REGROUP)
-                    if problem := _broken_collective(self._devices):
-                        broken = broken or time.monotonic()
-                        if time.monotonic() > broken + _BROKEN_SECONDS:
-                            self._end_broken(store, problem)
-                failure = store.get(FAILURE).decode()
+            try:
+                self._watch_ranks(store)
+            except RuntimeError:
+                raise
+            except Exception as error:  # no more files, or a wrong interface
+                reason = f"{self._name} cannot watch the other ranks: {error}"
+                self._end(store, reason, getattr(error, "exit_code", EXIT_CRASHED))
+            failure = store.get(FAILURE).decode() if store.check([FAILURE]) else ""
         except RuntimeError:
             if self._over.wait(_POLL_SECONDS):
                 return
             _leave("", EXIT_REGROUP)
+        if self._over.is_set() or not failure:
+            return
         rank, code = failure.split()
         if int(rank) != self.rank:
             if int(code) != EXIT_REGROUP:
                 time.sleep(_POLL_SECONDS)  # the rank that failed reports first
             _leave(rank, int(code))
 
-    def _end_broken(self, store: Store, problem: str) -> None:
-        """Ends the run after a failed collective that neither the main thread nor a rank reports.
+    def _watch_ranks(self, store: Store) -> None:
+        """Returns when a rank has failed, or the run is over."""
+        parent = os.getppid()
+        broken = 0.0  # when a collective was found to have failed
+        with closing(Neighbor(store, self.rank, self.size)) as neighbor:
+            while not store.check([FAILURE]):
+                if neighbor.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
+                    # If all ranks were at the end, it has only ended before this one.
+                    if store.add(_ENDING, 0) == self.size:
+                        return
+                    # Does nothing if the rank has reported its failure itself.
+                    store.compare_set(FAILURE, "", f"{neighbor.rank} {EXIT_REGROUP}")
+                if self._over.is_set():
+                    return
+                if os.getppid() != parent:
+                    _leave("", EXIT_REGROUP)
+                self._check_connecting(store)
+                if problem := _broken_collective(self._devices):
+                    broken = broken or time.monotonic()
+                    if time.monotonic() > broken + _BROKEN_SECONDS:
+                        self._end(store, self._explain_broken(problem))
+
+    def _check_connecting(self, store: Store) -> None:
+        """Ends a run whose ranks all wait for connections, some of which are impossible."""
+        since = next(iter(self._connecting), math.inf)
+        if time.monotonic() < since + _CONNECT_SECONDS:
+            return
+        if store.check([_ready(rank) for rank in range(self.size)]):
+            problem = self._unreachable(store)
+            if problem and self._connecting:
+                self._end(store, problem)
+        if self._connecting:
+            self._connecting[0] = time.monotonic()  # look again later
+
+    def _unreachable(self, store: Store) -> str:
+        """Says which ranks this one cannot reach; "" if it reaches all."""
+        others = unreachable(store, self.rank, self.size)
+        return others and (
+            f"{self._name} cannot reach {others}. Check that the network interface ({INTERFACE}: "
+            f"{os.environ.get(INTERFACE, 'not set')}) is up on all machines, and that no firewall "
+            "closes ports between them."
+        )
+
+    def _misled(self, error: Exception) -> str:
+        """Explains why collectives do not connect although all ranks reach each other."""
+        return (
+            f"{self._name} could not connect to the other ranks: {_first_line(error)}. Set "
+            f"{INTERFACE} ({os.environ.get(INTERFACE, 'not set')} here) to the network interface "
+            "that all machines share, and check that all processes were started."
+        )
+
+    def _explain_broken(self, problem: str) -> str:
+        """Explains a failed collective that neither the main thread nor a rank reports.
 
         The main thread may wait for something that never comes, or not use the device for long.
         """
-        mine = f"{self.rank} {EXIT_CRASHED}"
-        if store.compare_set(FAILURE, "", mine).decode() != mine:
-            return
-        where = f"rank {self.rank} ({platform.node()})"
         if problem == "TIMEOUT":
-            logger.error(
-                "error: %s has waited in a collective for training.collective_timeout, %g s, for a "
-                "rank that hangs. Set training.hang_timeout, which names that rank.",
-                where,
-                self.timeout.total_seconds(),
+            return (
+                f"{self._name} has waited in a collective for training.collective_timeout, "
+                f"{self.timeout.total_seconds():g} s, for a rank that hangs. Set "
+                "training.hang_timeout, which names that rank."
             )
-        else:
-            logger.error(
-                "error: a collective of %s has failed, and no rank says why. Check the network and "
-                "the devices.",
-                where,
-            )
-        logging.shutdown()
-        os._exit(EXIT_CRASHED)
+        return (
+            f"a collective of {self._name} has failed, and no rank says why. Check the network and "
+            "the devices."
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.rank} ({platform.node()})"
+
+    def _end(self, store: Store, reason: str, code: int = EXIT_CRASHED) -> None:
+        """Ends the run from this thread, unless another rank has failed first."""
+        mine = f"{self.rank} {code}"
+        if store.compare_set(FAILURE, "", mine).decode() == mine:
+            logger.error("error: %s", reason)
+            logging.shutdown()
+            os._exit(code)
 
 
 @contextmanager
@@ -331,6 +404,34 @@ def _here(rank: int) -> str:
     return f"here/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{rank}"
 
 
+def _ready(rank: int) -> str:
+    """The store's key of a rank that begins to connect to the others."""
+    return f"ready/{rank}"
+
+
+def _check_route() -> None:
+    """Raises a ConnectError if this machine has no way to the address of rank 0."""
+    host = os.environ.get("MASTER_ADDR", "")
+    try:
+        if host in LOOPBACK:
+            check_loopback()
+        else:
+            own_address(host, number("MASTER_PORT", 0))
+    except OSError as error:
+        # Another machine's name may be unknown for a while, until that machine has started.
+        if host in LOOPBACK or error.errno == errno.ENETUNREACH:
+            raise ConnectError(
+                f"rank {number('RANK', 0)} ({platform.node()}) cannot reach rank 0 at "
+                f"{_address()}: {error.strerror or error}. Check that the network interface is up "
+                "and has an address (ip address)."
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """An error's text without the stack of compiled code."""
+    return str(error).partition("\n")[0].rstrip(".")
+
+
 def _address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
@@ -362,6 +463,6 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         raise ConnectError(
             f"rank {os.environ.get('RANK', 0)} could not connect to the other ranks at "
-            f"{_address()}: {error}. Check that the address is reachable from this node and that "
-            "all processes were started."
+            f"{_address()}: {_first_line(error)}. Check that the address is reachable from this "
+            "node and that all processes were started."
         ) from error

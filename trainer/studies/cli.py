@@ -53,7 +53,7 @@ def register(commands: Commands) -> None:
 
 def _study(args: argparse.Namespace) -> int:
     from trainer.checkpoint.lock import only_writer
-    from trainer.monitoring.report.study import PAGE
+    from trainer.monitoring.report.study import JOBS, PAGE
     from trainer.studies import execution, page, plots, results, runner
     from trainer.studies.jobs import list_jobs
     from trainer.studies.study import Study
@@ -63,13 +63,13 @@ def _study(args: argparse.Namespace) -> int:
             raise MissingExtra(package, extra, "samestep study")
     execution.check_parallel(args.parallel)
     study = Study.read(args.study, args.overrides)
-    jobs = list_jobs(study, args.output / "jobs")
+    jobs = list_jobs(study, args.output / JOBS)
     if args.list:
         return _list(study, jobs)
     if args.page is not None:
         page.check_markdown(args.page)
     slots = _slots(args.parallel)
-    execution.interrupt_on_sigterm()
+    execution.interrupt_on_signals()
     folder: Path = args.output / study.name
     # Two studies in one folder would train in the same folders of jobs. If all are finished, only
     # the page is written, and others may be at work.
@@ -142,12 +142,12 @@ def _tell(
 
 def _print(found: Results, folder: Path) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from trainer.monitoring.report.study import PAGE
     from trainer.studies import page
+    from trainer.terminal import Console
 
     table = Table(*page.headings(found), box=box.SIMPLE)
     for line in page.lines(found):

@@ -194,13 +194,18 @@ def single_threaded(parallel: int | None) -> list[Slot]:
     return [{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}] * count
 
 
-def interrupt_on_sigterm() -> None:
-    """Handles SIGTERM like Ctrl-C: `Execution.run` stops its processes, which save checkpoints."""
+def interrupt_on_signals() -> None:
+    """Handles SIGTERM, and SIGHUP unless it is ignored, as under nohup, like Ctrl-C.
+
+    `Execution.run` then stops its processes, which save checkpoints.
+    """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
 
 
 def check_parallel(parallel: int | None) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Tree, kind_name
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.hashing import json_hash
 from trainer.monitoring.costs import Usage
 from trainer.monitoring.report.study import RESULT
 from trainer.storage import write_text
+from trainer.stored_json import JsonError, Measure, read_json
 from trainer.studies.stages import StageConfig
 from trainer.studies.study import REFERENCE, Study
 
@@ -61,8 +62,12 @@ class Job:
         file = self.folder / RESULT
         if not file.exists():
             return None
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        return Result(tree["scores"], Usage(**tree["usage"]), tree["flops"])
+        try:
+            return read_json(file, Result)
+        except (OSError, JsonError) as error:
+            raise DataError(
+                f"{file} is damaged: {error}. Remove it to do the job again."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Result:
         flops: of training, as the model counts them.
     """
 
-    scores: Mapping[str, float]
+    scores: Mapping[str, Measure]
     usage: Usage
     flops: float = 0.0
 

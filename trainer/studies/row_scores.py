@@ -7,16 +7,18 @@ matrix product, weights @ rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.errors import DataError
 from trainer.metrics import squad
+from trainer.stored_json import JsonError, Measure, checked, parse_json, read_lines
+from trainer.untrusted import open_regular
 
 Floats: TypeAlias = NDArray[np.float64]
 _Line: TypeAlias = dict[str, Any]
@@ -65,17 +67,57 @@ def read_row_score(file: Path, name: str) -> RowScore | None:
         file: as `samestep evaluate --predictions` writes it.
         name: of the score.
     """
-    with file.open(encoding="utf-8") as content:
-        lines = [json.loads(line) for line in content]
+    lines: list[_Line] = []
+    kind: Any = None
+    try:
+        with open_regular(file) as content:
+            for line, _, _ in read_lines(content):
+                row = parse_json(line, dict[str, Any])
+                # The first line tells the kind, and the others must be of the same.
+                kind = kind if lines else _kind(row)
+                lines.append(dict(checked(row, kind)))
+    except (OSError, JsonError) as error:
+        raise DataError(
+            f"{file}, line {len(lines) + 1} is damaged: {error}. Evaluate the model again."
+        ) from error
     if not lines:
         return None
-    if "answers" in lines[0]:
+    if kind is _Answers:
         return _of_answers(lines, name)
-    if "words" in lines[0]:
+    if kind is _Tags:
         return _of_tags(lines) if name == "entity_f1" else None
-    if isinstance(lines[0]["label"], float):
-        return _of_numbers(lines, name)
-    return _of_classes(lines, name)
+    return _of_numbers(lines, name) if kind is _Numbers else _of_classes(lines, name)
+
+
+class _Answers(TypedDict):
+    prediction: str
+    answers: list[str]
+
+
+class _Tags(TypedDict):
+    words: list[str]
+    label: list[str]
+    prediction: list[str]
+
+
+class _Numbers(TypedDict):
+    label: float
+    prediction: Measure
+
+
+class _Classes(TypedDict):
+    label: str | int
+    prediction: str | int
+    group: NotRequired[str | None]
+    probabilities: NotRequired[dict[str, Measure] | list[Measure]]
+
+
+def _kind(line: _Line) -> Any:
+    if "answers" in line:
+        return _Answers
+    if "words" in line:
+        return _Tags
+    return _Numbers if isinstance(line.get("label"), float) else _Classes
 
 
 def _of_answers(lines: Sequence[_Line], name: str) -> RowScore | None:

@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from data_pipeline.order.exclusions import merged
-from trainer.monitoring.jsonl import JsonlTracker
+from trainer.monitoring.jsonl import JsonlTracker, parse_ledger_row
 from trainer.storage import atomic_write
+from trainer.stored_json import JsonError, read_lines
+from trainer.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +55,22 @@ def chain(head: str, row: Mapping[str, object]) -> str:
 
 
 def intact_rows(path: Path) -> Iterator[tuple[Row, int]]:
-    """Yields rows and their ends in the file (bytes), up to the first that breaks the chain."""
-    head, end = GENESIS, 0
-    with path.open("rb") as file:
-        for line in file:
-            end += len(line)
+    """Yields rows and their ends in the file (bytes), up to the first that breaks the chain.
+
+    A damaged row ends them as well, and is named in a warning: a ledger is evidence.
+    """
+    head = GENESIS
+    with open_regular(path) as file:
+        for line, end, is_whole in read_lines(file):
             try:
-                row = json.loads(line)
-            except ValueError:
+                row = parse_ledger_row(line)
+            except JsonError as error:
+                logger.warning(
+                    "%s: the row after byte %d is damaged: %s", path, end - len(line), error
+                )
                 return
             # A torn last line can be valid JSON, but it has no line feed.
-            if not isinstance(row, dict) or not line.endswith(b"\n"):
-                return
-            if row.get("head") != chain(head, row):
+            if not is_whole or row["head"] != chain(head, row):
                 return
             head = row["head"]
             yield row, end
@@ -131,7 +136,7 @@ class Ledger:
         # Rows after the checkpoint's head describe steps that will be taken again. A new file takes
         # the place of the old one, to which a process may still write that was taken for dead.
         elif path.exists():
-            with path.open("rb") as old, atomic_write(path) as new:
+            with open_regular(path) as old, atomic_write(path) as new:
                 new.write(old.read(found[1]))
         self._file = JsonlTracker(path, resume_step=None)
         # A second start from the same checkpoint finds the head of the `lost` row instead of ours.

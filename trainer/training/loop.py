@@ -212,8 +212,9 @@ class Trainer:
             if self.best.out_of_patience and not logged:
                 self._log_training(phase)
             # Every rank calls `decide` after every step, so all of them stop after the same one.
+            error = self.loader.error_ahead(phase.end - self.state.step)
             stopping = (
-                self._stop.decide(self.state.step, self.checkpoints.durable)
+                self._stop.decide(self.state.step, self.checkpoints.durable, error)
                 or self.best.out_of_patience
             )
             ending = stopping or self.state.step == self.config.steps

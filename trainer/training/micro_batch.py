@@ -29,6 +29,7 @@ from trainer.errors import SamestepError
 from trainer.hashing import json_hash
 from trainer.objectives import Objective
 from trainer.storage.local import write_text
+from trainer.stored_json import Count, read_json
 from trainer.strategies import Strategy
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Loader, accumulate_gradients
@@ -214,7 +215,7 @@ def _once(
 
 def _read(file: Path) -> dict[str, int]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return read_json(file, dict[str, Count])
     except (OSError, ValueError):  # it does not exist, or was damaged: measure again
         return {}
 

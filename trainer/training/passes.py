@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import DataError
 from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch, Predictions, Task
@@ -63,6 +64,9 @@ class Loader(Protocol):
 
     def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]:
         """The rows of a task in each dataset of the split, and the task's labels."""
+
+    def error_ahead(self, steps: int) -> DataError | None:
+        """Returns the error that one of the next `steps` will raise, if it is known."""
 
     def close(self) -> None: ...
 

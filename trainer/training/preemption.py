@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
+from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError, DataError
 from trainer.strategies.world import World
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 TOGETHER_SECONDS = 1.0
 """Signals within this time are one request: a batch system may signal every process, and a launcher
 may forward its own signal to them."""
+
+_OF_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,14 @@ class Config:
     Attributes:
         signals: request a checkpoint after the current step or the next one, and exit code 75; 130
             after SIGINT, which is Ctrl-C. A signal more than a second after the first ends the run
-            at once. [] leaves all signals their usual meaning, and is needed to train outside of a
-            program's main thread.
+            at once. SIGHUP, of a terminal that is closed, and SIGINT are left ignored where they
+            are, as under nohup. [] leaves all signals their usual meaning, and is needed to train
+            outside of a program's main thread.
         deadline: seconds from the signal to the exit, checkpoint included. A process that takes
             longer exits with 128 + signal, and the run continues from its newest checkpoint.
     """
 
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
     deadline: float = 120.0
 
     def __post_init__(self) -> None:
@@ -63,14 +66,21 @@ class StopRequest:
     writes to. So a second signal and the deadline end the process even if its main thread hangs in
     a collective.
 
+    Args:
+        joins: whether `join` will be called. Until then the process waits for other ranks and has
+            nothing to save, so a signal ends it at once.
+
     Attributes:
         asked: the signal that this process has received.
-        agreed: all ranks know that one of them has.
+        agreed: all ranks know that one of them has, or that one has an error ahead.
+        error: an error that one of the next batches of this process will raise.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, joins: bool = False) -> None:
         self.asked: signal.Signals | None = None
         self.agreed = False
+        self.error: DataError | None = None
+        self._is_waiting = joins
         self._step = 0
         self._checkpointer: Checkpointer | None = None
         self._config = config
@@ -92,8 +102,8 @@ class StopRequest:
         self._before = {
             number: signal.signal(number, lambda *_: None)
             for number in self._config.numbers
-            # A shell's background jobs ignore Ctrl-C.
-            if not (number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN)
+            # A shell's background jobs ignore Ctrl-C, and those under nohup the terminal's end.
+            if not (number in _OF_TERMINAL and signal.getsignal(number) is signal.SIG_IGN)
         }
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
@@ -108,10 +118,16 @@ class StopRequest:
 
     def join(self, world: World) -> None:
         """Creates the process group for the agreement. Collective."""
+        self._is_waiting = False
         if world.size > 1:
             self._group = world.host_group()
 
-    def decide(self, step: int, checkpointer: Checkpointer | None = None) -> bool:
+    def decide(
+        self,
+        step: int,
+        checkpointer: Checkpointer | None = None,
+        error: DataError | None = None,
+    ) -> bool:
         """Whether to stop now. All ranks call this after each step and get the same answer.
 
         Each rank may receive the signal during another step. So the flags are summed over ranks;
@@ -121,6 +137,8 @@ class StopRequest:
         Args:
             step: number of steps taken.
             checkpointer: of the run; it knows which steps are saved.
+            error: that one of the next batches of this rank will raise. Several ranks can save
+                before it is raised, but not after: by then the others are in the next step.
         """
         self._step, self._checkpointer = step, checkpointer
         if self._group is None:
@@ -131,7 +149,8 @@ class StopRequest:
             self._pending.wait()
             self.agreed = bool(self._flag)
         if not self.agreed:
-            self._flag.fill_(int(self.asked is not None))
+            self.error = error
+            self._flag.fill_(int(self.asked is not None or error is not None))
             self._pending = dist.all_reduce(self._flag, group=self._group, async_op=True)
         return self.agreed
 
@@ -152,6 +171,10 @@ class StopRequest:
         if first is None:
             return
         self.asked, since = first, time.monotonic()
+        if self._is_waiting:
+            logger.info("stopping     on %s: training has not begun", first.name)
+            logging.shutdown()
+            os._exit(self.exit_code)
         again = ". Ctrl-C again: at once" if first == signal.SIGINT else ""
         logger.info("stopping     on %s, after this step and a checkpoint%s", first.name, again)
         while True:

@@ -25,7 +25,7 @@ from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
 from trainer.environment import number
-from trainer.errors import EXIT_DONE, ConfigError
+from trainer.errors import EXIT_DONE, ConfigError, DataError, SamestepError
 from trainer.metrics import check_installed
 from trainer.models import Model
 from trainer.monitoring import Tracker
@@ -55,6 +55,7 @@ from trainer.training.shared_facts import facts_of
 from trainer.training.start_record import start_of
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
+from trainer.untrusted import MOST_STORED_BYTES
 from trainer.vectors.folder import WordVectors
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def train(experiment: Experiment) -> int:
     """
     trackers: list[Tracker] = []
     with (
-        StopRequest(experiment.training.preemption) as stop,
+        StopRequest(experiment.training.preemption, joins=True) as stop,
         open_strategy(experiment) as strategy,
         run_folder.alert_on_failure(trackers),
         ExitStack() as locks,
@@ -156,12 +157,35 @@ def _fit(
             trackers[:] = run_folder.open_trackers(experiment, trainer, fault)
             ledger = folder / "ledger.jsonl"
         throughput = forecast.throughput(experiment, trainer)
-        fault = trainer.fit(trackers, ledger, throughput, profiler, stop)
+        try:
+            fault = trainer.fit(trackers, ledger, throughput, profiler, stop)
+        except DataError:
+            _save_last_step(trainer)
+            raise
+        if stop.error is not None and not trainer.finished:
+            raise stop.error
         for tracker in trackers:
             tracker.close()
         if fault is None:
             return
         rewind(trainer, fault)
+
+
+def _save_last_step(trainer: Trainer) -> None:
+    """Saves the last whole step before an error of the data ends a run of one process.
+
+    Of several processes, the others are in the next step by now: see `StopRequest.decide`.
+    """
+    step, checkpointer = trainer.state.step, trainer.checkpoints.durable
+    if trainer.strategy.world.size > 1 or step in (0, checkpointer.saved):
+        return
+    try:
+        trainer.save([checkpointer])
+        checkpointer.wait()
+    except SamestepError as error:
+        logger.warning("step %d is lost: %s", step, error)
+    else:
+        logger.info("saved        step %d, as an error ends the run", step)
 
 
 @contextmanager
@@ -452,8 +476,13 @@ def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
 
     The tokenizer also goes to where the checkpoints are: they can be used without the run's folder.
     """
-    folder = Path(experiment.output)
-    storage.write_text(folder / "config.yaml", dump(experiment))
+    folder, text = Path(experiment.output), dump(experiment)
+    if len(text.encode()) > MOST_STORED_BYTES:  # it could not be read when the run continues
+        raise ConfigError(
+            f"the settings have {len(text.encode())} bytes, more than the {MOST_STORED_BYTES} of "
+            "a config.yaml. Shorten data.exclude or data.sources"
+        )
+    storage.write_text(folder / "config.yaml", text)
     dataset.tokenizer.save(folder / "tokenizer")
     if experiment.checkpoint.folder is not None:
         files.copy_folder(folder / "tokenizer", checkpoint_folder(experiment) / "tokenizer")

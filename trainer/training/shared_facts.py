@@ -27,6 +27,7 @@ from trainer.config import to_tree
 from trainer.errors import SamestepError, UnreachableError
 from trainer.training.experiment import Experiment
 from trainer.training.weights import checkpoints_of, is_step, resolve
+from trainer.untrusted import regular
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _sampled(*paths: Path) -> str:
     """A digest of the sizes of files and of samples of each: fast for gigabytes."""
     digest = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
             for number in range(_SAMPLES):

@@ -11,7 +11,6 @@ from data_pipeline.reading.concat_dataset import named_sources
 from data_pipeline.reading.config import Config as DataConfig
 from trainer.checkpoint import files, integrity
 from trainer.config import Kinds, Tree, decode, read_tree, to_tree
-from trainer.config.renamed import read_stored
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
@@ -20,6 +19,7 @@ from trainer.storage import is_url
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_config
+from trainer.untrusted import read_stored
 
 _OBJECTIVES = Kinds("trainer.objectives")
 _MODELS = Kinds("trainer.models")

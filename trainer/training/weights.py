@@ -7,6 +7,7 @@ rest is read from the weights that the training started from, the base.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,16 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Kinds, Tree, decode, read_tree
+from trainer.config import Kinds, Tree, decode
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
-from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
 from trainer.training.label_order import is_reordered, with_label_order
+from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Weights:
         optimizer: a checkpoint's optimizer state, as "exp_avg/<parameter>" and so on.
         base: weights that the frozen parameters are from; None: all are in `folder`.
         hub: hf://NAME of a model on the Hub.
+        hold: keeps a training from removing the checkpoint; see `trainer.checkpoint.holding`.
     """
 
     config: ModelConfig
@@ -64,6 +67,7 @@ class Weights:
     optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
     base: Weights | None = None
     hub: str | None = None
+    hold: Hold | None = field(default=None, repr=False, compare=False)
 
     @property
     def path(self) -> str:
@@ -179,13 +183,14 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         # The path may be a run, one of its steps, a Hugging Face folder or an adapter; the files in
         # it decide.
         if _is_huggingface(folder):
-            hub = str(path) if is_hub_path(str(path)) else None
-            return replace(_from_huggingface(folder), hub=hub)
+            return _from_huggingface(folder, str(path) if is_hub_path(str(path)) else None)
         if _is_adapter(folder):
-            return _from_adapter(folder, rank, world_size)
+            return _from_adapter(folder)
         is_checkpoint = is_step(folder)
         root = folder.parent if is_checkpoint else checkpoints_of(folder)
-    checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
+    checkpoints = manager.Checkpointer(
+        root, manager.Config(), rank=rank, world_size=world_size, holds=True
+    )
     if not is_checkpoint:
         newest = checkpoints.latest()
         if newest is None:
@@ -221,6 +226,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         objective.get("of", objective),
         _with_prefix(stored, "optimizer/"),
         base,
+        hold=checkpoints.hold,
     )
 
 
@@ -327,7 +333,7 @@ def load_config(path: str | Location) -> ModelConfig:
     if _is_huggingface(folder):
         return _config_and_tensors(folder)[0]
     if _is_adapter(folder):
-        return _from_adapter(folder, 0, 1).config
+        return _from_adapter(folder).config
     # Reading only the description: preflight checks should not verify gigabytes.
     if not is_step(folder):
         check_weights(folder)
@@ -365,8 +371,8 @@ def _resolve_together(path: str | Location, world_size: int) -> Location:
     """
     with raise_on_all_ranks(world_size):
         folder = resolve(path)
-    # Of a run that is still training, RUN/best may be another step a moment later. So the step that
-    # rank 0 has found counts. Models of the Hub are in a folder of each machine.
+    # Of a run that still trains, RUN/best may be another step a moment later: rank 0 decides.
+    # Models of the Hub are in a folder of each machine.
     step = gather(folder.name, world_size)[0]
     return folder if is_hub_path(str(path)) or folder.name == step else folder.parent / step
 
@@ -430,34 +436,47 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
             "imported. Name a folder with a model of transformers, such as bert"
         )
     schema = _MODELS.schema(family, f"{folder / 'config.json'}: model_type")
-    config: ModelConfig = schema.from_huggingface(content, tensors)
-    return config, tensors
+    with huggingface.wrong_settings_explained(folder):
+        return schema.from_huggingface(content, tensors), tensors
 
 
-def _from_huggingface(folder: Path) -> Weights:
+def _from_huggingface(folder: Path, hub: str | None = None) -> Weights:
     config, tensors = _config_and_tensors(folder)
-    return Weights(
-        config, StoredTensors.of(config.import_tensors(tensors)), folder, tokenizer=folder
-    )
+    with huggingface.wrong_settings_explained(folder):
+        stored = StoredTensors.of(config.import_tensors(tensors))
+        return Weights(config, stored, folder, tokenizer=folder, hub=hub)
 
 
-def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
+def _from_adapter(folder: Path) -> Weights:
     content, tensors = huggingface.load_adapter(folder)
-    path = content.get("base_model_name_or_path")
-    if not path:
+    base = _base_of_adapter(folder, content)
+    with huggingface.wrong_settings_explained(folder):
+        config, own = import_adapter(content, tensors, base.config)
+    parameters = _add_base(config, StoredTensors.of(own), base)
+    tokenizer = folder if (folder / "tokenizer_config.json").exists() else base.tokenizer
+    return Weights(config, parameters, folder, tokenizer, base=base)
+
+
+def _base_of_adapter(folder: Path, content: Tree) -> Weights:
+    """Opens the model that an adapter was added to: of Hugging Face, and nothing else.
+
+    A stranger's adapter could name an address, or a checkpoint of samestep with a module to import.
+    """
+    path, revision = content.get("base_model_name_or_path"), content.get("revision")
+    if not isinstance(path, str) or not path or "\0" in path:
         raise CheckpointError(
             f"{folder} does not say what it was added to; set base_model_name_or_path in its config"
         )
     # peft stores a local folder or a name on the Hub, and does not say which.
-    if not is_url(path) and not Path(path).exists():
-        revision = content.get("revision")
-        path = f"hf://{path}" + (f"@{revision}" if revision else "")
-    base = load_weights(path, rank, world_size)
-    config, own = import_adapter(content, tensors, base.config)
-    parameters = _add_base(config, StoredTensors.of(own), base)
-    has_tokenizer = (folder / "tokenizer_config.json").exists()
-    tokenizer = folder if has_tokenizer else base.tokenizer
-    return Weights(config, parameters, folder, tokenizer, base=base)
+    if not os.path.exists(path):
+        hub = path if is_hub_path(path) else f"hf://{path}" + (f"@{revision}" if revision else "")
+        return _from_huggingface(model_folder(hub), hub)
+    if not _is_huggingface(Path(path)):
+        raise CheckpointError(
+            f"{folder} was added to {path}, which is no model of Hugging Face. Make one of it with "
+            f"samestep export {path} DIR, and set base_model_name_or_path to DIR"
+        )
+    return _from_huggingface(Path(path))
 
 
 def checkpoints_of(folder: Location) -> Location:
@@ -467,9 +486,10 @@ def checkpoints_of(folder: Location) -> Location:
         CheckpointError: the folder is neither.
     """
     if isinstance(folder, Path):
-        settings = read_tree(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+        file = folder / "config.yaml"
+        section = read_stored(file).get("checkpoint") if file.exists() else None
         # The run's own configuration knows where its checkpoints are.
-        if chosen := settings.get("checkpoint", {}).get("folder"):
+        if isinstance(section, dict) and isinstance(chosen := section.get("folder") or None, str):
             return files.location(chosen)
         if (folder / "checkpoints").is_dir():
             return folder / "checkpoints"
@@ -477,9 +497,8 @@ def checkpoints_of(folder: Location) -> Location:
         return folder
     step = folder.name.removeprefix("step-")
     if step.isdecimal() and (steps := integrity.committed_steps(folder.parent)):
-        known = ", ".join(map(str, steps))
         raise CheckpointError(
-            f"{folder.parent} has no checkpoint of step {int(step)}; it has {known}"
+            f"{folder.parent} has no checkpoint of step {int(step)}; it has {str(steps)[1:-1]}"
         )
     raise CheckpointError(
         f"{folder} is neither a run (with checkpoints), nor a checkpoint (with meta.json), nor a "

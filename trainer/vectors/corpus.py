@@ -32,6 +32,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, mix
 from trainer.progress import Progress
 from trainer.storage import atomic_write, write_text
+from trainer.stored_json import Count, JsonError, read_json
 from trainer.vectors.settings import Units
 
 Ids: TypeAlias = npt.NDArray[np.int32]
@@ -57,6 +58,7 @@ END = -1
 """Stands after the words of each document."""
 
 _BLOCK_TOKENS = 2**19
+_MOST_WORDS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,16 @@ class Words:
     @classmethod
     def load(cls, path: Path) -> Words:
         """Reads the words from a file that `save` has written."""
-        names, counts, tokens = json.loads(path.read_text())
+        try:
+            names, counts, tokens = read_json(
+                path, tuple[list[str], list[Count], list[Count] | None], _MOST_WORDS_BYTES
+            )
+            if not len(names) == len(counts) == len(counts if tokens is None else tokens):
+                raise JsonError("has lists of different lengths")
+        except (OSError, JsonError) as error:
+            raise DataError(
+                f"{path} is damaged: {error}. Remove {path.parent} to start over."
+            ) from error
         return cls(names, np.array(counts), None if tokens is None else np.array(tokens))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -27,11 +27,22 @@ from torch import Tensor
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, write_text
+from trainer.stored_json import Count, read_json
+from trainer.untrusted import open_regular, read_regular, regular
 from trainer.vectors.corpus import words_in
 
 DESCRIPTION = "vectors.json"
 _TENSORS = "vectors.safetensors"
 _WORDS_AT_A_TIME = 4096
+
+
+class _Settings(TypedDict):
+    dimensions: Count
+    method: str
+
+
+class _Description(TypedDict):
+    settings: _Settings
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,9 @@ class WordVectors:
         folder = Path(folder)
         check(folder)
         try:
-            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-            words = (folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1]
-            tensors = load_file(folder / _TENSORS)
+            description: dict[str, Any] = dict(read_json(folder / DESCRIPTION, _Description))
+            words = read_regular(folder / "words.txt").decode().split("\n")[:-1]
+            tensors = load_file(regular(folder / _TENSORS))
             vectors = tensors["vectors"]
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise DataError(
@@ -94,7 +105,7 @@ class WordVectors:
         """
         assert self.folder is not None, "new vectors have no folder"
         try:
-            with (self.folder / _TENSORS).open("rb") as file:
+            with open_regular(self.folder / _TENSORS) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise DataError(

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.hashing import U64, uniform
 from trainer.storage import atomic_write, flock, make_folder, write_text
+from trainer.stored_json import Count, JsonError, parse_json, read_json
 from trainer.vectors.settings import Settings
 
 _SAVE_EVERY = 60.0  # seconds
@@ -52,7 +53,12 @@ def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
         flock.lock_or_reject(
             lock, f"another process makes {output}; wait for it, or name another --output"
         )
-        before = json.loads(begun.read_text()) if begun.exists() else dict(made_of)
+        try:
+            before = read_json(begun, dict[str, Any]) if begun.exists() else dict(made_of)
+        except (OSError, JsonError) as error:
+            raise ConfigError(
+                f"{begun} is damaged: {error}. Remove {folder} to start over."
+            ) from error
         if changed := [name for name, value in made_of.items() if before.get(name) != value]:
             raise ConfigError(
                 f"{folder} was begun with another {' and '.join(changed)}; use the same again, or "
@@ -100,9 +106,15 @@ class State:
         self._path, self._saved = path, time.monotonic()
         self._arrays: dict[str, Tensor] = {}
         self.done = 0
-        with suppress(FileNotFoundError), safe_open(path, framework="pt") as stored:
-            self.done, names = int(stored.metadata()["done"]), list(stored.keys())
-            self._arrays = {name: stored.get_tensor(name).clone() for name in names}
+        try:
+            with suppress(FileNotFoundError), safe_open(path, framework="pt") as stored:
+                self.done = parse_json((stored.metadata() or {}).get("done", ""), Count)
+                names = list(stored.keys())
+                self._arrays = {name: stored.get_tensor(name).clone() for name in names}
+        except (SafetensorError, JsonError) as error:
+            raise DataError(
+                f"{path} is damaged: {error}. Remove {path.parent} to start over."
+            ) from error
 
     def seen(self, items: int, block: int) -> int:
         """Number of words or pairs in the blocks that are done.

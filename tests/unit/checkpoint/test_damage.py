@@ -21,14 +21,14 @@ def open_at(folder: Path) -> Checkpointer:
 def test_damage_is_never_loaded(tmp_path: Path, rounds: int) -> None:
     checkpointer = open_at(tmp_path)
     for step in (1, 2):
-        checkpointer.save(step, {"model/weight": torch.full((50, 7), float(step))}, {"state": step})
+        checkpointer.save(step, {"model/weight": torch.full((50, 7), float(step))}, {"order": step})
     checkpointer.wait()
     newest = integrity.step_folder(tmp_path, 2)
     chance = random.Random(0)
     for _ in range(rounds):
         with damaged(sorted(newest.iterdir()), chance) as damage:
             found = {"model/weight": torch.zeros(50, 7)}
-            assert open_at(tmp_path).restore(found)["state"] == 1, damage
+            assert open_at(tmp_path).restore(found)["order"] == 1, damage
             assert (found["model/weight"] == 1).all()
             with pytest.raises(CheckpointError):
                 open_at(tmp_path).open(newest)

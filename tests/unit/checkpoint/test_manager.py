@@ -32,7 +32,7 @@ def open_at(folder: Path, **config: Any) -> Checkpointer:
 def save(folder: Path, *steps: int, **config: Any) -> Checkpointer:
     checkpointer = open_at(folder, **config)
     for step in steps:
-        checkpointer.save(step, tensors(step), {"state": step})
+        checkpointer.save(step, tensors(step), {"order": step})
     checkpointer.wait()
     return checkpointer
 
@@ -205,14 +205,14 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
 ) -> None:
     """Continuing from an older step would remove the newest one, whose bytes are whole."""
     save(tmp_path, 1, 2)
-    unreadable, open_path = only_file(tmp_path, 2, "rank-00000.safetensors"), Path.open
+    unreadable, open_regular = only_file(tmp_path, 2, "rank-00000.safetensors"), files.open_regular
 
-    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+    def fail(path: Path) -> Any:
         if path == unreadable:
             raise OSError(code, os.strerror(code))
-        return open_path(path, *arguments, **options)
+        return open_regular(path)
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(files, "open_regular", fail)
     if is_damage:
         assert open_at(tmp_path).latest() == 1
     else:

@@ -34,14 +34,14 @@ def open_at(url: str, **config: Any) -> Checkpointer:
 def save(url: str, *steps: int, **config: Any) -> Checkpointer:
     checkpointer = open_at(url, **config)
     for step in steps:
-        checkpointer.save(step, tensors(step), {"state": step})
+        checkpointer.save(step, tensors(step), {"order": step})
     checkpointer.wait()
     return checkpointer
 
 
 def check_restores(url: str, step: int) -> None:
     found = tensors(float("nan"))
-    assert open_at(url).restore(found)["state"] == step
+    assert open_at(url).restore(found)["order"] == step
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
 
 
@@ -62,7 +62,7 @@ def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
 
     storage.write(f"{s3_folder}/step-00000007/rank-00000.json", b"{}")
     checkpointer.restore(tensors(), step=2)
-    checkpointer.save(3, tensors(3), {"state": 3})
+    checkpointer.save(3, tensors(3), {"order": 3})
     checkpointer.wait()
     assert storage.names(s3_folder) == ["step-00000002", "step-00000003"], (
         "the abandoned step and the leftover go"
@@ -215,7 +215,7 @@ def save_on_all(url: str) -> list[str]:
         files.location(url), Config(), rank=rank, world_size=ranks, peer_timeout=30
     )
     checkpointer.check_shared()
-    checkpointer.save(5, {"model/weight": split, "optimizer/step": torch.tensor(5.0)}, {"state": 5})
+    checkpointer.save(5, {"model/weight": split, "optimizer/step": torch.tensor(5.0)}, {"order": 5})
     checkpointer.wait()
     found = distribute_tensor(torch.zeros(7, 3), split.device_mesh, [Shard(0)])
     checkpointer.restore({"model/weight": found, "optimizer/step": torch.tensor(0.0)})

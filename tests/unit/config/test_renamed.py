@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trainer.config import decode, renamed
-from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError
 from trainer.models import bert
+from trainer.untrusted import read_stored
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +24,7 @@ from torch.distributed import TCPStore
 
 import tests.processes  # noqa: F401 sets up the fork server
 from tests.ports import free_port
+from trainer.elastic import workers
 from trainer.elastic.agent import Elastic, _Agent, run_workers
 from trainer.elastic.rounds import Round
 from trainer.elastic.workers import Exit, Workers
@@ -281,6 +285,53 @@ def limited(folder: Path, turns: Sequence[Sequence[int]], elastic: bool) -> None
 
     os.fork = fork_unless_third
     agent(folder, turns, len(turns), Elastic() if elastic else None)
+
+
+_SERVER_CALLS = ("wait", "Connection.recv", "Connection.send", "os.kill")
+_SERVER_ERRORS = (RuntimeError("a bug"), OSError(errno.EMFILE, "Too many open files"))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        pytest.param(call, error, marks=() if call == "wait" else pytest.mark.chaos)
+        for call in _SERVER_CALLS
+        for error in _SERVER_ERRORS
+    ],
+)
+def test_a_server_that_fails_ends_its_workers(tmp_path: Path, call: str, error: Exception) -> None:
+    """At its end, Python would wait for them."""
+    process = CONTEXT.Process(target=failing_server, args=(tmp_path, call, error))
+    process.start()
+    process.join(30)
+    assert process.exitcode == EXIT_FAILED
+    messages = (tmp_path / "stderr").read_text()
+    assert f"the process that starts the workers has failed: {error!r}" in messages
+    assert "Traceback" not in messages
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+def failing_server(folder: Path, call: str, error: Exception) -> None:
+    """An agent in whose fork server a call fails once, after a worker has begun."""
+    begin = workers._start
+    owner, _, name = call.rpartition(".")
+    holder = {"": workers, "Connection": Connection, "os": os}[owner]
+    works = getattr(holder, name)
+
+    def start(worker: BaseProcess, rank: str) -> bool:
+        has_begun = begin(worker, rank)
+        (folder / "pid").write_text(str(worker.pid))
+        setattr(holder, name, fail)
+        return has_begun
+
+    def fail(*_: object) -> None:
+        setattr(holder, name, works)
+        raise error
+
+    workers._start = start
+    if call in ("Connection.recv", "os.kill"):  # which a signal leads to
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    agent(folder, [[0 if call == "Connection.send" else WAIT]], 1, Elastic())
 
 
 def test_a_signal_is_passed_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import resource
 import socket
@@ -469,3 +470,123 @@ def test_a_folder_that_cannot_be_read_for_a_while(
     monkeypatch.setattr(Records, "newest", fail_at_first)
     assert join(alone, 1).result(10) is not None
     assert not failures
+
+
+def fails_at_first(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int = 1) -> list[int]:
+    """The host fails when it opens the store of its first rounds; returns the failures to come."""
+    open_store, failures = rounds._open_store, list(range(times))
+
+    def failing(interface: str) -> TCPStore:
+        if failures:
+            failures.pop()
+            raise error
+        return open_store(interface)
+
+    monkeypatch.setattr(rounds, "_open_store", failing)
+    return failures
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError(), KeyError()])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_host_that_fails_is_replaced(
+    join: Join,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    count: int,
+) -> None:
+    """Its agents, its own included, would wait for it as long as its sockets are open."""
+    failures = fails_at_first(monkeypatch, error)
+    members = agents(count, count, count)
+    joined = [future.result(10) for future in [join(each, 1) for each in members]]
+    assert [each.world_size for each in joined if each] == [count] * count
+    assert not failures
+    assert (
+        f"the rendezvous has failed on {platform.node()} and starts again: {error!r}" in caplog.text
+    )
+    found = Records(Path("checkpoints").absolute()).newest()
+    assert found is not None
+    assert found.number == 2
+
+
+def test_an_agent_that_is_alone_replaces_its_host(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at_first(monkeypatch, OSError())
+    assert join(Rendezvous("127.0.0.1:0", 1, 1, "train"), 1).result(5) is not None
+
+
+def test_a_host_that_fails_again_and_again_ends_with_a_message(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at_first(monkeypatch, OSError(24, "Too many open files"), times=100)
+    with pytest.raises(RendezvousError, match=r"failed 4 times .*Too many open files"):
+        join(agent(0, 1, 1), 1).result(10)
+
+
+def test_a_host_that_has_failed_gives_its_record_and_its_port_up(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at_first(monkeypatch, KeyError("round"))
+    first = agent(0, 1, 2)
+    first._connect()
+    first._send(ready=1, machine={"name": "first", "facts": {}})
+    records = Records(Path("checkpoints").absolute())
+    until(lambda: records.newest() is not None and records.is_silent, 5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", first._port), 1)
+
+
+@pytest.mark.usefixtures("short_silence", "elsewhere")
+def test_a_host_that_hangs_is_replaced(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel accepts connections, and another thread renews its record."""
+    monkeypatch.setattr(host, "_KEEP_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 1.0)
+    hung, start = threading.Event(), rounds.Host._start_round
+
+    def hang_at_first(each: rounds.Host) -> None:
+        if each._renewal is not None and each._renewal.number == 1 and each._ready():
+            hung.wait(30)
+        start(each)
+
+    monkeypatch.setattr(rounds.Host, "_start_round", hang_at_first)
+    joined = [future.result(15) for future in [join(each, 1) for each in agents(2, 2, 2)]]
+    assert [each.world_size for each in joined if each] == [2, 2]
+    hung.set()
+
+
+def test_an_agent_that_the_host_does_not_understand_is_refused(join: Join) -> None:
+    """The round of the others goes on."""
+    first = agent(0, 1, 2)
+    first._connect()
+    assert join(first, 1).result(5) is not None
+    newer = agent(first._port, 1, 2)
+    send = newer._send
+    newer._send = lambda machine=None, **rest: send(  # type: ignore[method-assign]
+        machine={**machine, "colour": "red"} if machine else None, **rest
+    )
+    with pytest.raises(RendezvousError, match=r"does not understand .*colour.* same version"):
+        join(newer, 1).result(5)
+    assert first.event() is None
+
+
+def test_the_thread_that_renews_the_record_survives_every_error(
+    join: Join, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = agent(0, 1, 1)
+    assert join(first, 1).result(5) is not None
+    failures = [RuntimeError("can't start new thread"), KeyError(), OSError()]
+    write = Records.write
+    monkeypatch.setattr(
+        Records,
+        "write",
+        lambda *arguments: write(*arguments) if not failures else raise_(failures.pop()),
+    )
+    until(lambda: not failures, 5)
+    records = Records(Path("checkpoints").absolute())
+    before = records.newest()
+    until(lambda: records.newest() != before, 5)
+
+
+def raise_(error: Exception) -> None:
+    raise error

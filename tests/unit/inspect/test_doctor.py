@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 from trainer.accelerators import cuda
@@ -24,6 +23,7 @@ from trainer.config import load
 from trainer.findings import Finding, report, tried
 from trainer.inspect import doctor
 from trainer.strategies import trial
+from trainer.terminal import Console
 from trainer.training.experiment import Experiment
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import http.client
 import json
 import math
+import os
+import re
+import shutil
 import socket
 import struct
 import time
@@ -21,8 +26,9 @@ from trainer.errors import ConfigError
 from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch
-from trainer.monitoring.jsonl import JsonlTracker, RowReader
+from trainer.monitoring.jsonl import JsonlTracker, RowReader, read_rows
 from trainer.monitoring.report import Report
+from trainer.training.ledger import GENESIS, chain, intact_rows
 
 
 def start_run(folder: Path, steps: int = 100) -> JsonlTracker:
@@ -43,7 +49,7 @@ def begin(folder: Path, step: int) -> None:
 @contextmanager
 def serving(*folders: Path) -> Iterator[Server]:
     with Server(Report([str(folder) for folder in folders]), 0) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             yield server
@@ -168,6 +174,62 @@ def test_each_row_is_read_once(tmp_path: Path):
     assert [row["step"] for row in reader.read()[0]] == [5]
 
 
+def test_a_line_that_is_being_written_is_read_once_wherever_it_is_cut(tmp_path: Path):
+    tracker = JsonlTracker(tmp_path / "whole")
+    for step in (1, 2):
+        tracker.log(step, {"train/loss": 6.5, "text": "é \u2028 {}"})
+    whole = tracker.path.read_bytes()
+    ledger = tmp_path / "whole_ledger"
+    head, lines = GENESIS, b""
+    for step in (1, 2):
+        row: dict[str, Any] = {"kind": "fed", "step": step, "time": 0.0, "order": 0}
+        row |= {"first_step": step, "examples": [[0, 4]], "digest": "é"}
+        row["head"] = head = chain(head, row)
+        lines += json.dumps(row).encode() + b"\n"
+    ledger.write_bytes(lines)
+    for cut in range(len(whole) + 1):
+        file = tmp_path / "metrics.jsonl"
+        file.write_bytes(whole[:cut])
+        reader = RowReader(file)
+        rows = reader.read()[0]
+        assert len(rows) == whole[:cut].count(b"\n")
+        beside = [row["step"] for row in read_rows(file)]
+        # A whole object is a row, though its line feed is missing.
+        assert beside == [1, 2][: whole[: cut + 1].count(b"\n")]
+        with file.open("ab") as appended:
+            appended.write(whole[cut:])
+        more, replaced = reader.read()
+        assert [row["step"] for row in (more if replaced else [*rows, *more])] == [1, 2]
+        assert reader.read() == ([], False)
+    for cut in range(len(lines) + 1):
+        ledger.write_bytes(lines[:cut])
+        found = list(intact_rows(ledger))
+        assert [row["step"] for row, _ in found] == [1, 2][: lines[:cut].count(b"\n")]
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        b"GET /" + 70000 * b"a" + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + 200 * b"A: b\r\n" + b"\r\n",
+        b"GET / HTTP/1.1\r\nA: " + 70000 * b"b" + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: [\r\n\r\n",
+    ],
+    ids=["path", "headers", "header", "body", "brackets"],
+)
+def test_requests_beyond_the_limits_get_an_error_at_once(
+    tmp_path: Path, request_text: bytes, capsys: pytest.CaptureFixture[str]
+):
+    with serving(tmp_path) as server:
+        place = ("127.0.0.1", int(server.server_address[1]))
+        with socket.create_connection(place, 5) as connection:
+            connection.sendall(request_text)
+            assert re.match(rb"HTTP/1\.[01] (4|501)", connection.recv(100))
+        assert get(server, "/")[0].status == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_a_reader_notices_a_file_that_was_cut_back_and_has_grown_again(tmp_path: Path, kept: int):
     file = tmp_path / "metrics.jsonl"
@@ -190,7 +252,7 @@ def test_the_ledger_says_whether_restarts_are_joined(tmp_path: Path):
     begin(run, 20)
     ledger = JsonlTracker(run / "ledger.jsonl", resume_step=None)
     fed = {"kind": "fed", "order": 0, "examples": [], "digest": "", "head": "ab12"}
-    ledger.log(0, {"kind": "order", "order": 0})
+    ledger.log(0, {"kind": "order", "order": 0, "head": "ab11"})
     ledger.log(20, {**fed, "first_step": 1})
     report = Report([str(run)])
     ledger.log(30, {**fed, "first_step": 21})
@@ -304,6 +366,111 @@ def test_studies_show_their_jobs_and_link_to_their_pages_and_runs(tmp_path: Path
     (found,) = Report([str(study)]).data()["studies"]
     assert (found["name"], found["page"], found["runs"][0]["link"]) == ("rates", None, None)
     assert "Which \\u003crate>?" in page.read_text(encoding="utf-8")
+
+
+SECRET = "token-of-another-file"
+
+
+def stranger(folder: Path, secret: Path, kind: str, place: str) -> None:
+    """A study in a folder of studies that leads elsewhere: at a file of its, or by a job's path."""
+    study, job = folder / "cool", folder / "cool" / "train-1"
+    start_run(job / "run").log(40, {"train/loss": 1.0})
+    job_folder = {"absolute": str(secret.parent / "job"), "dots": "../../victim/job"}
+    plan = {"question": "Which is best?", "slots": 1, "running": []}
+    plan["jobs"] = [
+        {"name": "train-1", "stage": "train", "arms": "a", "run": "run"}
+        | {"folder": job_folder.get(kind, "train-1")}
+    ]
+    files = {
+        "study.json": study / "study.json",
+        "index.html": study / "index.html",
+        "result.json": job / "result.json",
+        "metrics.jsonl": job / "run" / "metrics.jsonl",
+        "study": study,
+        "job": job,
+    }
+    files["study.json"].write_text(json.dumps(plan))
+    files["index.html"].write_text("<script>parent.stolen = 1</script>")
+    if kind in job_folder:
+        return
+    file = files[place]
+    if file.is_dir():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        link = {"circle": file, "device": "/dev/zero", "link": secret.parent / place}[kind]
+        file.symlink_to(link)
+
+
+def strangers() -> Iterator[tuple[str, str]]:
+    for place in ("study.json", "index.html", "result.json", "metrics.jsonl", "study", "job"):
+        for kind in ("link", "circle", "device", "FIFO", "folder"):
+            yield kind, place
+    yield from (("absolute", "job"), ("dots", "job"))
+
+
+def test_a_strangers_study_shows_no_file_of_another_folder_and_runs_no_script(tmp_path: Path):
+    victim = tmp_path / "victim"
+    shown = 0
+    for place in ("study", "job"):
+        start_run(victim / place / "run").log(31337, {"train/loss": 31337.0})
+    for name in ("study.json", "study/study.json"):
+        (victim / name).write_text(
+            json.dumps({"question": SECRET, "slots": 1, "running": [], "jobs": []})
+        )
+    for name in ("index.html", "study/index.html"):
+        (victim / name).write_text(SECRET)
+    for name in ("result.json", "job/result.json"):
+        (victim / name).write_text(json.dumps({"usage": {"seconds": 31337.0}}))
+    (victim / "metrics.jsonl").write_text('{"step": 31337, "time": 1.0, "train/loss": 31337.0}\n')
+    for number, (kind, place) in enumerate(strangers()):
+        folder = tmp_path / str(number)
+        stranger(folder, victim / "index.html", kind, place)
+        with serving(folder) as server:
+            response, text = get(server, "/data")
+            assert response.status == 200, (kind, place)
+            assert SECRET not in text, (kind, place)
+            assert "31337" not in re.sub(r'"(time|now|path)":[^,]*', "", text), (kind, place)
+            links = re.findall(r'"(?:page|link)":"([^"]*)"', text)
+            for link in {*links, "study/0/cool", "study/0/cool/train-1"}:
+                response, text = get(server, link)
+                assert response.status == (200 if link in links else 404), (kind, place, link)
+                assert SECRET not in text, (kind, place)
+                if "stolen" in text:
+                    shown += 1
+                    assert str(response.getheader("Content-Security-Policy")).startswith("sandbox;")
+    assert shown > 10
+
+
+def test_every_answer_tells_the_browser_what_it_may_do(tmp_path: Path):
+    stranger(tmp_path / "in", tmp_path, "absolute", "")
+    start_run(tmp_path / "run").log(10, {"train/loss": 6.0})
+    with serving(tmp_path / "in", tmp_path / "run") as server:
+        script = re.findall(r"<script>(.*?)</script>", get(server, "/")[1], flags=re.S)
+        digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+        for path, wanted in {
+            "/": f"default-src 'none'; script-src 'sha256-{digest}'; ",
+            "/data": "default-src 'none'; sandbox; ",
+            "/study/0/cool": "sandbox; default-src 'none'; style-src 'unsafe-inline'; img",
+            "/nothing": "default-src 'none'; sandbox; ",
+        }.items():
+            response = get(server, path)[0]
+            policy = str(response.getheader("Content-Security-Policy"))
+            assert policy.startswith(wanted)
+            assert "frame-ancestors 'none'" in policy
+            assert not re.search(r"script-src[^;]*unsafe|allow-|https?:|\*", policy)
+            for name, value in {
+                "Cross-Origin-Resource-Policy": "same-origin",
+                "X-Content-Type-Options": "nosniff",
+                "Referrer-Policy": "no-referrer",
+                "Cache-Control": "no-store",
+            }.items():
+                assert response.getheader(name) == value, (path, name)
 
 
 def test_silent_connections_do_not_keep_the_browser_out(

@@ -72,7 +72,7 @@ def test_rendering_prints_what_can_be_piped(
     (project / "k8s.yaml").write_text(yaml.safe_dump(cluster))
     manifest = samestep("launch", "k8s.yaml", experiment_file, "output=run", "--render").out
     kinds = [document["kind"] for document in yaml.safe_load_all(manifest)]
-    assert kinds == ["ConfigMap", "JobSet"]
+    assert kinds == ["ConfigMap", "NetworkPolicy", "JobSet"]
     with pytest.raises(SystemExit):
         samestep("launch", "k8s.yaml", experiment_file, "--render", "--dry-run")
 

@@ -120,7 +120,7 @@ def test_no_secrets_in_the_setup(line: str) -> None:
 
 def test_secrets_in_values() -> None:
     with pytest.raises(
-        ConfigError, match=r"variables.https_proxy has a password or a signature in a URL"
+        ConfigError, match=r"variables.https_proxy has a user name or password in a URL"
     ):
         check_variables({"https_proxy": f"http://me:{KEY}@proxy:3128"})
     paths = (

@@ -175,6 +175,25 @@ def test_all_objects_are_found_by_one_label():
         )
 
 
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_only_pods_of_the_same_job_reach_its_ports(name: str):
+    config, job = MANIFESTS[name]
+    found = documents(config, job)
+    (policy,) = (each for each in found if each["kind"] == "NetworkPolicy")
+    assert found.index(policy) < len(found) - 1  # it is there before the first pod
+    mine = {"matchLabels": {manifest.JOB_LABEL: found[-1]["metadata"]["name"]}}
+    assert policy["spec"] == {
+        "podSelector": mine,
+        "policyTypes": ["Ingress"],  # what pods send to name servers and stores is not restricted
+        "ingress": [{"from": [{"podSelector": mine}]}],
+    }
+    labels = pod_of(config, job)["metadata"]["labels"]
+    assert mine["matchLabels"].items() <= labels.items()
+    wider = replace(config, patch={"NetworkPolicy": {"spec": {"ingress": [{}]}}})
+    (policy,) = (each for each in documents(wider, job) if each["kind"] == "NetworkPolicy")
+    assert policy["spec"]["ingress"] == [{}]
+
+
 def test_the_first_pod_is_where_all_meet():
     """Of an Indexed Job, a pod's name is JOB-INDEX, and a JobSet's job is JOBSET-GROUP-NUMBER."""
     jobset = documents(GPU)[-1]
@@ -193,7 +212,7 @@ def test_the_first_pod_is_where_all_meet():
         "--rendezvous",
         f"{name}-{jobset['spec']['replicatedJobs'][0]['name']}-0-0.{name}:29400",
     ]
-    _, service, job = documents(replace(GPU, controller="job"))
+    _, _, service, job = documents(replace(GPU, controller="job"))
     assert service["spec"]["clusterIP"] == "None"
     assert (
         service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
@@ -274,7 +293,8 @@ def test_building_takes_no_devices():
         pod = pod_of(config, BUILD)["spec"]
         assert "limits" not in pod["containers"][0]["resources"]
         assert "nodeSelector" not in pod
-        assert [document["kind"] for document in documents(config, BUILD)] == ["ConfigMap", "Job"]
+        kinds = [document["kind"] for document in documents(config, BUILD)]
+        assert kinds == ["ConfigMap", "NetworkPolicy", "Job"]
         assert job_of(config, BUILD)["spec"]["completions"] == BUILD.tasks
 
 
@@ -334,7 +354,7 @@ def test_nasty_words_are_only_words(tmp_path: Path):
         submission = config.render(job)
         found = documents(config, job)
         assert yaml.safe_load(found[0]["data"]["config.yaml"]) == tree
-        assert len(found) == (2 if controller == "jobset" else 3)
+        assert len(found) == (3 if controller == "jobset" else 4)
         assert expand(environment(config, job)["WORDS"]["value"], {"HOME": "no"}) == NASTY
         (container,) = pod_of(config, job)["spec"]["containers"]
         assert container["workingDir"] == f"/work/{NASTY}"
@@ -1126,11 +1146,18 @@ def test_cancelling_deletes_all_and_waits_for_nothing(kubectl: Kubectl):
             "--namespace",
             "n",
             "delete",
-            "jobsets.jobset.x-k8s.io,configmaps",
+            "jobsets.jobset.x-k8s.io,configmaps,networkpolicies.networking.k8s.io",
             "bert-001",
             *how,
         ],
-        ["--namespace", "n", "delete", "jobs.batch,services,configmaps", "bert-001", *how],
+        [
+            "--namespace",
+            "n",
+            "delete",
+            "jobs.batch,services,configmaps,networkpolicies.networking.k8s.io",
+            "bert-001",
+            *how,
+        ],
     ]
     kubectl.answers(delete=[(0, "", "")])
     with pytest.raises(LaunchError, match="bert-001 is no longer on the cluster"):

@@ -164,7 +164,10 @@ def test_patches_of_other_objects() -> None:
         ({"resources": {"vpc.amazonaws.com/efa": "many"}}, "is 'many'. Write a name"),
         ({"resources": {"a/b/c": 1}}, "a/b/c is 1"),
         ({"annotations": {"a b": "c"}}, "annotations: 'a b' is not a key"),
-        ({"patch": {"Pods": {}}}, r"patch\.Pods is for .* Use one of ConfigMap, Job, JobSet, Pod"),
+        (
+            {"patch": {"Pods": {}}},
+            r"patch\.Pods is for .* Use one of ConfigMap, NetworkPolicy, Job, JobSet, Pod",
+        ),
         ({"patch": {"Service": {}}}, "controller=jobset does not create"),
         ({"patch": {"Pod": {"spec": {"$patch": "delete"}}}}, r"patch\.Pod\.spec has \$patch"),
         ({"patch": {"Pod": {"a": [{"name": "x", "$patch": "replace"}]}}}, r"Pod\.a\.0 has"),

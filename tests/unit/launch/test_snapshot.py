@@ -66,6 +66,79 @@ def test_links(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "the snapshot of the code is without key, hidden, outside:" in caplog.text
 
 
+SECRETS = (
+    ".env",
+    ".env.local",
+    "prod.env",
+    "deep/.ENV",
+    ".envrc",
+    ".netrc",
+    ".aws/config",
+    "deep/.aws/credentials",
+    ".ssh/known",
+    ".kube/config",
+    ".docker/config.json",
+    "kubeconfig.yaml",
+    "id_rsa",
+    "id_ed25519_work",
+    "server.pem",
+    "tls.key",
+    "store.p12",
+    "credentials",
+    "credentials.json",
+    "gcp-credentials.json",
+    "my-service-account.json",
+    "client_secret_1.json",
+    "secrets.yaml",
+    ".secret",
+    "token",
+    ".token",
+    "hf_token",
+    "wandb_api_key.txt",
+    ".git-credentials",
+    ".pypirc",
+    ".npmrc",
+)
+NO_SECRETS = (
+    ".env.example",
+    "env.sh",
+    "environment.yaml",
+    "id_rsa.pub",
+    "tokens.txt",
+    "tokenizer.json",
+    "token.py",
+    "secrets.py",
+    "credentials.md",
+    "key.yaml",
+    "keys/a.txt",
+    "docker/Dockerfile",
+    "secretary.txt",
+    ".gitignore",
+)
+
+
+def test_untracked_secrets_are_left_out(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(repository.parent / "inner", "inner.py")
+    git(repository, "submodule", "add", "--quiet", str(repository.parent / "inner"), "third")
+    git(repository, "commit", "--quiet", "--message=x")
+    for name in (*SECRETS, *NO_SECRETS, "third/.env", "odd"):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text("x")
+    (repository / "odd").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nx\n")
+    (repository / "harmless.txt").symlink_to(".env")
+    found = taken(repository)
+    left_out = {*SECRETS, "third/.env", "odd", "harmless.txt"}
+    assert set(found) == {*NO_SECRETS, "own/part.py", "third/inner.py", ".gitmodules"}
+    said = caplog.text.partition(" is without ")[2].partition(", which may hold secrets")[0]
+    assert set(said.split(", ")) == left_out
+
+
+def test_a_tracked_file_is_part_of_the_code(repository: Path) -> None:
+    (repository / "secrets.yaml").write_text("x")
+    git(repository, "add", ".")
+    assert "secrets.yaml" in taken(repository)
+
+
 def test_submodules(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     inner = make(tmp_path / "inner", "inner.py")
     library = make(tmp_path / "library", "pkg/a.py")

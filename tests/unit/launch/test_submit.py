@@ -380,7 +380,7 @@ def test_environments() -> None:
         (["cluster.environment.variables.hf_token=abc"], "looks like a secret"),
         (
             ["cluster.environment.variables.https_proxy='http://me:pw@proxy'"],
-            "https_proxy has a password",
+            "https_proxy: the address has a user name or password",
         ),
         (
             ["cluster.environment.setup=[export WANDB_API_KEY=abc]"],
@@ -419,9 +419,9 @@ def test_tasks_are_for_datasets(project: Path) -> None:
 
 def test_a_secret_in_the_configuration_is_refused(project: Path) -> None:
     signed = "https://host/x.jsonl?X-Amz-Signature=abcdef"
-    with pytest.raises(ConfigError, match="holds a password or a signature"):
+    with pytest.raises(ConfigError, match="has a signature or token in a URL"):
         submit.prepare("slurm.yaml", "data.yaml", [f"source.paths=['{signed}']"])
-    with pytest.raises(ConfigError, match="holds a password or a signature"):
+    with pytest.raises(ConfigError, match=r"data\.path: the address has a user name"):
         submit.prepare("slurm.yaml", "run.yaml", ["data.path='https://me:word@host/data'"])
     harmless = [
         "init_from='hf://bert@main'",

@@ -5,13 +5,16 @@ Metadata comes from a server on loopback; gcloud, uv, pip and samestep are progr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -106,9 +109,8 @@ exec /usr/bin/timeout "$@"
 PROGRAMS = {
     "systemd-run": SYSTEMD_RUN,
     "timeout": TIMEOUT,
-    "curl": '#!/bin/bash\n[[ "$*" == *astral.sh* ]] || exec /usr/bin/curl "$@"\n'
-    'echo \'mkdir -p "$UV_INSTALL_DIR" && cp "$UV" "$UV_INSTALL_DIR/uv" &&'
-    ' chmod +x "$UV_INSTALL_DIR/uv"\'\n',
+    "curl": '#!/bin/bash\n[[ "$*" == *.whl ]] || exec /usr/bin/curl "$@"\n'
+    'while [ "$1" != -o ]; do shift; done\ncp "$UV" "$2"\n',
     "sleep": '#!/bin/bash\nexec /bin/sleep "$(echo "$1" | awk \'{print $1 / 200}\')"\n',
     "gcsfuse": '#!/bin/bash\necho "gcsfuse $*" >> "$RECORD"\n',
     "mountpoint": "#!/bin/bash\nexit 1\n",
@@ -183,13 +185,16 @@ def machine(
         }
         programs = folder / "programs"
         programs.mkdir()
-        for program, text in (PROGRAMS | {"uv": UV, "samestep": SAMESTEP}).items():
-            place = (
-                programs / program if program in ("uv", "samestep") else folder / "bin" / program
-            )
+        for program, text in (PROGRAMS | {"samestep": SAMESTEP}).items():
+            place = programs / program if program == "samestep" else folder / "bin" / program
             place.write_text(text)
             place.chmod(0o755)
-        environment |= {"UV": str(programs / "uv"), "SAMESTEP": str(programs / "samestep")}
+        wheel = programs / "uv.whl"
+        with zipfile.ZipFile(wheel, "w") as content:
+            content.writestr(f"uv-{tpu_startup._UV}.data/scripts/uv", UV)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        monkeypatch.setattr(tpu_startup, "_UV_SHA256", digest)
+        environment |= {"UV": str(wheel), "SAMESTEP": str(programs / "samestep")}
         (folder / "secrets" / "wandb").write_text(SECRET)
         monkeypatch.setattr(tpu_startup, "WORK", str(folder / "work"))
         startup = STARTUPS[getattr(request, "param", "plain")]
@@ -412,6 +417,27 @@ def test_what_cannot_be_installed_ends_the_job(machine: Machine) -> None:
         "install has failed; again in 2 s"
         in next(machine.bucket("stage/log").iterdir()).read_text()
     )
+
+
+@pytest.mark.long
+def test_an_installer_with_another_content_is_not_used(machine: Machine) -> None:
+    with Path(machine.environment["UV"]).open("ab") as wheel:
+        wheel.write(b"\0")
+    assert machine.runs(0) == 1
+    assert not any(line.startswith(("uv", "pip", "samestep")) for line in machine.record)
+    log = next(machine.bucket("stage/log").iterdir()).read_text()
+    assert "uv.whl has another SHA-256 than the uv that was tested" in log
+
+
+@pytest.mark.parametrize("name", STARTUPS)
+def test_nothing_that_is_downloaded_goes_into_a_shell(name: str) -> None:
+    script = STARTUPS[name].render()
+    assert not re.search(r"(curl|wget)[^|\n]*\|\s*(\\?\n)?[^\n]*\b(ba)?sh\b", script)
+    downloads = re.findall(r"curl .*?https://(\S+)", script, re.DOTALL)
+    assert [address.partition("/")[0] for address in downloads] == [
+        "files.pythonhosted.org",
+        "packages.cloud.google.com",  # of gcsfuse, whose packages are signed
+    ]
 
 
 @pytest.mark.long

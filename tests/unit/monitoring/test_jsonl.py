@@ -107,14 +107,14 @@ def test_rows_wait_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCapt
         assert steps(path)[-3:] == [first, first + 1, first + 1]
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     assert [record.message for record in caplog.records] == [
-        f"rows of {path} wait in memory: No space left on device; free space or give access"
+        f"rows of {path} wait in memory: No space left on device; free some space"
     ] * 2
     tracker.close()
 
     tracker = JsonlTracker(path)
     tracker._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     tracker.log(1, {})
-    with pytest.raises(SamestepError, match="No space left on device; free space"):
+    with pytest.raises(SamestepError, match="No space left on device; free some space"):
         tracker.close()
 
 

@@ -6,9 +6,9 @@ import io
 import logging
 
 import pytest
-from rich.console import Console
 
 from trainer.monitoring.progress import ProgressTracker
+from trainer.terminal import Console
 
 ROW = {
     "train/loss": 6.54321,

@@ -193,3 +193,15 @@ def test_many_connections_from_one_address_do_not_keep_others_out(
         assert server.receive(5) == b"served"
     for each in (early, *crowd):
         each.close()
+
+
+@pytest.mark.parametrize("function", ["_make_room", "_challenge"])
+def test_a_listener_survives_every_error(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(listener, function, lambda *_: (_ for _ in ()).throw(KeyError("x")))
+        with suppress(OSError):
+            dial(listener, seconds=0.5)
+    with dial(listener):
+        assert listener.accept(5) is not None

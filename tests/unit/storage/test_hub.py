@@ -46,6 +46,12 @@ def test_a_model_is_downloaded_once_without_pickles(hub, path):
     assert hub.requests == before  # not even asked whether there is something newer
 
 
+def test_no_pattern_leads_out_of_the_folder(hub):
+    """A name such as model-/../../x-of-1.safetensors would match model-*-of-*.safetensors."""
+    hub.write("models/tiny/model-a/b-of-1.safetensors", b"weights")
+    assert not [path for path in model_folder("hf://tiny").iterdir() if path.is_dir()]
+
+
 def test_a_tokenizer_is_downloaded_without_weights_and_does_not_pass_for_a_model(hub):
     files = {file.name for file in tokenizer_folder("hf://tiny").iterdir()}
     assert files == {"tokenizer.json", "config.json"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -133,3 +134,24 @@ def test_memory_is_freed(url: str, keepers: list[Keeper]) -> None:
         storage.write(f"{url}/step-{number}/a", bytes(1000))
         storage.remove_folder(f"{url}/step-{number - 1}")
     assert [keeper.bytes for keeper in keepers] == [1000, 1000, 0]
+
+
+def test_a_keeper_survives_every_error(
+    keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If its thread ended, requests would be accepted, and wait for an answer."""
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def failing(thread: threading.Thread) -> None:
+        if failures and "_serve" in repr(thread._target):  # type: ignore[attr-defined]
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with pytest.raises(ConnectionResetError):
+        request(keepers[0].address, SECRET, "find", ["a"])
+    assert "dropped: can't start new thread" in caplog.text
+    with pytest.raises(ConnectionResetError):  # a request of another version
+        request(keepers[0].address, SECRET, "get", 7)  # type: ignore[arg-type]
+    assert "a request for snapshots in memory fails" in caplog.text
+    assert request(keepers[0].address, SECRET, "find", ["a"]) == ({}, b"")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from trainer.storage import new_folder
+from trainer.inference.features import new_array
+from trainer.storage import atomic_write, new_folder
+from trainer.storage.local import temporary_name
 
 
 def test_it_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -30,16 +35,26 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_of_the_same_number_has_left_is_no_part_of_it(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    with new_folder(target) as temporary:
+def test_processes_of_one_number_on_hosts_of_one_name_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in the containers of a job on a shared disk.
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer")
+    with atomic_write(tmp_path / "file") as first, atomic_write(tmp_path / "file") as second:
+        first.write(b"first, which is longer")
+        second.write(b"second")
+    assert (tmp_path / "file").read_bytes() == b"first, which is longer"
+    with new_folder(tmp_path / "a") as first_folder, new_folder(tmp_path / "b") as second_folder:
         pass
-    target.rmdir()
-    temporary.mkdir()
-    (temporary / "half").touch()
-    with new_folder(target) as temporary:
-        (temporary / "file").touch()
-    assert [path.name for path in target.iterdir()] == ["file"]
+    assert temporary_name(tmp_path / "a") != temporary_name(tmp_path / "a")
+    with new_array(tmp_path / "array", (2,), "int64") as one:
+        with new_array(tmp_path / "array", (2,), "int64") as other:
+            other[:] = 2
+        one[:] = 1
+    assert np.load(tmp_path / "array").tolist() == [1, 1]
+    assert first_folder != second_folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "array", "b", "file"]
 
 
 def test_a_folder_with_content_is_not_replaced(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from typing import BinaryIO
 
 import fsspec
 import pytest
+from botocore.exceptions import ClientError
 
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.processes import fork
 from trainer import storage
 from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, StorageError
-from trainer.storage import objects
+from trainer.storage import attempts, objects
 
 CONTENT = bytes(range(256)) * 1024
 
@@ -178,6 +179,70 @@ def test_client_errors_are_not_retried(faulty_s3: FaultyProxy, s3_folder: str, w
         assert len(faulty_s3.requests) == 1
         if status != 400:
             assert ("AWS_ACCESS_KEY_ID" if url == s3_folder else "log-in") in str(caught.value)
+
+
+def test_rejected_credentials_of_a_store_that_has_answered_may_be_renewed(
+    faulty_s3: FaultyProxy, s3_folder: str, web: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage.write(f"{s3_folder}/x", CONTENT)
+    for url, status in ((s3_folder, 403), (web, 401)):
+        with storage.open(f"{url}/x") as file:
+            faulty_s3.faults = [status] * 5
+            assert file.read(3) == CONTENT[:3]
+            assert not faulty_s3.faults
+    faulty_s3.faults = [403] * 4
+    storage.write(f"{s3_folder}/y", CONTENT)
+    faulty_s3.faults = [401] * 4
+    assert storage.names(s3_folder) == ["x", "y"]
+    assert "trying again in 0.01 s" in caplog.text
+    faulty_s3.always = 403
+    with pytest.raises(StorageError, match=r"check the name and who may read.*AWS_PROFILE"):
+        storage.read(f"{s3_folder}/x")
+
+
+def test_a_forbidden_object_is_not_waited_for(faulty_s3: FaultyProxy, s3_folder: str) -> None:
+    """Without the right to list, S3 answers 403 for an object that is not there."""
+    storage.write(f"{s3_folder}/x", CONTENT)
+    assert storage.size(f"{s3_folder}/x") == len(CONTENT)
+    faulty_s3.requests.clear()
+    faulty_s3.faults = [403, None, 403]
+    with pytest.raises(StorageError, match=f"cannot read {s3_folder}/y"):
+        storage.read(f"{s3_folder}/y")
+    assert [request.rpartition("/")[2] for request in faulty_s3.requests] == ["y", "x", "y"]
+
+
+def test_renewed_credentials_are_read_from_their_file(
+    faulty_s3: FaultyProxy, s3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by files that are open."""
+    credentials = tmp_path / "credentials"
+
+    def renew(key: str) -> None:
+        lines = ["[default]", f"aws_access_key_id = {key}", "aws_secret_access_key = x"]
+        credentials.write_text("\n".join(lines))
+
+    renew("first")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    faulty_s3.key = "first"
+    content = CONTENT * (2 * storage.CHUNK_BYTES // len(CONTENT))
+    storage.write(f"{s3_folder}/x", content)
+    with storage.open(f"{s3_folder}/x") as file:
+        begin = file.read(7)
+        faulty_s3.key = "second"
+        renew("second")
+        assert begin + file.read() == content
+    assert storage.names(s3_folder) == ["x"]
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_expired_tokens_are_rejected_credentials() -> None:
+    """S3 answers them with 400, not 401 or 403."""
+    answer = {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+    error = ClientError(answer, "GetObject")  # type: ignore[arg-type]
+    assert attempts._Failure.of(error).status == 403
 
 
 @pytest.mark.parametrize("operation", [storage.read, storage.size, storage.open])

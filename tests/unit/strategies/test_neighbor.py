@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 from torch.distributed import HashStore
 
+from tests.ports import free_port
 from trainer.errors import ConfigError
 from trainer.strategies.neighbor import (
     INTERFACE,
@@ -15,6 +16,7 @@ from trainer.strategies.neighbor import (
     interface_of,
     loopback_only,
     own_address,
+    unreachable,
 )
 
 
@@ -78,3 +80,17 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert not Neighbor(HashStore(), 0, 1).dies_within(0.01)
+
+
+def test_machines_that_cannot_be_reached_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    store = HashStore()
+    with closing(Neighbor(store, 0, 4)), closing(Neighbor(store, 1, 4)):
+        assert unreachable(store, 0, 4) == ""
+        closed = free_port()
+        for rank in (2, 3):  # of one machine
+            store.set(f"address/{rank}", f"127.0.0.7 {closed} node-b")
+        assert unreachable(store, 0, 4) == (
+            f"rank 2 on node-b at 127.0.0.7:{closed} (Connection refused)"
+        )

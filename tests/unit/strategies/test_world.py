@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -206,3 +207,92 @@ def test_a_rank_says_for_whom_it_waits(
     with pytest.raises(ConnectError):
         World.start(1.5)
     assert re.search(f"waiting      for {missing} at 127.0.0.1:{port}", caplog.text)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Rank 0, and a store in which rank 1 has published an address that nobody can reach."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, str(value))
+    store = dist.HashStore()
+    store.set("address/1", f"127.0.0.7 {free_port()} node-b")
+    return World(0, 2, store, timedelta(seconds=20))
+
+
+_UNREACHABLE = (
+    r"rank 0 \(.*\) cannot reach rank 1 on node-b at 127.0.0.7:\d+ \(Connection refused\)"
+)
+
+
+def test_ranks_that_wait_for_impossible_connections_end_the_run(
+    two_ranks: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    monkeypatch.setattr(World, "_end", lambda _, store, reason: reasons.append(reason))
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
+    store = two_ranks.store
+    assert store is not None
+    two_ranks._check_connecting(store)  # it has connected, or has not begun to
+    two_ranks._connecting.append(time.monotonic() - 0.2)
+    two_ranks._check_connecting(store)  # another rank may be slow
+    assert reasons == []
+    for rank in (0, 1):
+        store.set(f"ready/{rank}", "")
+    two_ranks._connecting[0] = time.monotonic() - 0.2
+    two_ranks._check_connecting(store)
+    assert re.match(_UNREACHABLE, reasons[0])
+    assert "no firewall" in reasons[0]
+
+
+def test_a_back_end_that_cannot_connect_is_explained(
+    two_ranks: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection refused\nframe #0")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(ConnectError, match=_UNREACHABLE):
+        two_ranks.connect("gloo")
+    assert two_ranks.store is not None
+    with socket.create_server(("127.0.0.7", 0)) as reachable:
+        two_ranks.store.set("address/1", f"127.0.0.7 {reachable.getsockname()[1]} node-b")
+        with pytest.raises(ConnectError, match=r"refused\. Set GLOO_SOCKET_IFNAME \(") as error:
+            two_ranks.connect("gloo")
+    assert "frame" not in str(error.value)
+
+
+def test_a_loopback_that_is_down_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would try for `training.collective_timeout`."""
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+
+    def down(*_: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", down)
+    with pytest.raises(ConnectError, match=r"rank 0 .* cannot reach rank 0 at 127.0.0.1:1: timed"):
+        World.start(20)
+
+
+def test_a_rank_that_cannot_watch_the_others_ends_the_run(
+    two_ranks: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody would notice the loss of a rank."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(socket, "create_server", full)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as error:
+        two_ranks._watch(two_ranks.store)  # type: ignore[arg-type]
+    assert error.value.code == EXIT_CRASHED
+    assert "cannot watch the other ranks: [Errno 24]" in caplog.text

@@ -19,16 +19,17 @@ from trainer.strategies.world import World
 from trainer.training.preemption import TOGETHER_SECONDS, Config, StopRequest
 
 
-def test_a_single_process_stops_when_it_is_asked_and_not_before() -> None:
-    handler = signal.getsignal(signal.SIGUSR1)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
+def test_a_single_process_stops_when_it_is_asked_and_not_before(number: signal.Signals) -> None:
+    handler = signal.getsignal(number)
     with StopRequest(Config()) as stop:
         stop.join(World.start(60))
         assert not stop.decide(1)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), number)
         wait_until_asked(stop)
         assert stop.decide(2)
         assert stop.exit_code == EXIT_PREEMPTED
-    assert signal.getsignal(signal.SIGUSR1) is handler
+    assert signal.getsignal(number) is handler
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -53,6 +54,18 @@ def test_ctrl_c_is_a_request_too(capfd: pytest.CaptureFixture[str]) -> None:
     lines = capfd.readouterr().err
     assert "on SIGINT, after this step and a checkpoint. Ctrl-C again: at once" in lines
     assert "the same command repeats steps 11 to 15" in lines
+
+
+def test_under_nohup_the_end_of_the_terminal_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(Config()) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+            assert not stop.decide(1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_background_jobs_ignore_ctrl_c() -> None:
@@ -116,3 +129,15 @@ def test_mistakes() -> None:
         Config(signals=("SIGKILL",))
     with pytest.raises(ConfigError, match="deadline"):
         Config(deadline=0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_process_that_waits_for_others(number: signal.Signals, code: int) -> None:
+    """There is nothing to save; the main thread may wait in the rendezvous until the deadline."""
+    pid = os.fork()
+    if pid == 0:
+        with StopRequest(Config(), joins=True):
+            os.kill(os.getpid(), number)
+            time.sleep(20)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,15 @@ import numpy.typing as npt
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from data_pipeline.reading.loader import StreamingLoader
 from trainer.config import Kinds, Tree, decode
-from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError
 from trainer.examples import LoaderState
 from trainer.objectives import ObjectiveConfig
+from trainer.stored_json import Between, Count, JsonError, checked
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.run import open_loader
+from trainer.untrusted import read_stored
 
 _OBJECTIVE = Annotated[ObjectiveConfig, Kinds("trainer.objectives")]
 
@@ -42,6 +43,23 @@ class Place(TypedDict):
 def places(documents: Iterable[tuple[str, int]]) -> list[Place]:
     """Returns the places of an example's documents; of one with several chunks in it, once."""
     return [{"file": file, "line": line} for file, line in dict.fromkeys(documents)]
+
+
+_Size = Annotated[int, Between(1, 2**31)]
+
+
+class _Data(TypedDict):
+    lanes: _Size
+    mixture: list[tuple[Count, dict[str, float]]]
+    group_by_length: NotRequired[Count | None]
+
+
+class _Order(TypedDict):
+    """What a row that begins a data order says about it."""
+
+    objective: dict[str, Any]
+    sequence_length: _Size
+    data: _Data
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,7 @@ class Run:
 
         Raises:
             ConfigError: the folder is not of a run, or has no ledger.
+            DataError: a row of the ledger lacks what its data order depends on.
         """
         path = Path(folder)
         ledger = path / "ledger.jsonl"
@@ -77,7 +96,17 @@ class Run:
                 )
         lines = len(ledger.read_bytes().splitlines())
         settings = {**read_stored(path / "config.yaml", overrides), "output": folder}
-        return cls(path, settings, tuple(row for row, _ in intact_rows(ledger)), lines)
+        rows = tuple(row for row, _ in intact_rows(ledger))
+        for number, row in enumerate(rows, start=1):
+            if row["kind"] == "order":
+                try:
+                    checked(row, _Order)
+                except JsonError as error:
+                    raise DataError(
+                        f"{ledger}, line {number} does not say how its data order is computed: "
+                        f"{error}. Restore the file."
+                    ) from error
+        return cls(path, settings, rows, lines)
 
     @cached_property
     def experiment(self) -> Experiment:

@@ -46,10 +46,9 @@ def register(commands: Commands) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.inspect.audit.batches import Run
     from trainer.inspect.audit.verify import report, verify
+    from trainer.terminal import Console
 
     verdict = verify(Run.open(args.run_folder, args.overrides))
     report(verdict, Console(highlight=False, markup=False, soft_wrap=True))
@@ -57,10 +56,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.inspect.audit.batches import Run
     from trainer.inspect.audit.documents import documents, report
+    from trainer.terminal import Console
 
     found = documents(Run.open(args.run_folder, args.overrides), args.step)
     if args.json:

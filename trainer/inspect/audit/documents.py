@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TypedDict
 
 import numpy as np
-from rich.console import Console
 
 from trainer.errors import ConfigError
 from trainer.inspect.audit.batches import Place, Run, columns, places
+from trainer.terminal import Console
 from trainer.training.ledger import Row
 
 Example = TypedDict(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from data_pipeline.order.exclusions import Exclusions
@@ -26,6 +25,7 @@ from trainer.checkpoint import integrity
 from trainer.inspect.audit.batches import Columns, Run, columns
 from trainer.inspect.audit.tally import Int64, Tally
 from trainer.progress import Progress
+from trainer.terminal import Console
 from trainer.training.ledger import Row
 from trainer.training.run import checkpoint_folder
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from rich.console import Console
 
 from trainer import __version__, storage
 from trainer.accelerators import Accelerator, Precision
@@ -21,7 +20,9 @@ from trainer.findings import Finding, report
 from trainer.inspect.certify import collectives, kernels
 from trainer.inspect.certify.layouts import Layouts
 from trainer.inspect.certify.ranks import Ranks
+from trainer.stored_json import JsonError, read_json
 from trainer.strategies.world import World
+from trainer.terminal import Console
 from trainer.training.arithmetic import processor
 
 _TIMEOUT = 300.0  # seconds for a collective
@@ -154,10 +155,17 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: it is none.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content["digests"], dict) and isinstance(content["ranks"], list):
-            found: dict[str, Any] = content
-            return found
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ConfigError(f"--against {path} is not a certificate. Name a file of samestep certify.")
+        return dict(read_json(path, _Certificate))
+    except (OSError, JsonError) as error:
+        raise ConfigError(
+            f"--against {path} is not a certificate: {error}. Name a file of samestep certify."
+        ) from error
+
+
+class _Digests(TypedDict):
+    state: dict[str, str]
+
+
+class _Certificate(TypedDict):
+    digests: dict[str, _Digests]
+    ranks: list[dict[str, Any]]

@@ -107,8 +107,6 @@ def register(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.accelerators import cpu
     from trainer.config.sizes import parse_size
     from trainer.inspect.plan import throughput_table
@@ -116,6 +114,7 @@ def _plan(args: argparse.Namespace) -> int:
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
+    from trainer.terminal import Console
     from trainer.training.starting import load_experiment
 
     # --strategy takes all arguments that follow, so overrides may be among them.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from trainer.accelerators import DTYPES
 from trainer.config import decode
-from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import (
@@ -27,6 +26,7 @@ from trainer.strategies import ShardedConfig, deepspeed, fsdp
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import SHARE
 from trainer.training.phases import Phase
+from trainer.untrusted import read_stored
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 _NODE = 8  # devices per copy of the model under HSDP, unless the experiment sets it

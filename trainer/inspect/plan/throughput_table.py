@@ -68,9 +68,8 @@ def show(
         device: its name, or `ALL`.
         price: of a device for an hour; None prints no cost.
     """
-    from rich.console import Console
-
     from trainer.accelerators.datasheets import DEVICES
+    from trainer.terminal import Console
 
     names = list(DEVICES) if device == ALL else [device]
     predictor = Predictor(experiment, step, devices, strategy)

@@ -78,9 +78,8 @@ def register_diff(commands: Commands) -> None:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.inspect.replay.diff import diff, report
+    from trainer.terminal import Console
 
     if args.steps < 0:
         raise ConfigError(f"--steps is {args.steps}. Use 0 or more.")
@@ -91,9 +90,8 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.inspect.replay.step import replay, report
+    from trainer.terminal import Console
 
     for name, value in (("STEP", args.step), ("--top", args.top)):
         if value < 1:

@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
-
-from rich.console import Console
+from typing import NamedTuple, TypedDict
 
 from trainer.config import decode
 from trainer.config.tree import differences, of_kinds
@@ -23,7 +21,9 @@ from trainer.inspect.replay.difference import Difference, Row, Rows, first_diffe
 from trainer.inspect.replay.past import open_past, settings_at, stored_settings
 from trainer.monitoring.jsonl import read_rows
 from trainer.partition.digest import digests
+from trainer.stored_json import JsonError, Measure, checked
 from trainer.strategies import single
+from trainer.terminal import Console
 from trainer.training.digests import FILE
 from trainer.training.experiment import Experiment
 from trainer.training.faults import Config as FaultsConfig
@@ -103,8 +103,24 @@ def diff(folders: Sequence[str], most_steps: int) -> Diff:
     return Diff(changed, max(common), found, recomputed, first, reason)
 
 
+class _Recorded(TypedDict):
+    batch: str
+    loss: Measure
+    norms: list[Measure]
+    gradients: dict[str, str]
+    state: dict[str, str]
+
+
 def _recorded(folder: str) -> dict[int, Row]:
-    rows: dict[int, Row] = {row["step"]: row for row in read_rows(Path(folder) / FILE)}
+    rows: dict[int, Row] = {row["step"]: row for row in read_rows(Path(folder) / FILE, nested=True)}
+    for row in rows.values():
+        try:
+            checked(row, _Recorded)
+        except JsonError as error:
+            raise DataError(
+                f"{Path(folder) / FILE} is damaged: in the row of step {row['step']}, {error}. "
+                "Restore the file."
+            ) from error
     if not rows:
         raise DataError(f"{folder} has no {FILE}. Train with training.digest_every=10.")
     return rows

@@ -15,7 +15,6 @@ from data_pipeline.reading.loader import StreamingLoader
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, decode
-from trainer.config.renamed import read_stored
 from trainer.config.tree import merge_overrides
 from trainer.errors import ConfigError, DataError
 from trainer.examples import LoaderState
@@ -26,6 +25,7 @@ from trainer.training.loop import Trainer
 from trainer.training.passes import Loader
 from trainer.training.phases import MicroBatchSize, phase_of
 from trainer.training.run import build_trainer, checkpoint_folder, open_loader, open_strategy
+from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TypedDict
 
 import numpy as np
-from rich.console import Console
 
 from trainer.accelerators import cpu
 from trainer.config import decode
@@ -16,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.inspect.audit.batches import Place, places
 from trainer.inspect.replay.past import Past, open_past, settings_at
 from trainer.strategies import single
+from trainer.terminal import Console
 from trainer.training.experiment import Experiment
 from trainer.training.faults import Config as FaultsConfig
 from trainer.training.ledger import Row

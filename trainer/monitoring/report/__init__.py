@@ -7,6 +7,8 @@ The page of `samestep watch` is the same one: its script fetches the data again 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import itertools
 import json
@@ -19,10 +21,11 @@ from pathlib import Path
 from trainer.config import Kinds, Tree
 from trainer.errors import ConfigError, DataError, SamestepError
 from trainer.monitoring.report.run import RunFolder
-from trainer.monitoring.report.study import StudiesFolder
+from trainer.monitoring.report.study import MOST_PAGE_BYTES, StudiesFolder
 from trainer.monitoring.report.suite import PLAN, SuiteFolder
-from trainer.storage import write_text
+from trainer.storage import shown, write_text
 from trainer.tasks import TASKS
+from trainer.untrusted import read_regular
 
 MOST_RUNS = 10  # colors that one can tell apart
 LINKS = "study"
@@ -91,28 +94,29 @@ class Report:
             "now": now,
         }
 
-    def linked(self, link: str) -> str | None:
+    def linked(self, link: str) -> tuple[str, bool] | None:
         """The page behind a link in the data: of a study, or of a run of a study.
 
         Args:
             link: as study/0/masking_rate, or study/0/masking_rate/train-1f2e3d4c5b.
 
         Returns:
-            The page; None if the data have no such link.
+            The page, and whether it was made here. A study's own page may be a stranger's, who may
+            have put a script in it. None if the data have no such link.
         """
         kind, _, rest = link.partition("/")
         number, _, address = rest.partition("/")
         if kind != LINKS or number not in map(str, range(len(self._studies))):
             return None
-        found = self._studies[int(number)].page(address)
+        found = self._studies[int(number)].target(address)
         if found is None:
             return None
         path, run = found
         if run is None:
-            return path.read_text(encoding="utf-8")
+            return read_regular(path, MOST_PAGE_BYTES).decode(errors="replace"), False
         report = Report([str(path)])
         report.names = [run]
-        return page(report.names, report.data())
+        return page(report.names, report.data()), True
 
 
 def _is_known(folder: RunFolder) -> bool:
@@ -168,6 +172,7 @@ def page(names: Sequence[str], data: Tree) -> str:
         data: of `Report.data`.
     """
     parts = {
+        "POLICY": policy(),
         "TITLE": html.escape(" · ".join(names)),
         "STYLE": _resource("page.css"),
         "SCRIPT": _resource("page.js"),
@@ -177,6 +182,16 @@ def page(names: Sequence[str], data: Tree) -> str:
     # All in one pass: a name may contain "__DATA__", which must stay as it is.
     pattern = f"__({'|'.join(parts)})__"
     return re.sub(pattern, lambda found: parts[found[1]], _resource("page.html"))
+
+
+def policy() -> str:
+    """The page's Content-Security-Policy: its own script runs, and asks its own server only."""
+    script = f"\n{_resource('page.js')}\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
 
 
 def as_json(data: Tree) -> str:
@@ -270,7 +285,8 @@ def _leaves(
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{path}{key}.")
         else:
-            yield f"{path}{key}", value if isinstance(value, str) else json.dumps(value)
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{path}{key}", shown(text)  # old runs may hold passwords
 
 
 def default_output(runs: Sequence[str]) -> Path:

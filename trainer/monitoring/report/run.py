@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.config import Tree
-from trainer.config.renamed import read_stored
 from trainer.errors import SamestepError
 from trainer.monitoring.curves import moving_average
-from trainer.monitoring.jsonl import ALERTS, Row, RowReader
+from trainer.monitoring.jsonl import (
+    ALERTS,
+    Row,
+    RowReader,
+    parse_alert,
+    parse_ledger_row,
+    parse_start,
+)
 from trainer.monitoring.report.status import Ledger, state_of
+from trainer.stored_json import Count, JsonError, checked
+from trainer.untrusted import read_stored
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -42,12 +51,13 @@ class RunFolder:
         self.folder = folder
         self.config: Tree = {}
         self.planned_memory: float | None = None
-        self._metrics, self._starts, self._alerts, self._fed = (
-            RowReader(folder / name)
-            for name in ("metrics.jsonl", "starts.jsonl", ALERTS, "ledger.jsonl")
-        )
+        self._metrics = RowReader(folder / "metrics.jsonl")
+        self._starts = RowReader(folder / "starts.jsonl", parse_start)
+        self._alerts = RowReader(folder / ALERTS, parse_alert)
+        self._fed = RowReader(folder / "ledger.jsonl", parse_ledger_row)
         self._rows = _Rows()
         self._ledger = Ledger()
+        self._changed: float | None = None  # monotonic time of the last new row
         self._started: list[Row] = []
         self._alerted: list[Row] = []
 
@@ -56,6 +66,12 @@ class RunFolder:
         rows, replaced = self._metrics.read()
         self._rows = _Rows() if replaced else self._rows
         self._rows.add(rows)
+        if rows:
+            # How old the first rows are, only the clocks can tell, which may differ between
+            # machines and be set. From then on, this process has seen rows come.
+            times, is_first = self._rows.times, self._changed is None
+            age = max(0.0, time.time() - times[-1]) if is_first else 0.0
+            self._changed = time.monotonic() - age
         rows, replaced = self._fed.read()
         self._ledger = Ledger() if replaced else self._ledger
         self._ledger.add(rows)
@@ -95,7 +111,7 @@ class RunFolder:
             "path": str(self.folder.resolve()),
             "summary": summary,
             "status": {
-                "state": state_of(self.folder, summary, times, starts, self._alerted),
+                "state": self._state(summary, times),
                 "time": float(times[-1]) if len(times) else None,
                 "eta": [self._last_row(columns, name) for name in _ETA],
                 "slowest_rank": self._last_row(columns, "perf/slowest_rank"),
@@ -106,8 +122,30 @@ class RunFolder:
             "shares": _shares(columns, steps, starts[0]["step"] if starts else 0),
             "starts": starts,
             "ledger": self._ledger.describe([start["step"] for start in starts]),
-            "faults": sorted([*self._alerted, *self._ledger.faults], key=lambda row: row["time"]),
+            "faults": sorted(
+                [*self._alerted, *self._ledger.faults, *self._damage(rows)],
+                key=lambda row: row["time"],
+            ),
         }
+
+    def _state(self, summary: Tree, times: Floats) -> str:
+        age = 0.0 if self._changed is None else time.monotonic() - self._changed
+        return state_of(self.folder, summary, times, self._started, self._alerted, age)
+
+    def _damage(self, rows: _Rows) -> Iterator[Row]:
+        """The lines that are no rows: the first of each file, and their number."""
+        last = {"step": int(rows.steps[-1]), "time": rows.times[-1]} if len(rows.steps) else {}
+        for reader in (self._metrics, self._starts, self._alerts, self._fed):
+            if reader.damaged:
+                text = f"{reader.damaged[0]} ({len(reader.damaged)} in all)"
+                yield {
+                    "step": 0,
+                    "time": 0.0,
+                    **last,
+                    "level": "WARN",
+                    "title": "Damaged lines are skipped",
+                    "text": text,
+                }
 
     def _last_row(self, columns: Columns, metric: str) -> float | None:
         """The value of a metric in the last row of training; None if that row lacks it."""
@@ -131,7 +169,7 @@ class RunFolder:
 
         return {
             "step": int(last("step") or 0),
-            "steps": self.config.get("training", {}).get("steps"),
+            "steps": _steps(self.config),
             "train_loss": figure(
                 "train/loss", lambda values: values[-max(1, len(values) // _SMOOTHING) :].mean()
             ),
@@ -150,6 +188,22 @@ class RunFolder:
             "communication": figure("time/communication_exposed", np.mean),
             "restarts": len(self._started) - 1 if self._started else None,
         }
+
+
+def _steps(config: Tree) -> int | None:
+    """Number of steps in a stored configuration; None if it has none, or something else there."""
+    try:
+        return checked(config, _Experiment).get("training", {}).get("steps")
+    except JsonError:
+        return None
+
+
+class _Training(TypedDict, total=False):
+    steps: Count
+
+
+class _Experiment(TypedDict, total=False):
+    training: _Training
 
 
 class _Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ def state_of(
     times: npt.NDArray[np.float64],
     starts: Sequence[Row],
     alerts: Sequence[Row],
+    age: float,
 ) -> str:
     """Returns waiting, starting, running, stalled, stopped, failed or finished.
 
@@ -32,6 +33,7 @@ def state_of(
         times: of the rows of metrics.
         starts: of the run.
         alerts: of the run.
+        age: seconds since the last row has come.
     """
     if not starts and not len(times):
         return "waiting"
@@ -42,12 +44,12 @@ def state_of(
         return "failed"
     if not has_owner(folder):
         return "stopped"
-    if not len(times) or times[-1] < started:
-        return "starting"
+    if not len(times) or (starts and summary["step"] <= starts[-1]["step"]):
+        return "starting"  # by steps: a clock may have been set back in between
     # A row of 100 long steps may take minutes, so the limit follows the run's own rows.
     usual = float(np.median(np.diff(times[-20:]))) if len(times) > 1 else 0.0
     limit = max(_STALLED_SECONDS, _STALLED_ROWS * usual)
-    return "stalled" if time.time() - times[-1] > limit else "running"
+    return "stalled" if age > limit else "running"
 
 
 def has_owner(folder: Path) -> bool:
@@ -55,6 +57,16 @@ def has_owner(folder: Path) -> bool:
     # The note of trainer.checkpoint.lock, which is removed when the training ends. A killed one
     # leaves it; its rows then become old.
     return any((place / ".owner").exists() for place in (folder / "checkpoints", folder))
+
+
+def is_inside(file: Path, *folders: Path) -> bool:
+    """Whether a file exists and lies in one of the folders, wherever links and `..` lead.
+
+    The folder of a study or a suite may be a stranger's, and the page shows what it names.
+    """
+    # Unlike Path.resolve(), without an error for links that form a circle.
+    place = Path(os.path.realpath(file))
+    return file.is_file() and any(place.is_relative_to(folder.absolute()) for folder in folders)
 
 
 class Ledger:

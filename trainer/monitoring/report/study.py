@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict, TypeVar
 
 from trainer.config import Tree
+from trainer.errors import DataError
 from trainer.monitoring.forecast import suite_left
 from trainer.monitoring.jsonl import RowReader
-from trainer.monitoring.report.status import has_owner
+from trainer.monitoring.report.status import has_owner, is_inside
+from trainer.stored_json import Between, JsonError, Name, Seconds, read_json
 
 STUDY_PLAN = "study.json"
 """File in a study's folder: its jobs, see `PlannedJob`, and the names of those that run."""
@@ -19,7 +20,12 @@ PAGE = "index.html"
 """The study's own page, written when its jobs have ended."""
 RESULT = "result.json"
 """File of a finished job."""
+JOBS = "jobs"
+"""Folder beside the studies' own, with the jobs that they share."""
+MOST_PAGE_BYTES = 2**25
 _METRICS = "metrics.jsonl"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,30 @@ class PlannedJob:
     name: str
     stage: str
     arms: str
-    folder: str
-    run: str
+    folder: Name
+    run: Name
+
+
+class _Plan(TypedDict):
+    question: str
+    slots: Annotated[int, Between(1, 2**20)]
+    jobs: list[PlannedJob]
+    running: list[str]
+
+
+class _Usage(TypedDict):
+    seconds: Seconds
+
+
+class _Result(TypedDict):
+    usage: _Usage
 
 
 class StudiesFolder:
-    """The folder of a study, or of several: --output of `samestep study`."""
+    """The folder of a study, or of several: --output of `samestep study`.
+
+    It may be a stranger's. What a study names is only read inside of its own folder and the jobs'.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -52,10 +76,10 @@ class StudiesFolder:
     @property
     def studies(self) -> dict[str, Path]:
         """The folders of the studies by name; none if it is something else."""
-        if (self._folder / STUDY_PLAN).is_file():
+        if _is_study(self._folder):
             return {self._folder.name: self._folder}
-        files = sorted(self._folder.glob(f"*/{STUDY_PLAN}"))
-        return {file.parent.name: file.parent for file in files}
+        folders = sorted(self._folder.glob("*/"))
+        return {each.name: each for each in folders if not each.is_symlink() and _is_study(each)}
 
     def describe(self, links: str | None) -> list[Tree]:
         """The studies, as page.js reads them.
@@ -66,26 +90,25 @@ class StudiesFolder:
         return [self._study(name, folder, links) for name, folder in self.studies.items()]
 
     def _study(self, name: str, folder: Path, links: str | None) -> Tree:
-        plan = _read(folder / STUDY_PLAN)
-        jobs = [PlannedJob(**job) for job in plan["jobs"]]
+        plan = _read(folder / STUDY_PLAN, _Plan)
+        jobs = plan["jobs"]
         # A study that was killed leaves names of jobs, and its lock to the next one.
         names = set(plan["running"]) if has_owner(folder.parent) else set()
-        seconds = {job.name: _seconds(folder / job.folder) for job in jobs}
+        seconds = {job.name: _seconds(folder, job) for job in jobs}
         finished = [job for job in jobs if seconds[job.name] is not None]
         missing = [job for job in jobs if seconds[job.name] is None]
         running = {job.name for job in missing if job.name in names}
-        page = folder / PAGE
         return {
             "name": name,
             "question": plan["question"],
             "path": str(folder),
-            "page": f"{links}/{name}" if links is not None and page.is_file() else None,
+            "page": f"{links}/{name}" if links is not None and _has_page(folder) else None,
             "finished": len(finished),
             "total": len(jobs),
             "eta": suite_left(
                 [(job.stage, 1, seconds[job.name] or 0.0) for job in finished],
                 [(job.stage, 1) for job in missing],
-                int(plan["slots"]),
+                plan["slots"],
             ),
             "running": [_label(job) for job in missing if job.name in running],
             "stages": _stages(jobs, seconds),
@@ -98,11 +121,11 @@ class StudiesFolder:
                     "link": None if links is None else f"{links}/{name}/{job.name}",
                 }
                 for job in jobs
-                if ((run := folder / job.folder / job.run) / _METRICS).is_file()
+                if (run := _run(folder, job)) is not None
             ],
         }
 
-    def page(self, address: str) -> tuple[Path, str | None] | None:
+    def target(self, address: str) -> tuple[Path, str | None] | None:
         """What a link leads to.
 
         Args:
@@ -117,11 +140,10 @@ class StudiesFolder:
         if folder is None:
             return None
         if not job:
-            return (folder / PAGE, None) if (folder / PAGE).is_file() else None
-        jobs = [PlannedJob(**each) for each in _read(folder / STUDY_PLAN)["jobs"]]
-        for each in jobs:
-            if each.name == job and (folder / each.folder / each.run / _METRICS).is_file():
-                return folder / each.folder / each.run, _label(each)
+            return (folder / PAGE, None) if _has_page(folder) else None
+        for each in _read(folder / STUDY_PLAN, _Plan)["jobs"]:
+            if each.name == job and (run := _run(folder, each)) is not None:
+                return run, _label(each)
         return None
 
     def _step(self, file: Path) -> int:
@@ -131,6 +153,26 @@ class StudiesFolder:
         if rows or replaced:
             self._steps[file] = rows[-1]["step"] if rows else 0
         return self._steps.get(file, 0)
+
+
+def _is_study(folder: Path) -> bool:
+    return _is_in_study(folder, folder / STUDY_PLAN)
+
+
+def _has_page(folder: Path) -> bool:
+    # Not even a link inside: a browser shows the page of a study, and nothing else of it.
+    return _is_in_study(folder, folder / PAGE) and not (folder / PAGE).is_symlink()
+
+
+def _run(folder: Path, job: PlannedJob) -> Path | None:
+    """The folder of a job's run, if it has metrics."""
+    run = folder / job.folder / job.run
+    return run if _is_in_study(folder, run / _METRICS) else None
+
+
+def _is_in_study(folder: Path, file: Path) -> bool:
+    # Links and `..` are no fault by themselves: a job has a link to the run of its suite.
+    return is_inside(file, folder, folder.parent / JOBS)
 
 
 def _label(job: PlannedJob) -> str:
@@ -154,12 +196,16 @@ def _stages(jobs: Sequence[PlannedJob], seconds: dict[str, float | None]) -> lis
     return found
 
 
-def _seconds(folder: Path) -> float | None:
+def _seconds(folder: Path, job: PlannedJob) -> float | None:
     """The wall time of a finished job."""
-    file = folder / RESULT
-    return float(_read(file)["usage"]["seconds"]) if file.is_file() else None
+    file = folder / job.folder / RESULT
+    return _read(file, _Result)["usage"]["seconds"] if _is_in_study(folder, file) else None
 
 
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+def _read(file: Path, schema: type[T]) -> T:
+    try:
+        return read_json(file, schema)
+    except (OSError, JsonError) as error:
+        raise DataError(
+            f"{file} is damaged: {error}. Run the study again, or restore it."
+        ) from error

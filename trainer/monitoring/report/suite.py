@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict, TypeVar
 
 from trainer.config import Tree
+from trainer.errors import DataError
 from trainer.monitoring.forecast import Range, suite_left
 from trainer.monitoring.jsonl import RowReader
-from trainer.monitoring.report.status import has_owner
+from trainer.monitoring.report.status import has_owner, is_inside
+from trainer.stored_json import (
+    Between,
+    Count,
+    JsonError,
+    Measure,
+    Name,
+    Seconds,
+    parse_json,
+    read_json,
+    read_lines,
+)
+from trainer.untrusted import open_regular
+
+T = TypeVar("T")
 
 PLAN = "suite.json"
 """File in a suite's folder: the runs that it should have, see `PlannedRun`."""
+_METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -35,23 +51,34 @@ class PlannedRun:
     task: str
     run: str
     digest: str
-    folder: str
+    folder: Name
     score: str
-    steps: int
+    steps: Count
+
+
+class _Plan(TypedDict, total=False):
+    runs: list[PlannedRun]
+    slots: Annotated[int, Between(1, 2**20)]
+
+
+class _Result(TypedDict):
+    digest: str
+    scores: dict[str, Measure]
+    seconds: Seconds
 
 
 class SuiteFolder:
     """A suite: `describe` reads the small files again, and of running runs the new rows."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = Path(os.path.realpath(folder))
         self._metrics: dict[str, RowReader] = {}
         self._steps: dict[str, int] = {}
 
     def describe(self, name: str) -> Tree:
         """The suite, as page.js reads it."""
-        plan = _read(self._folder / PLAN)
-        runs = [PlannedRun(**run) for run in plan.get("runs", [])]
+        plan = self._plan()
+        runs = plan.get("runs", [])
         results = self._results()
         running = self._running(runs, results)
         seconds = {digest: result["seconds"] for digest, result in results.items()}
@@ -60,7 +87,7 @@ class SuiteFolder:
             "path": str(self._folder.resolve()),
             "finished": sum(run.digest in results for run in runs),
             "total": len(runs),
-            "eta": self.left(runs, seconds, int(plan.get("slots", 1))),
+            "eta": self.left(runs, seconds, plan.get("slots", 1)),
             "running": [
                 {"task": run.task, "run": run.run, "step": running[run.digest], "steps": run.steps}
                 for run in runs
@@ -97,18 +124,26 @@ class SuiteFolder:
         return {
             run.digest: self._step(run)
             for run in runs
-            if run.digest not in finished and has_owner(self._folder / run.folder)
+            if run.digest not in finished
+            and is_inside(self._folder / run.folder / _METRICS, self._folder)
+            and has_owner(self._folder / run.folder)
         }
 
-    def _results(self) -> dict[str, dict[str, Any]]:
-        file = self._folder / "results.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        found = [json.loads(line) for line in lines]
-        return {result["digest"]: result for result in found}
+    def _plan(self) -> _Plan:
+        file = self._folder / PLAN
+        try:
+            return read_json(file, _Plan)
+        except (OSError, JsonError) as error:
+            raise DataError(
+                f"{file} is damaged: {error}. Run the suite again, or restore it."
+            ) from error
+
+    def _results(self) -> dict[str, _Result]:
+        return {result["digest"]: result for result in read_results(self._folder, _Result)}
 
     def _step(self, run: PlannedRun) -> int:
         reader = self._metrics.setdefault(
-            run.digest, RowReader(self._folder / run.folder / "metrics.jsonl")
+            run.digest, RowReader(self._folder / run.folder / _METRICS)
         )
         rows, replaced = reader.read()
         if rows or replaced:
@@ -116,9 +151,30 @@ class SuiteFolder:
         return self._steps.get(run.digest, 0)
 
 
-def _task(name: str, runs: Sequence[PlannedRun], results: dict[str, dict[str, Any]]) -> Tree:
+def read_results(folder: Path, schema: type[T]) -> list[T]:
+    """Returns the rows of a suite's results.jsonl, which is missing before the first run has ended.
+
+    Raises:
+        DataError: a row is damaged.
+    """
+    file, found = folder / "results.jsonl", list[T]()
+    try:
+        with open_regular(file) as content:
+            for line, _, _ in read_lines(content):
+                found.append(parse_json(line, schema))
+    except FileNotFoundError:
+        return []
+    except (OSError, JsonError) as error:
+        raise DataError(
+            f"{file}, line {len(found) + 1} is damaged: {error}. Remove the line to train its run "
+            "again, or restore the file."
+        ) from error
+    return found
+
+
+def _task(name: str, runs: Sequence[PlannedRun], results: Mapping[str, _Result]) -> Tree:
     finished = [run for run in runs if run.digest in results]
-    scores = [results[run.digest]["scores"][run.score] for run in finished]
+    scores = [results[run.digest]["scores"].get(run.score, math.nan) for run in finished]
     # A run that has diverged may have NaN as its score, which the page's JSON cannot hold.
     known = [score for score in scores if math.isfinite(score)]
     return {
@@ -130,8 +186,3 @@ def _task(name: str, runs: Sequence[PlannedRun], results: dict[str, dict[str, An
         "best": max(known, default=None),
         "seconds": sum(results[run.digest]["seconds"] for run in finished),
     }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found

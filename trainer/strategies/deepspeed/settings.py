@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trainer.config import Tree
 from trainer.errors import ConfigError
+from trainer.stored_json import JsonError, read_json
 
 _ZERO = "zero_optimization"
 # How DeepSpeed gathers and reduces: changes memory and throughput, but not the step.
@@ -87,15 +89,11 @@ def read(path: str) -> Tree:
         ConfigError: it cannot be read.
     """
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = read_json(Path(path), dict[str, Any])
+    except (OSError, JsonError) as error:
         raise ConfigError(
             f"strategy.config {path} cannot be read: {error}. Name a JSON file of DeepSpeed."
         ) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"strategy.config {path} is not an object. Name a JSON file of DeepSpeed."
-        )
     found = {key: _enabled(key, value) for key, value in tree.items()}
     return {key: value for key, value in found.items() if value is not None}
 

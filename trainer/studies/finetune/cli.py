@@ -72,11 +72,10 @@ def register(commands: Commands) -> None:
 
 
 def _suite(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from trainer.checkpoint.lock import only_writer
     from trainer.studies import execution
     from trainer.studies.finetune import page, runs, suite, table, task
+    from trainer.terminal import Console
 
     if find_spec("scipy") is None:  # before training rather than after it
         raise MissingExtra("scipy", "tasks", "samestep finetune-suite")
@@ -89,7 +88,7 @@ def _suite(args: argparse.Namespace) -> int:
         raise ConfigError("--tasks names no task. Name one, such as mrpc, before the settings.")
     folder = Path(args.output)
     slots = execution.slots(args.parallel, "accelerator=cpu" in overrides)
-    execution.interrupt_on_sigterm()
+    execution.interrupt_on_signals()
     if args.seeds < 1 or args.first_seed < 0:
         raise ConfigError(
             f"--seeds must be at least 1 and --first-seed at least 0, not {args.seeds} and "

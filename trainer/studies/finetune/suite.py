@@ -19,9 +19,11 @@ from trainer.errors import SamestepError
 from trainer.metrics.texts import PERCENT
 from trainer.monitoring.forecast import Range
 from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.monitoring.report import suite as report_suite
 from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun, SuiteFolder
 from trainer.storage import write_text
+from trainer.stored_json import Count, Measure, Seconds
 from trainer.studies.execution import Execution, Slot
 from trainer.studies.finetune.runs import Run
 
@@ -47,9 +49,9 @@ class Result:
     settings: Mapping[str, float]
     seed: int
     digest: str
-    scores: Mapping[str, float]
-    steps: int
-    seconds: float
+    scores: Mapping[str, Measure]
+    steps: Count
+    seconds: Seconds
     learned: bool | None = None
 
 
@@ -60,10 +62,7 @@ def ranked(score: float) -> float:
 
 def read_results(folder: Path) -> dict[str, Result]:
     """Returns the results so far, by the digests of their runs."""
-    file = folder / "results.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    results = [Result(**json.loads(line)) for line in lines]
-    return {result.digest: result for result in results}
+    return {result.digest: result for result in report_suite.read_results(folder, Result)}
 
 
 class Suite:

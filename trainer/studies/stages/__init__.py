@@ -6,7 +6,6 @@ makes (a dataset, a run), in the same arm and with the same seed.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainer.config import Tree
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
+from trainer.stored_json import JsonError, Measure, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +100,8 @@ class ScoringConfig(StageConfig):
     product = "scores.json"
 
     def scores(self, folder: Path) -> Mapping[str, float]:
-        scores: dict[str, float] = json.loads((folder / self.product).read_text(encoding="utf-8"))
-        return scores
+        file = folder / self.product
+        try:
+            return read_json(file, dict[str, Measure])
+        except (OSError, JsonError) as error:
+            raise DataError(f"{file} is damaged: {error}. Remove it to score again.") from error

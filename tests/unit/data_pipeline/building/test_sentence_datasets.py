@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
@@ -31,6 +30,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.examples import PackSpec
 from trainer.objectives import mlm, mlm_nsp
 from trainer.strategies import Replica
+from trainer.terminal import Console
 
 DOCUMENTS = 240
 

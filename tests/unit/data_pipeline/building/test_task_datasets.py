@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
@@ -49,6 +48,7 @@ from tests.web import WebServer
 from trainer.config import to_tree
 from trainer.errors import ConfigError, CorruptError, DataError
 from trainer.examples import Examples, PackSpec, Parts, TaskRow
+from trainer.terminal import Console
 
 TEXT = "the quick brown fox jumps over a lazy dog while naïve café owners pack fifty boxes of jugs in Zürich"  # noqa: E501
 WORDS = TEXT.split()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from data_pipeline import cli
 from data_pipeline.format.manifest import FORMAT, Manifest
@@ -18,6 +17,7 @@ from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer.errors import ConfigError, DataError, MissingExtra
 from trainer.examples import PackSpec
+from trainer.terminal import Console
 
 SENTENCES = [
     "the cat sat on the mat",

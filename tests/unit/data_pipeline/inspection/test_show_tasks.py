@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import write_shard
 from data_pipeline.inspection.show import show
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from trainer.terminal import Console
 
 CAT = "the cat sat on the mat"
 

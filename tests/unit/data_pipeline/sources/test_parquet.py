@@ -188,3 +188,17 @@ def test_a_compressed_file_is_read_like_a_plain_one(tmp_path, suffix, compress):
     assert parsed(source_of(tmp_path / name)) == whole
     (tmp_path / name).write_bytes(compress(plain)[:-9])
     assert parsed(source_of(tmp_path / name)) == [(name, 1, "! truncated file")]
+
+
+def test_a_small_file_cannot_hold_gigabytes(tmp_path):
+    indices = pa.array([0] * 10_000, pa.int32())
+    texts = pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 1_000_000]))
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"text": texts}), path, compression="zstd", store_schema=False,
+        dictionary_pagesize_limit=2**24,
+    )  # fmt: skip
+    assert path.stat().st_size < 1000
+    records = list(parquet.Config((str(path),)).build().records())
+    assert records[-1].problem == "decompression bomb"
+    assert sum(len(record.data) for record in records) < 2**29

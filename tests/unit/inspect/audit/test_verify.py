@@ -232,7 +232,14 @@ def test_a_mixture_is_proven_source_by_source(
         (
             lambda rows: [
                 *rows,
-                {"kind": "excluded", "order": 0, "step": 20, "examples": [[7, 9]], "reason": ""},
+                {
+                    "kind": "excluded",
+                    "time": 0.0,
+                    "step": 20,
+                    "order": 0,
+                    "examples": [[7, 9]],
+                    "reason": "",
+                },
             ],
             "^examples between 0 and 248 .* are excluded",
         ),

@@ -1,0 +1,174 @@
+# ruff: noqa: E501
+"""Folders of models, checkpoints' tensor files, configurations, messages and addresses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from safetensors.torch import save
+
+from tests.fuzz.mutations import blobs, jsons, named, one_of, trees
+from tests.fuzz.trial import Files, Target
+from trainer import storage
+from trainer.checkpoint import files, layout
+from trainer.config import read_tree
+from trainer.models import bert, gpt2, t5
+from trainer.training.ledger import intact_rows
+from trainer.training.weights import load_weights
+
+_SMALL = {"vocab_size": 20, "layers": 1, "width": 8, "heads": 2, "ffn_width": 8}
+
+
+@cache
+def _folders() -> list[tuple[object, bytes]]:
+    """The config.json and the weights of small models."""
+    configs = [
+        bert.Config(**_SMALL, max_positions=8, head="classification", labels=("a", "b")),  # type: ignore[arg-type]
+        gpt2.Config(**_SMALL, max_positions=8),  # type: ignore[arg-type]
+        t5.Config(**_SMALL),  # type: ignore[arg-type]
+    ]
+    found = []
+    for config in configs:
+        model = config.build()
+        tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        exported = config.export_tensors(tensors)
+        exported = {name: tensor.clone().contiguous() for name, tensor in exported.items()}
+        found.append((config.to_huggingface(), save(exported)))
+    return found
+
+
+def _header(content: bytes) -> tuple[object, bytes]:
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def _safetensors(content: bytes) -> SearchStrategy[bytes]:
+    header, body = _header(content)
+    changed = jsons(header, most=2).map(lambda text: len(text).to_bytes(8, "little") + text + body)
+    return st.one_of(changed, blobs(content, most=2))
+
+
+@st.composite
+def _model_folders(draw: DrawFn) -> Files:
+    config, weights = draw(st.sampled_from(_folders()))
+    plain = {"config.json": json.dumps(config).encode(), "model.safetensors": weights}
+    return draw(
+        one_of(plain, {"config.json": jsons(config), "model.safetensors": _safetensors(weights)})
+    )
+
+
+def read_model(folder: Path) -> object:
+    """Opens a Hugging Face folder as `samestep features` and others do."""
+    return load_weights(folder).model()
+
+
+@cache
+def _tensor_file() -> bytes:
+    named_tensors = {"model/w": torch.arange(10.0).view(5, 2), "step": torch.tensor(3)}
+    pieces = [
+        piece for name, each in named_tensors.items() for piece in layout.local_pieces(name, each)
+    ]
+    header, _ = layout._header(layout._in_file_order(pieces))
+    body = b"".join(piece.tensor.numpy().tobytes() for piece in layout._in_file_order(pieces))
+    return header + body
+
+
+@st.composite
+def _tensor_files(draw: DrawFn) -> bytes:
+    header, body = _header(_tensor_file())
+    assert isinstance(header, dict)
+    pieces = json.loads(header["__metadata__"]["pieces"])
+    if draw(st.booleans()):
+        pieces = draw(trees(pieces))
+    header["__metadata__"]["pieces"] = json.dumps(pieces)
+    text = draw(st.one_of(st.just(json.dumps(header).encode()), jsons(header, most=2)))
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def read_tensors(folder: Path) -> object:
+    stored = layout.read_files([folder / "rank-00000.safetensors"])
+    return [stored[name].sum() for name in stored]
+
+
+_META = {"format": 1, "step": 3, "world_size": 1, "versions": {"samestep": "0.1"},
+         "config": {"model": {"kind": "bert", **_SMALL, "max_positions": 8},
+                    "objective": {"kind": "mlm"}, "training": {"steps": 3}}}  # fmt: skip
+
+
+@st.composite
+def _checkpoints(draw: DrawFn) -> Files:
+    """A step whose checksums are right, of hostile content."""
+    found = {
+        "meta.json": draw(jsons(_META)),
+        "rank-00000.safetensors": draw(st.one_of(st.just(_tensor_file()), _tensor_files())),
+    }
+    sums = {name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+            for name, content in found.items()}  # fmt: skip
+    listed = json.dumps(sums).encode()
+    if draw(st.integers(0, 3)) == 0:
+        listed = draw(jsons(sums))
+    step = "checkpoints/step-00000003/"
+    return {
+        **{step + name: content for name, content in found.items()},
+        step + "checksums.json": listed,
+        step + "COMMITTED": hashlib.sha256(listed).hexdigest().encode(),
+        "config.yaml": draw(st.one_of(st.just(b"output: x\n"), _yaml)),
+    }
+
+
+def read_checkpoint(folder: Path) -> object:
+    return load_weights(folder).model()
+
+
+_YAML = (
+    b"a: &x [1, 2.5, text, null]\nmodel: {kind: bert, width: 8}\nb: {<<: *y}\nc: *x\nd: !!int '3'\n"
+)
+_yaml = st.one_of(
+    blobs(_YAML, _YAML.replace(b"*y", b"*x"), b"base: [a.yaml]\nphases: [{steps: 1}]\n", b"? [a]\n: b\n"),
+    trees(_META["config"]).map(lambda tree: json.dumps(tree).encode()),
+    st.integers(1, 40).map(lambda n: b"a0: &a0 [1]\n" + b"".join(
+        b"a%d: &a%d [*a%d, *a%d]\n" % (i, i, i - 1, i - 1) for i in range(1, n))),
+    st.integers(1, 3000).map(lambda n: b"a: " + b"[" * n + b"]" * n),
+)  # fmt: skip
+
+
+def read_yaml(folder: Path) -> object:
+    return read_tree(folder / "a.yaml", ["x.y=1"])
+
+
+_ADDRESSES = [
+    *("s3://key:secret@bucket/a?sig=1", "http://u:p@h:80/a(1)?X=1#f", "hf://a/b@main", "/a/b", "gs://b"),
+    *("s3://", "http://[::1]/x", "http://[::1", "https://h:99999/x", "s3://b/../x", "file:///x", "C:\\x"),
+]  # fmt: skip
+
+
+def read_address(folder: Path) -> object:
+    """Parses an address, as messages and checkpoints do; no store is asked."""
+    address = (folder / "address").read_bytes().decode(errors="replace")
+    return storage.is_url(address), storage.shown(address), str(files.location(address))
+
+
+def read_ledger(folder: Path) -> object:
+    return list(intact_rows(folder / "ledger.jsonl"))
+
+
+_ROW = {"kind": "fed", "step": 1, "time": 1.5, "examples": [[0, 8]], "order": 0, "head": "0" * 64}
+
+TARGETS = [
+    Target("Hugging Face folder", _model_folders, read_model),
+    Target("checkpoint", _checkpoints, read_checkpoint),
+    Target("tensor file",
+           lambda: named("rank-00000.safetensors", st.one_of(_tensor_files(), blobs(_tensor_file()))),
+           read_tensors),
+    Target("ledger", lambda: named("ledger.jsonl", st.one_of(
+        jsons(_ROW), st.lists(jsons(_ROW), max_size=3).map(b"\n".join))), read_ledger),
+    Target("YAML", lambda: named("a.yaml", _yaml), read_yaml),
+    Target("address", lambda: named("address", st.one_of(
+        blobs(*map(str.encode, _ADDRESSES)), st.text(max_size=30).map(str.encode))), read_address),
+]  # fmt: skip

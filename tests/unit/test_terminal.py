@@ -1,0 +1,198 @@
+"""What commands print: no character of a name or a text is obeyed by the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from trainer import cli, environment, log
+from trainer.environment import visible
+from trainer.progress import Progress
+from trainer.terminal import Console
+
+ROOT = Path(__file__).parents[2]
+CONTROL = [*map(chr, [*range(9), *range(11, 32), *range(0x7F, 0xA0)])]
+BIDI = [*map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)])]
+SEQUENCES = [
+    *("\x1b[2J", "\x1b[1A\x1b[2K", "\x1b[8m", "\x1b]0;title\x07", "\x1b]52;c;ZXZpbA==\x07"),
+    *("\x1b]8;;https://evil.example\x1b\\link\x1b]8;;\x1b\\", "\x1bP$q\x1b\\", "\x9b31m", "\x1bc"),
+    *("ok\rerror", "abc\b\b\bxyz", "\x1b[?1049h", "\u202egpj.exe", "[red]a[/]", "[/b]", "[link=x]"),
+]
+ORDINARY = "naïve 日本語 हिन्दी שלום\u200f العربية\u061c e\u0301 👩‍👩‍👧 \u200bﬁ\ttab\nline"
+
+
+def hostile() -> Iterator[str]:
+    """Each character and sequence by itself, and 60 mixtures."""
+    yield from (f"a{each}b" for each in (*CONTROL, *BIDI, *SEQUENCES))
+    generator = random.Random(50)
+    pieces = [*CONTROL, *BIDI, *SEQUENCES, *"az[]/é日"]
+    for _ in range(60):
+        yield "".join(generator.choices(pieces, k=generator.randint(1, 12)))
+
+
+def obeyed(text: str) -> set[str]:
+    return set(text) & {*CONTROL, *BIDI}
+
+
+def test_no_character_of_a_text_is_obeyed_wherever_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(sys, "stderr", written)
+    environment.prepare_streams()
+    handler = log._StderrHandler()
+    handler.setFormatter(log._Formatter("%(message)s"))
+    count = 0
+    for text in hostile():
+        table = Table(text, title=text, caption=Text(text))
+        table.add_row(text)
+        table.add_row(Text(text, style="bold"))
+        console = Console(width=120)
+        console.print(text, Text(text), table)
+        Console(stderr=True, width=40).print(table)
+        sys.stdout.write(text)
+        print(text)
+        sys.stderr.writelines([text])
+        handler.emit(logging.LogRecord("", logging.INFO, "", 0, "%s", (text,), None))
+        count += 1
+    assert obeyed(written.getvalue()) == set()
+    assert "[/b]" in written.getvalue()
+    assert "a\\u001b[2Jb" in written.getvalue()
+    assert count == 60 + len([*CONTROL, *BIDI, *SEQUENCES])
+
+
+def test_only_colors_and_cursor_moves_of_rich_itself_reach_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    environment.prepare_streams()
+    console = Console(stderr=True, force_terminal=True, width=200, color_system="standard")
+    with Progress("work [/b]", 2, console=console) as bar:
+        bar.advance()
+        for text in SEQUENCES:
+            sys.stderr.write(f"{text}\n")  # through Rich, above the bar
+            console.print(Text(text, style="red"))
+    shown = written.getvalue()
+    assert "\x1b[31m" in shown
+    # Nothing but colors that Rich uses, cursor moves and the cleared line.
+    assert set(re.findall(r"\x1b(?!\[[\d;]*m|\[\?25[hl]|\[1A|\[2K)..", shown)) == set()
+    assert "\x1b[8m" not in shown
+    assert obeyed(shown) <= {"\x1b", "\r"}
+
+
+def test_ordinary_text_and_the_values_of_json_stay() -> None:
+    assert visible(ORDINARY) == ORDINARY
+    assert visible("a\r\nb") == "a\r\nb"
+    for text in hostile():
+        value = json.dumps({text: [text]}, ensure_ascii=False)
+        assert json.loads(visible(value)) == {text: [text]}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_names_in_errors_are_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, number: int
+) -> None:
+    name = str(tmp_path / ["\x1b[2Ja", "\u202eb\x9b1m", "c\x1b]0;d\x07\r"][number])
+    Path(name).mkdir()
+    for command in (
+        ["config", f"{name}/a.yaml"],
+        ["data", "inspect", name],
+        ["recipes", name],
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", io.StringIO())
+            try:
+                code = cli.main(command)
+            except SystemExit as end:
+                code = int(str(end.code))
+            printed = sys.stdout.getvalue() + capsys.readouterr().err
+        assert code != 0, command
+        assert "Traceback" not in printed
+        assert obeyed(printed) == set(), command
+
+
+def test_commands_print_through_this_console_only() -> None:
+    for package in ("trainer", "data_pipeline", "launch", "samestep"):
+        for file in (ROOT / package).rglob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            if re.search(
+                r"from rich\.console import .*\bConsole\b|from rich import .*\bprint\b", text
+            ):
+                assert file.relative_to(ROOT) == Path("trainer/terminal.py")
+
+
+def run(shell: str) -> tuple[list[int], str]:
+    command = f'samestep() {{ "{sys.executable}" -m trainer.cli "$@"; }}; {shell}'
+    command += '; echo "${PIPESTATUS[0]}" >&2'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    *errors, code = done.stderr.splitlines()
+    return [int(code)], "\n".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [
+        ("samestep --help | true", 0),
+        ("samestep recipes nothing | true", 2),
+        ("samestep recipes <&- >&- 2>&-", 0),
+        ("samestep recipes | sleep 0", 141),
+    ],
+)
+def test_an_output_that_nobody_reads(shell: str, code: int) -> None:
+    codes, errors = run(shell)
+    assert codes == [code], errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+
+
+def test_a_reader_that_ends_after_the_command_has_succeeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(cli, "_parse", lambda _: Finished())
+        assert cli.main([]) == 0
+        monkeypatch.setattr(sys, "stdout", pipe)
+
+
+class Finished:
+    """A command that writes one line when its work is done."""
+
+    verbose = traceback = False
+
+    def run(self, _: object) -> int:
+        sys.stdout.write("done\n")
+        return 0
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    main_end, terminal = os.openpty()
+    with open(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        environment.prepare_streams()
+        with Progress("work", 2, console=Console(stderr=True, force_terminal=True)) as bar:
+            os.close(main_end)
+            bar.advance()
+            time.sleep(0.3)  # it is drawn again
+            sys.stderr.write("a line\n")
+        Console(stderr=True).print("another")
+        with suppress(OSError):
+            stream.close()
