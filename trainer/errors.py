@@ -100,6 +100,7 @@ class MissingExtra(ConfigError):
 _FIXES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "raise the quota of this user, or free some space",
+    errno.EFBIG: "raise the limit of the size of a file (ulimit -f)",
     errno.EIO: "check the disk, or the network file system",
     errno.ESTALE: "check the network file system, where the file was replaced, and try again",
     errno.EMFILE: "raise the limit of open files of a process (ulimit -n)",

@@ -20,7 +20,7 @@ import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, TypeAlias, TypeVar, Union
 
@@ -76,7 +76,7 @@ class Between:
     """Bounds of a number, as in `Annotated[int, Between(1, 100)]`; both are included."""
 
     low: int
-    high: int = 2**64 - 1
+    high: int = 2**63 - 1
 
 
 Count: TypeAlias = Annotated[int, Between(0)]
@@ -106,6 +106,10 @@ class NonFinite:
 
 Measure: TypeAlias = Annotated[float, NonFinite]
 """A number that a run measured, such as the loss of a step that diverged."""
+
+
+class Unpaired:
+    """Marks a value whose texts may have half of a surrogate pair, which JSON can spell."""
 
 
 def parse_json(content: bytes | str, schema: TypeForm[T], limit: int = MOST_BYTES) -> T:
@@ -221,24 +225,24 @@ def _wrong(value: object, expected: str) -> JsonError:
     return JsonError(f"is {_shorten.repr(value)}, not {expected}")
 
 
-def _untyped(value: object, levels: int = _MOST_LEVELS) -> object:
+def _untyped(value: object, levels: int = _MOST_LEVELS, unpaired: bool = False) -> object:
     """Checks only what no later code is prepared for: depth, huge integers, broken Unicode."""
     if isinstance(value, str):
-        return _text(value)
+        return value if unpaired else _text(value)
     if type(value) is int and len(str(value)) > _MOST_DIGITS:
         raise JsonError(f"is an integer of {len(str(value))} digits")
     if isinstance(value, dict | list):
         if not levels:
             raise JsonError(f"is nested in more than {_MOST_LEVELS} levels")
         if isinstance(value, dict):
-            _untyped(list(value), 1)
+            _untyped(list(value), 1, unpaired)
         key: str | int = 0
         items: Iterable[tuple[str | int, object]]
         items = value.items() if isinstance(value, dict) else enumerate(value)
         try:
             for key, item in items:  # noqa: B007
                 if type(item) is not float:
-                    _untyped(item, levels - 1)
+                    _untyped(item, levels - 1, unpaired)
         except JsonError as error:
             raise error.within(key) from None
     return value
@@ -285,6 +289,8 @@ def _annotated(schema: object, *marks: object) -> Check:
 
     if NonFinite in marks:
         return measure
+    if Unpaired in marks:
+        return partial(_untyped, unpaired=True)
     for mark in marks:
         if isinstance(mark, Matching):
             return _matching(re.compile(mark.pattern))

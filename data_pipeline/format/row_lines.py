@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from trainer.examples import TaskRow
-from trainer.stored_json import parse_json
+from trainer.stored_json import Unpaired, parse_json
 
 _NAMES = {field.name for field in dataclasses.fields(TaskRow)}
 
@@ -24,7 +24,7 @@ def load(line: bytes) -> TaskRow:
     Raises:
         ValueError: the line is not a row.
     """
-    tree = parse_json(line, dict[str, Any])
+    tree = parse_json(line, dict[str, Annotated[Any, Unpaired]])
     if not tree.keys() <= _NAMES or "texts" not in tree:
         raise ValueError("a row is not an object with the fields of a row")
     fields: dict[str, Any] = {

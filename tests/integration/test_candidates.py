@@ -151,23 +151,29 @@ def test_probes_are_counted_by_group(
         ('{"text": "a", "candidates": ["a", "b"], "label": "a"}', "must have one mask"),
         ('{"text": "a [MASK]", "candidates": ["a"], "label": "a"}', "name at least 2"),
         ('{"text": "a [MASK]", "candidates": ["a", " "], "label": "a"}', "name at least 2"),
-        ('{"text": "a [MASK]", "candidates": "ab", "label": "a"}', "candidates are a list"),
-        ('{"text": "a [MASK]", "candidates": ["a", "b"], "label": null}', "label is one of them"),
+        (
+            '{"text": "a [MASK]", "candidates": "ab", "label": "a"}',
+            "is 'ab', not a list",
+        ),
+        (
+            '{"text": "a [MASK]", "candidates": ["a", "b"], "label": null}',
+            "is None, not a text",
+        ),
         (
             '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "c"}',
             "not among the candidates",
         ),
         (
             '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "a", "group": 3}',
-            "group is a text",
+            "group is 3, not a text",
         ),
         (
             '{"text": "a [MASK]", "candidates": ["a", "b"], "label": "a", "group": ["a"]}',
-            "group is a text",
+            "group is ['a'], not a text",
         ),
         (
             r'{"text": "\ud83d [MASK]", "candidates": ["a", "b"], "label": "a"}',
-            "surrogates not allowed",
+            "which is not valid Unicode",
         ),
     ],
 )

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +76,7 @@ def test_a_reader_that_leaves_early_is_no_error(
     with open(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         result = samestep("config", experiment_file)
-    assert (result.code, result.err) == (128 + signal.SIGPIPE, "")
+    assert (result.code, result.err) == (0, "")
 
 
 def leases_of(run: Path) -> set[str]:

@@ -374,7 +374,15 @@ def test_sources_and_targets_that_do_not_go_together_are_refused(
         "optimizer/mean_square/head.bias": torch.ones(600),
     }
     checkpointer.save(
-        1, tensors, {"config": {"model": {"kind": "bert", **asdict(MODEL)}, "objective": {}}}
+        1,
+        tensors,
+        {
+            "config": {
+                **{key: {} for key in ("data", "objective", "training")},
+                "output": str(adafactor),
+                "model": {"kind": "bert", **asdict(MODEL)},
+            }
+        },
     )
     checkpointer.wait()
     assert "of an optimizer that keeps mean_square" in message(adafactor, target)

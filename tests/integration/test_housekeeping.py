@@ -27,7 +27,10 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     settings = Config(keep_last=2, keep_every=2)
     checkpointer = Checkpointer(root, Config(keep_every=1), rank=0, world_size=1)
     for step in range(1, 5):
-        meta: dict[str, Any] = {"config": {"checkpoint": vars(settings)}}
+        sections = {key: {} for key in ("model", "data", "objective", "training")}
+        meta: dict[str, Any] = {
+            "config": {**sections, "output": "runs/a", "checkpoint": vars(settings)}
+        }
         checkpointer.save(step, {"model/weight": torch.ones(50)}, meta)
     checkpointer.wait()
     files.write(root / "step-00000005" / "rank-00001.safetensors", bytes(1000))

@@ -308,6 +308,13 @@ def test_bf16_is_the_same_in_two_processes(short: dict[str, Path], tmp_path: Pat
     assert found[0] != expected
 
 
+def _set_base(adapter: Path, base: Path) -> None:
+    """As the message says, of an adapter that was added to a run."""
+    file = adapter / "adapter_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "base_model_name_or_path": str(base)}))
+
+
 def test_exports_are_those_of_transformers_and_peft(
     tuned: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +351,7 @@ def test_exports_are_those_of_transformers_and_peft(
         added(**inputs).logits, merged(**inputs).logits, rtol=1e-5, atol=1e-5
     )
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    _set_base(tmp_path / "added", tmp_path / "base")
     found = []
     for source in (run, tmp_path / "merged", tmp_path / "added"):
         output = tmp_path / f"{source.name}.npy"
@@ -375,6 +383,9 @@ def test_a_prompt_is_left_out_of_features(
         in samestep("export", short["frozen"], tmp_path / "exported", "--adapter").message
     )
     assert samestep("export", short["prompt"], tmp_path / "exported", "--adapter").code == 0
+    base = load_weights(short["prompt"]).base.folder
+    assert samestep("export", base, tmp_path / "base").code == 0
+    _set_base(tmp_path / "exported", tmp_path / "base")
     arguments = ("--output", tmp_path / "again.npy", "--pool", "none")
     assert samestep("features", tmp_path / "exported", tmp_path / "texts.txt", *arguments).code == 0
     np.testing.assert_allclose(

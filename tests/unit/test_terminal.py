@@ -177,6 +177,7 @@ class Finished:
     """A command that writes one line when its work is done."""
 
     verbose = traceback = False
+    looks = None
 
     def run(self, _: object) -> int:
         sys.stdout.write("done\n")

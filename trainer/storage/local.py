@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from trainer.errors import StorageError, fix_of
+from trainer.stored_json import Count, Sha256
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -29,8 +30,8 @@ class Writable(Protocol):
 class Digest:
     """The SHA-256 and the size of a file's content, to check that the content is unchanged."""
 
-    sha256: str
-    bytes: int
+    sha256: Sha256
+    bytes: Count
 
     @classmethod
     def of(cls, file: BufferedReader) -> Digest:

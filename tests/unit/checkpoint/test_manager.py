@@ -56,14 +56,14 @@ def test_restores_what_was_saved_whatever_happened_to_it_since(
 ) -> None:
     checkpointer = open_at(tmp_path, asynchronous=asynchronous)
     live = tensors(7)
-    checkpointer.save(7, live, {"data": {"example": 2**63}, "ledger": None})
+    checkpointer.save(7, live, {"data": {"example": 2**63 - 1}, "ledger": None})
     for tensor in live.values():
         tensor.zero_()
     checkpointer.wait()
     meta = open_at(tmp_path).restore(live)
     assert torch.equal(live["model/weight"], tensors(7)["model/weight"])
     assert meta["step"] == 7
-    assert meta["data"] == {"example": 2**63}
+    assert meta["data"] == {"example": 2**63 - 1}
     assert meta["ledger"] is None
     assert meta["world_size"] == 1
     assert read_meta(tmp_path / "step-00000007") == meta
@@ -102,7 +102,8 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
 def test_retention_keeps_the_best_until_another_one_is_committed(tmp_path: Path) -> None:
     checkpointer = open_at(tmp_path, keep_last=2)
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, 5), (8, 5)):
-        checkpointer.save(step, tensors(step), {"best": {"step": best}}, kept=best)
+        record = {"metric": "loss", "lowest": True, "step": best, "value": 1.0, "since": best}
+        checkpointer.save(step, tensors(step), {"best": record}, kept=best)
         checkpointer.wait()
         assert checkpointer.holds(best)
         assert retention.best_step(tmp_path) == best

@@ -413,7 +413,7 @@ def test_a_full_disk_is_one_paragraph_and_the_build_goes_on_later(corpus, built,
     )
     assert failed.returncode == 1
     assert "cannot write" in failed.stderr
-    assert "free some space" in failed.stderr
+    assert "raise the limit of the size of a file (ulimit -f)" in failed.stderr
     assert "Traceback" not in failed.stderr
     build(config)
     assert files_of(tmp_path / "out") == files_of(built)
