@@ -25,6 +25,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS, _PROBES_SECONDS = 3.0, 20.0  # for one machine, and for all
 _MOST_CONNECTIONS = 1024  # to a rank; they wait in the kernel, as nobody accepts them
+_MOST_PROBED = 32  # machines, by each machine: its probes wait there, too
 # A machine that loses power is detected after 2 + 5 x 1 = 7 s. Keep-alives are not sent while sent
 # data has no answer; the last option limits that time, in milliseconds.
 _KEEPALIVE = {
@@ -59,7 +60,7 @@ class Neighbor:
         address = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._listener = socket.create_server((interface_of(address), 0), backlog=_MOST_CONNECTIONS)
         port = self._listener.getsockname()[1]
-        store.set(_address(rank), f"{address} {port} {platform.node()}")
+        store.set(_address(rank), f"{address} {port} {platform.node() or '?'}")
 
     def dies_within(self, seconds: float) -> bool:
         """Waits for `seconds`; returns True early if the next rank's process ends."""
@@ -99,29 +100,37 @@ class Neighbor:
         self._connection = connection
 
 
-def unreachable(store: Store, rank: int, size: int) -> str:
+def unreachable(store: Store, rank: int, size: int, reached: set[str]) -> str:
     """Names machines that this rank cannot connect to, by one rank of each; "" if there is none.
 
+    It tries the machines of the ranks that follow.
+
     Args:
-        store: where ranks have published their addresses.
+        store: where ranks publish their addresses; nothing is tried before all have.
         rank: of this process.
         size: number of ranks.
+        reached: hosts that need no other try; those that answer are added.
     """
     deadline = time.monotonic() + _PROBES_SECONDS
-    tried, found = set(), []
-    for other in range(size):
-        if other == rank or time.monotonic() > deadline or not store.check([_address(other)]):
+    others = [(rank + distance) % size for distance in range(1, size)]
+    keys = [_address(other) for other in others]
+    if not keys or not store.check(keys):
+        return ""
+    by_host: dict[str, tuple[int, str, str]] = {}
+    for other, address in zip(others, store.multi_get(keys), strict=True):
+        host, port, node = address.decode().split(" ", 2)
+        by_host.setdefault(host, (other, port, node))
+    failed = []
+    for host, (other, port, node) in list(by_host.items())[:_MOST_PROBED]:
+        if host in reached or time.monotonic() > deadline:
             continue
-        host, port, node = store.get(_address(other)).decode().split()
-        if host in tried:
-            continue
-        tried.add(host)
         try:
             socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
+            reached.add(host)
         except OSError as error:
             reason = error.strerror or "no answer"
-            found.append(f"rank {other} on {node} at {host}:{port} ({reason})")
-    return ", ".join(found)
+            failed.append(f"rank {other} on {node} at {host}:{port} ({reason})")
+    return ", ".join(failed)
 
 
 def check_loopback() -> None:

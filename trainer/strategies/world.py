@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import platform
 import threading
@@ -77,7 +76,8 @@ class World:
     _over: threading.Event = field(default_factory=threading.Event)
     _watchers: list[threading.Thread] = field(default_factory=list)
     _devices: list[torch.device] = field(default_factory=list)  # once they are connected
-    _connecting: list[float] = field(default_factory=list)  # since when, while they connect
+    _connecting: threading.Event = field(default_factory=threading.Event)
+    _reached: set[str] = field(default_factory=set)  # hosts that have answered, see `unreachable`
 
     @classmethod
     def start(cls, timeout_seconds: float) -> World:
@@ -147,7 +147,7 @@ class World:
                     "and driver, or set accelerator=cpu."
                 )
             store.set(_ready(self.rank), "")
-            self._connecting.append(time.monotonic())
+            self._connecting.set()
             try:
                 dist.init_process_group(
                     backend,
@@ -289,6 +289,7 @@ class World:
         """Returns when a rank has failed, or the run is over."""
         parent = os.getppid()
         broken = 0.0  # when a collective was found to have failed
+        looked = time.monotonic()  # for ranks that do not answer, or not connecting
         with closing(Neighbor(store, self.rank, self.size)) as neighbor:
             while not store.check([FAILURE]):
                 if neighbor.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
@@ -301,27 +302,33 @@ class World:
                     return
                 if os.getppid() != parent:
                     _leave("", EXIT_REGROUP)
-                self._check_connecting(store)
+                if not self._connecting.is_set():
+                    looked = time.monotonic()
+                elif time.monotonic() > looked + _CONNECT_SECONDS:
+                    self._check_connecting(store)
+                    looked = time.monotonic()
                 if problem := _broken_collective(self._devices):
                     broken = broken or time.monotonic()
                     if time.monotonic() > broken + _BROKEN_SECONDS:
                         self._end(store, self._explain_broken(problem))
 
     def _check_connecting(self, store: Store) -> None:
-        """Ends a run whose ranks all wait for connections, some of which are impossible."""
-        since = next(iter(self._connecting), math.inf)
-        if time.monotonic() < since + _CONNECT_SECONDS:
-            return
-        if store.check([_ready(rank) for rank in range(self.size)]):
-            problem = self._unreachable(store)
-            if problem and self._connecting:
+        """Says which machines do not answer, if all ranks wait; with gloo, the run ends.
+
+        Other back-ends may connect over another network.
+        """
+        if not store.check([_ready(rank) for rank in range(self.size)]):
+            return  # a rank may be slow
+        problem = self._unreachable(store)
+        if problem and self._connecting.is_set():
+            if store.get("backend") == b"gloo":
                 self._end(store, problem)
-        if self._connecting:
-            self._connecting[0] = time.monotonic()  # look again later
+            logger.warning("%s", problem)
 
     def _unreachable(self, store: Store) -> str:
-        """Says which ranks this one cannot reach; "" if it reaches all."""
-        others = unreachable(store, self.rank, self.size)
+        """Says which ranks this one cannot reach; "" if it reaches all, or another one tries."""
+        is_first_here = not os.environ.get("LOCAL_RANK", "").strip("0")
+        others = unreachable(store, self.rank, self.size, self._reached) if is_first_here else ""
         return others and (
             f"{self._name} cannot reach {others}. Check that the network interface ({INTERFACE}: "
             f"{os.environ.get(INTERFACE, 'not set')}) is up on all machines, and that no firewall "

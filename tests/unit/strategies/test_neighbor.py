@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from contextlib import closing
 
@@ -87,10 +88,23 @@ def test_machines_that_cannot_be_reached_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MASTER_PORT", "1")
     store = HashStore()
     with closing(Neighbor(store, 0, 4)), closing(Neighbor(store, 1, 4)):
-        assert unreachable(store, 0, 4) == ""
+        reached: set[str] = set()
+        for rank in (2, 3):
+            store.set(f"address/{rank}", store.get("address/1"))
+        assert unreachable(store, 0, 4, reached) == ""
+        assert reached == {"127.0.0.1"}
         closed = free_port()
         for rank in (2, 3):  # of one machine
-            store.set(f"address/{rank}", f"127.0.0.7 {closed} node-b")
-        assert unreachable(store, 0, 4) == (
-            f"rank 2 on node-b at 127.0.0.7:{closed} (Connection refused)"
+            store.set(f"address/{rank}", f"127.0.0.7 {closed} node b")
+        assert unreachable(store, 0, 4, reached) == (
+            f"rank 2 on node b at 127.0.0.7:{closed} (Connection refused)"
         )
+
+
+def test_a_machine_that_has_answered_is_not_tried_again() -> None:
+    """Nobody accepts, so each try stays in the kernel's queue, which is short."""
+    store = HashStore()
+    with socket.create_server(("127.0.0.7", 0), backlog=1) as listening:
+        store.set("address/1", f"127.0.0.7 {listening.getsockname()[1]} b")
+        reached: set[str] = set()
+        assert [unreachable(store, 0, 2, reached) for _ in range(8)] == [""] * 8

@@ -225,20 +225,26 @@ _UNREACHABLE = (
 
 
 def test_ranks_that_wait_for_impossible_connections_end_the_run(
-    two_ranks: World, monkeypatch: pytest.MonkeyPatch
+    two_ranks: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reasons: list[str] = []
     monkeypatch.setattr(World, "_end", lambda _, store, reason: reasons.append(reason))
-    monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
     store = two_ranks.store
     assert store is not None
-    two_ranks._check_connecting(store)  # it has connected, or has not begun to
-    two_ranks._connecting.append(time.monotonic() - 0.2)
+    store.set("backend", "gloo")
+    two_ranks._connecting.set()
     two_ranks._check_connecting(store)  # another rank may be slow
-    assert reasons == []
     for rank in (0, 1):
         store.set(f"ready/{rank}", "")
-    two_ranks._connecting[0] = time.monotonic() - 0.2
+    store.set("backend", "nccl")
+    two_ranks._check_connecting(store)  # it may connect over another network
+    assert reasons == []
+    assert re.search(_UNREACHABLE, caplog.text)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    store.set("backend", "gloo")
+    two_ranks._check_connecting(store)  # another rank of this machine looks
+    assert reasons == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
     two_ranks._check_connecting(store)
     assert re.match(_UNREACHABLE, reasons[0])
     assert "no firewall" in reasons[0]
