@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from urllib.parse import unquote, urlsplit
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# The costs of all patterns and loops here grow with the length of the text alone: a stranger's file
+# or a message of a megabyte must not take minutes.
+_MOST_SCHEME = 40  # characters
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*\Z")
+_SPACE = re.compile(r"\s")
 _ENDS_AUTHORITY = re.compile(r"[/?#\s\\]")
 # Characters that are more likely to follow an address in a sentence than to end it.
 _PUNCTUATION = "'\")]}>`,.:;!?*"
 _SEPARATOR = re.compile(r"[?&#;]|%(?:25)*(?:3F|26|23|3B)", re.IGNORECASE)
-_PARAMETER = re.compile(r"([^/\s=&?#;%]+)(?:=|%(?:25)*3D)([^\s&#]*)", re.IGNORECASE)
+_PARAMETER = re.compile(r"([^/\s=&?#;%]+)(?:=|%(?:25)*3D)([^\s&#]{0,64})", re.IGNORECASE)
 _SECRET_PARTS = (
     "accesskey",
     "apikey",
@@ -96,13 +101,21 @@ def has_userinfo(text: str) -> bool:
 
 
 def _addresses(text: str) -> Iterator[_Address]:
-    starts = [match.span() for match in _SCHEME.finditer(text)]
-    for number, (start, after_scheme) in enumerate(starts):
-        line_end = text.find("\n", after_scheme)
-        limit = len(text) if line_end < 0 else line_end
-        if number + 1 < len(starts):
-            limit = min(limit, starts[number + 1][0])
+    starts = list(_schemes(text))
+    for (start, after_scheme), (following, _) in pairwise([*starts, (len(text), 0)]):
+        line_end = text.find("\n", after_scheme, following)
+        limit = following if line_end < 0 else line_end
         yield _parse(text, start, after_scheme, limit)
+
+
+def _schemes(text: str) -> Iterator[tuple[int, int]]:
+    """Yields where each scheme begins, and where its :// ends."""
+    end, at = 0, text.find("://")
+    while at >= 0:
+        begin = max(end, at - _MOST_SCHEME)
+        if scheme := _SCHEME.search(text[begin:at]):
+            yield begin + scheme.start(), at + 3
+        end, at = at + 3, text.find("://", at + 3)
 
 
 def _parse(text: str, start: int, after_scheme: int, limit: int) -> _Address:
@@ -160,9 +173,9 @@ def _follows(text: str, question_mark: int, limit: int) -> bool:
 
 
 def _end_of_word(text: str, start: int, limit: int) -> int:
-    while start < limit and not text[start].isspace():
-        start += 1
-    return len(text[:start].rstrip(_PUNCTUATION))
+    space = _SPACE.search(text, start, limit)
+    word = text[start : space.start() if space else limit]
+    return start + len(word.rstrip(_PUNCTUATION))
 
 
 def _has_password(address: _Address, text: str) -> bool:

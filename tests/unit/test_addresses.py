@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_several_addresses_of_a_text_on_several_lines() -> None:
         text = "copied {}, then {}\nbut not {}: refused".format(*(each.text for each in three))
         assert not any(each.secret in shown(text) for each in three), text
         assert shown(text).startswith("copied ")
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["a", "a://", "http://h/?", "%3Fa%3Db", "?a=b;", "http://u:p@h/?sig=x ", "s3://@", "hf://a@b;"],
+)
+def test_a_long_text_of_a_stranger_does_not_take_minutes(part: str) -> None:
+    text = f"http://h/{part * (2**18 // len(part))} ://"
+    began = time.process_time()
+    shown(text)
+    credential_in(text)
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize("text", WITHOUT)
