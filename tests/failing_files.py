@@ -99,7 +99,7 @@ def failing(folder: Path, number: int, error: int) -> Iterator[Failing]:
 
 def each_failure(
     folder: Path,
-    write: Callable[[], None],
+    write: Callable[[], object],
     check: Callable[[str, OSError, Exception | None], None],
     every: int = 1,
 ) -> int:
