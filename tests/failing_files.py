@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +28,12 @@ class Failing:
         self._folder, self._left, self._errno = os.fspath(folder), number, error
         self.failed: str | None = None
 
-    def operation(self, name: str, path: object) -> None:
-        if not str(path).startswith(self._folder) or self.failed:
+    def operation(self, name: str, path: str | bytes | os.PathLike[str]) -> None:
+        if not os.fsdecode(path).startswith(self._folder) or self.failed:
             return
         if self._left == 0:
-            self.failed = f"{name} of {path}"
-            raise OSError(self._errno, os.strerror(self._errno), str(path))
+            self.failed = f"{name} of {os.fsdecode(path)}"
+            raise OSError(self._errno, os.strerror(self._errno), os.fsdecode(path))
         self._left -= 1
 
 
@@ -94,6 +95,36 @@ def failing(folder: Path, number: int, error: int) -> Iterator[Failing]:
 
         patch.setattr(os, "open", open_descriptor)
         yield state
+
+
+def each_failure(
+    folder: Path,
+    write: Callable[[], object],
+    check: Callable[[str, OSError, Exception | None], None],
+    every: int = 1,
+) -> int:
+    """Lets operations of a writer fail, one at a time, with the errors in turn.
+
+    Args:
+        every: takes each `every`-th operation.
+
+    Returns:
+        The number of operations that have failed.
+    """
+    for count in itertools.count():
+        number = count * every
+        error = ERRORS[count % len(ERRORS)]
+        raised: Exception | None = None
+        with failing(folder, number, error) as state:
+            try:
+                write()
+            except Exception as caught:
+                raised = caught
+        if state.failed is None:
+            assert raised is None
+            return count
+        check(state.failed, OSError(error, "x"), raised)
+    raise AssertionError
 
 
 def contents(folder: Path) -> dict[str, bytes]:

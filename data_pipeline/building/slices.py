@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.format.manifest import MANIFEST
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, fix_of
 from trainer.storage import flock
 
 logger = logging.getLogger(__name__)
@@ -228,8 +228,8 @@ class Claim:
             yield
         except OSError as error:
             raise DataError(
-                f"cannot write the dataset {self._folder}: {error.strerror}. Choose another "
-                "output=DIR."
+                f"cannot write the dataset {self._folder}: {error.strerror}; "
+                f"{fix_of(error, 'make its folder writable')}, or choose another output=DIR"
             ) from error
 
 

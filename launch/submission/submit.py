@@ -22,7 +22,7 @@ from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from launch.submission import snapshot
 from trainer.addresses import credential_in
 from trainer.config import Tree, decode, read_tree, to_tree
-from trainer.errors import ConfigError, LaunchError
+from trainer.errors import ConfigError, LaunchError, fix_of
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def submit(launch: Launch) -> Record:
             launch.cluster.cancel(record)
             raise LaunchError(
                 f"cannot write {records.state_folder()}: {error.strerror}. The job was canceled; "
-                "make that folder writable and submit again."
+                f"{fix_of(error, 'make that folder writable')}, and submit again."
             ) from error
     return record
 
@@ -216,8 +216,8 @@ def _write(launch: Launch) -> None:
             snapshot.take(launch.job.directory, list(launch.code), folder / CODE)
     except OSError as error:
         raise LaunchError(
-            f"cannot write {error.filename or folder}: {error.strerror}. Free space there, or "
-            "choose another output."
+            f"cannot write {error.filename or folder}: {error.strerror}; "
+            f"{fix_of(error, 'make its folder writable')}, or choose another output."
         ) from error
 
 
@@ -254,7 +254,8 @@ def _created(folder: Path) -> Iterator[None]:
         (folder / "logs").mkdir(parents=True)
     except OSError as error:
         raise LaunchError(
-            f"cannot write {folder}: {error.strerror}. Choose another output."
+            f"cannot write {folder}: {error.strerror}; "
+            f"{fix_of(error, 'make its folder writable')}, or choose another output."
         ) from error
     try:
         yield

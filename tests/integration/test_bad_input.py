@@ -315,7 +315,7 @@ def test_output_that_cannot_be_written(
         assert result.code == 1
         needed = f"cannot write in {output}/checkpoints, which output={output} needs: "
         assert needed in result.message
-        assert "Choose another output" in result.message
+        assert "or choose another output" in result.message
     elsewhere = f"checkpoint.folder={tmp_path}/file/kept"
     result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", elsewhere)
     assert f"which {elsewhere} needs: Not a directory" in result.message

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.commands import Process, Samestep, Start, losses
+from tests.integration.commands import SAMESTEP, Process, Samestep, Start, losses
 from tests.waiting import until
 from trainer.checkpoint import lock
 
@@ -212,6 +212,41 @@ def test_ctrl_c_saves(
     assert continued.code == 0, continued.err
     assert f"continuing   at step {saved}" in continued.err
     assert list(losses(run)) == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_end_of_the_terminal_saves(
+    start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path, processes: int
+) -> None:
+    """A closed terminal sends SIGHUP to all processes; the same command continues."""
+    run = tmp_path / "run"
+    settings = [f"output={run}", "checkpoint.every=1000", "training.micro_batch_size=10"]
+    endless = ["training.steps=100000", "--processes", processes]
+    process = start("train", experiment_file, *settings, *endless)
+    until(lambda: len(losses(run)) >= 3)
+    os.killpg(process.popen.pid, signal.SIGHUP)
+    result = process.wait(60)
+    assert result.code == 75, result.err
+    assert "stopping     on SIGHUP" in result.err
+    (saved,) = re.findall(r"stopped      saved step (\d+); the same command continues", result.err)
+    continued = samestep("train", experiment_file, *settings, f"training.steps={int(saved) + 1}")
+    assert continued.code == 0, continued.err
+    assert f"continuing   at step {saved}" in continued.err
+
+
+def test_under_nohup_a_run_outlives_its_terminal(
+    start: Start, experiment_file: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    settings = ["training.micro_batch_size=10", "training.steps=200", "--processes", 2]
+    nohup = ("nohup", *SAMESTEP)
+    process = start("train", experiment_file, f"output={run}", *settings, command=nohup)
+    until(lambda: len(losses(run)) >= 3)
+    os.killpg(process.popen.pid, signal.SIGHUP)
+    result = process.wait(60)
+    assert result.code == 0, result.err
+    assert "SIGHUP" not in result.err
+    assert list(losses(run)) == list(range(1, 201))
 
 
 def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,13 @@ class Holds:
 
 
 @contextmanager
-def unless_held(folder: Location) -> Iterator[bool]:
-    """Yields whether no reader has a lock on a step; none gets one within the context."""
-    free, opened = True, ExitStack()
+def unless_held(folder: Location, held: Collection[str] = ()) -> Iterator[bool]:
+    """Yields whether no reader holds a step; none gets a lock on it within the context.
+
+    Args:
+        held: names of the folders that readers hold by notes, see `Holds`.
+    """
+    free, opened = folder.name not in held, ExitStack()
     if isinstance(folder, Path):
         try:
             file = opened.enter_context((folder / integrity.COMMITTED).open("rb+"))

@@ -33,7 +33,7 @@ from pathlib import Path
 from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
-from trainer.errors import EXIT_CRASHED, CheckpointError, ConfigError
+from trainer.errors import EXIT_CRASHED, CheckpointError, ConfigError, fix_of
 from trainer.storage import flock
 from trainer.stored_json import Seconds, checked
 
@@ -291,8 +291,9 @@ def only_writer(folder: Location, needed_by: str | None = None) -> Iterator[Leas
         if needed_by is None or not isinstance(error.__cause__, OSError):
             raise
         raise CheckpointError(
-            f"cannot write in {folder}, which {needed_by} needs: {error.__cause__.strerror}. "
-            f"Choose another {needed_by.partition('=')[0]}, or make its folder writable"
+            f"cannot write in {folder}, which {needed_by} needs: {error.__cause__.strerror}; "
+            f"{fix_of(error.__cause__, 'make its folder writable')}, "
+            f"or choose another {needed_by.partition('=')[0]}"
         ) from error
     lock = Lock(folder)
     with ExitStack() as stack:
@@ -332,7 +333,8 @@ def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
         opened = flock.open_lock(path)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be locked: {error.strerror}. Remove it, or choose another folder"
+            f"{path} cannot be locked: {error.strerror}; {fix_of(error, 'remove it')}, "
+            "or choose another folder"
         ) from error
     with opened as file:
         while True:

@@ -8,6 +8,7 @@ later holder can have made (`trainer.checkpoint.lease`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from trainer.checkpoint import files, history, holding, integrity, retention
@@ -16,6 +17,9 @@ from trainer.checkpoint.lease import Lease
 from trainer.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+_READ_SECONDS = 30.0  # that readers get to finish; all ranks wait meanwhile
+_LOOK_SECONDS = 1.0
 
 
 class Removal:
@@ -45,8 +49,10 @@ class Removal:
                 logger.info("removing %s: saving it was interrupted", each.place)
                 self._remove(each.place)
             elif each.committed and not each.counts and self._may_remove(each.place):
-                logger.warning("removing %s: the run resumed from an earlier step", each.place)
-                self._remove(each.place)
+                if self._remove_unless_held(each.place):
+                    logger.warning("removed %s: the run resumed from an earlier step", each.place)
+                else:  # it does not count, so it may stay
+                    logger.info("%s is being read, and is removed later", each.place)
         self._remove_later(saved, step - 1)
 
     def after(self, step: int) -> None:
@@ -54,12 +60,13 @@ class Removal:
         self._remove_later(integrity.listed(self._root, self._known), step)
 
     def _remove_later(self, saved: Sequence[integrity.Saved], step: int) -> None:
+        deadline = time.monotonic() + _READ_SECONDS
         # The newest first: if this is interrupted, the rest is still the start of the history.
         for each in reversed(saved):
             is_later = each.committed and each.counts and each.step > step
             if is_later and self._may_remove(each.place):
                 logger.warning("removing step %d: the run resumed from an earlier step", each.step)
-                self._remove(each.place)
+                self._remove_once_read(each.place, deadline)
 
     def outdated(self, last: int, every: int | None, kept: int | None) -> None:
         """Removes what retention does not keep, once no reader holds it any more.
@@ -73,14 +80,10 @@ class Removal:
         try:
             check, known = integrity.check_sizes, self._known
             steps = retention.outdated_steps(self._root, last, every, check, kept, known)
-            held = self._holds.held() if steps else set()
             for step in steps:
                 folder = integrity.step_folder(self._root, step)
-                with holding.unless_held(folder) as free:
-                    if not free or folder.name in held:
-                        logger.info("%s is being read, and is removed later", folder)
-                    elif self._may_remove(folder):
-                        self._remove(folder)
+                if self._may_remove(folder) and not self._remove_unless_held(folder):
+                    logger.info("%s is being read, and is removed later", folder)
         except CheckpointError as error:
             logger.warning("an old checkpoint could not be removed: %s", error)
 
@@ -93,6 +96,25 @@ class Removal:
                 integrity.clear_step(folder)
         except CheckpointError as error:
             logger.debug("%s was not removed: %s", folder, error)
+
+    def _remove_unless_held(self, folder: Location) -> bool:
+        """Removes a step; returns False, and leaves it, while a reader holds it."""
+        with holding.unless_held(folder, self._holds.held()) as free:
+            if free:
+                self._remove(folder)
+        return free
+
+    def _remove_once_read(self, folder: Location, deadline: float) -> None:
+        """Removes a step that counts, and from which a restart must not continue.
+
+        So it stays for its readers until the deadline only.
+        """
+        while not self._remove_unless_held(folder):
+            if time.monotonic() > deadline:
+                logger.warning("%s is still being read; removing it nevertheless", folder)
+                self._remove(folder)
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def _remove(self, folder: Location) -> None:
         self._known.pop(folder.name, None)

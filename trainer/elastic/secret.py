@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
-from trainer.errors import ConfigError, ObjectNotFoundError, StorageError
+from trainer.errors import ConfigError, ObjectNotFoundError, StorageError, fix_of
 from trainer.storage import make_folder, sync_folder
 from trainer.storage.channel import SECRET_BYTES
 
@@ -93,8 +93,9 @@ def _stored(place: Location) -> bytes | None:
         return None
     except OSError as error:
         raise StorageError(
-            f"cannot read {place}: {error.strerror}. Remove it to get a new one, or set "
-            f"{ENVIRONMENT} to a file with a secret"
+            f"cannot read {place}: {error.strerror}; "
+            f"{fix_of(error, 'remove it to get a new one')}, "
+            f"or set {ENVIRONMENT} to a file with a secret"
         ) from error
 
 
@@ -117,7 +118,8 @@ def _create(place: Location) -> None:
         sync_folder(place.parent)
     except OSError as error:
         raise StorageError(
-            f"cannot write {place}: {error.strerror}. Set {ENVIRONMENT} to a file with a secret"
+            f"cannot write {place}: {error.strerror}; {fix_of(error, 'make its folder writable')}, "
+            f"or set {ENVIRONMENT} to a file with a secret"
         ) from error
     finally:
         with suppress(OSError):

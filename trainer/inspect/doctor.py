@@ -22,7 +22,7 @@ from data_pipeline.reading.cache import ShardCache
 from trainer import __version__, storage
 from trainer.accelerators import version_of
 from trainer.accelerators.trial import OWN_ENVIRONMENT, software
-from trainer.errors import install_command
+from trainer.errors import fix_of, install_command
 from trainer.findings import Check, Finding, State, tried
 from trainer.inspect import preflight
 from trainer.metrics import check_installed
@@ -135,7 +135,8 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
             speed = _DISK_BYTES / (time.perf_counter() - started)
     except OSError as error:
         found = f"cannot write in {existing}: {error.strerror}"
-        yield Finding(subject, "failed", found, "make it writable, or choose another folder")
+        fix = f"{fix_of(error, 'make it writable')}, or choose another folder"
+        yield Finding(subject, "failed", found, fix)
         return
     free = shutil.disk_usage(existing).free
     found = f"{folder}: {free / 1e9:,.0f} GB free, {speed / 1e6:,.0f} MB/s with fsync"

@@ -195,8 +195,8 @@ def _gc(args: argparse.Namespace) -> int:
         removed, freed, held = 0, 0, holding.Holds(root).held()
         for folder in going:
             size = _size(folder)
-            with holding.unless_held(folder) as free:
-                if not free or folder.name in held:
+            with holding.unless_held(folder, held) as free:
+                if not free:
                     console.print(f"{folder} is being read, and stays")
                     continue
                 if not args.dry_run:

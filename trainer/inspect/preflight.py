@@ -12,7 +12,7 @@ from pathlib import Path
 from data_pipeline.reading.batches import check_batch
 from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.checkpoint import files, integrity
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, fix_of
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
@@ -104,8 +104,8 @@ def _check_writable(folder: Path, name: str) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise CheckpointError(
-            f"cannot write in {existing}, which {name}={folder} needs: {error.strerror}. "
-            f"Choose another {name}"
+            f"cannot write in {existing}, which {name}={folder} needs: {error.strerror}; "
+            f"{fix_of(error, 'make it writable')}, or choose another {name}"
         ) from error
 
 

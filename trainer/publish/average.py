@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, fix_of
 from trainer.progress import Progress
 from trainer.storage import new_folder
 from trainer.training.weights import Weights, checkpoints_of, load_weights
@@ -63,7 +63,8 @@ def average(run: str, folder: str, last: int = 5, decay: float | None = None) ->
             _write(temporary, run, loaded, steps, fractions)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written ({error.strerror}). Remove it, or name another folder."
+            f"cannot write {folder}: {error.strerror}; {fix_of(error, 'remove it')}, "
+            "or name another folder"
         ) from error
     logger.info("wrote %s: the average of the steps %s", folder, ", ".join(map(str, steps)))
 

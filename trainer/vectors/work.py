@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer.errors import ConfigError, DataError, StorageError
+from trainer.errors import ConfigError, DataError, StorageError, fix_of
 from trainer.hashing import U64, uniform
 from trainer.storage import atomic_write, flock, make_folder, write_text
 from trainer.stored_json import Count, JsonError, parse_json, read_json
@@ -47,7 +47,8 @@ def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
         lock = (folder / ".lock").open("ab")
     except OSError as error:
         raise ConfigError(
-            f"cannot write in {folder}: {error.strerror}; name another --output"
+            f"cannot write in {folder}: {error.strerror}; "
+            f"{fix_of(error, 'make it writable')}, or name another --output"
         ) from error
     with lock:
         flock.lock_or_reject(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.processes import fork
-from trainer.checkpoint import Checkpointer, Config, files, holding, integrity
+from trainer.checkpoint import Checkpointer, Config, files, holding, integrity, removal
 from trainer.checkpoint.files import Location, Url
+from trainer.checkpoint.lease import Lease
 from trainer.storage import local
 
 
@@ -49,6 +52,54 @@ def test_retention_waits_for_readers(root: Location) -> None:
     gc.collect()
     assert save(writer, 6) == [5, 6]
     assert not [name for name in files.names(root) if name.startswith(".reading-")]
+
+
+def take_over(root: Location, step: int) -> Checkpointer:
+    """A later training, which continues from a step."""
+    lease = Lease.take(root)
+    assert lease is not None
+    writer = Checkpointer(root, Config(keep_last=3), rank=0, world_size=1, lease=lease)
+    writer.continue_from(step)
+    return writer
+
+
+def test_abandoned_steps_stay_until_they_have_been_read(root: Location) -> None:
+    save(open_at(root), 1)
+    save(take_over(root, 1), 2, 3)
+    abandoned = integrity.step_folder(root, 3)
+    hold = holding.Hold(abandoned)
+    writer = take_over(root, 1)
+    assert save(writer, 2) == [1, 2]
+    assert [each.name for each in integrity.superseded_folders(root)] == [abandoned.name]
+    hold.release()
+    assert save(writer, 3) == [1, 2, 3]
+    assert not integrity.superseded_folders(root)
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_a_rewind_waits_for_readers_but_not_for_ever(
+    root: Location,
+    releases: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A restart must not continue from the steps that it removes."""
+    monkeypatch.setattr(removal, "_READ_SECONDS", 60 if releases else 0.2)
+    monkeypatch.setattr(removal, "_LOOK_SECONDS", 0.05)
+    save(open_at(root), 1)
+    writer = take_over(root, 1)
+    save(writer, 2)
+    hold = holding.Hold(integrity.step_folder(root, 2))
+    with ThreadPoolExecutor(1) as thread:
+        rewound = thread.submit(writer.discard_after, 1)
+        if releases:
+            time.sleep(0.3)
+            assert writer.steps() == [1, 2]
+            hold.release()
+        rewound.result(30)
+    assert writer.steps() == [1]
+    assert ("still being read" in caplog.text) is not releases
+    hold.release()
 
 
 @pytest.mark.long

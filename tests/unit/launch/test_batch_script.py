@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from launch import job, logs, records
 from launch.job import Record
 from launch.slurm import Config
 from launch.submission import checks, submit
+from tests.failing_files import each_failure
 from tests.integration.commands import Samestep
 from tests.waiting import until
-from trainer.errors import ConfigError, LaunchError
+from trainer.errors import ConfigError, LaunchError, fix_of
 
 
 @pytest.fixture
@@ -209,6 +211,25 @@ def test_a_job_that_cannot_be_remembered_is_taken_back(project: Path) -> None:
         submitted()
     assert (project / "cancelled").exists()
     assert not (project / "run").exists()
+
+
+def test_a_job_is_recorded_or_taken_back_on_a_failing_disk(project: Path) -> None:
+    """No line of another job is torn, and the same command then submits it."""
+    submitted("output=other")
+
+    def check(what: str, error: OSError, raised: Exception | None) -> None:
+        if raised is not None:
+            assert isinstance(raised, LaunchError), what
+            assert fix_of(error) in str(raised), what
+            assert (project / "cancelled").exists(), what
+            assert not (project / "run").exists(), what
+            (project / "cancelled").unlink()
+            submitted()
+        outputs = [Path(record.output).name for record in records.newest_first()]
+        assert outputs == ["run", "other"], what
+        shutil.rmtree(project / "run")
+
+    assert each_failure(project / "state", submitted, check) >= 3
 
 
 def test_one_job_for_one_output(project: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from data_pipeline.format.manifest import Manifest, ShardInfo
 from data_pipeline.format.shards import write_shard
-from tests.failing_files import ERRORS, contents, failing
+from tests.failing_files import ERRORS, contents, each_failure, failing
 from trainer.checkpoint import Checkpointer, Config, files
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import SamestepError, fix_of
@@ -73,26 +73,6 @@ def row_of_metrics(folder: Path, version: int) -> None:
 WRITERS: tuple[Writer, ...] = (
     *(text, rows, created, claimed, array, shard, exported, manifest, row_of_metrics),
 )
-
-
-def each_failure(
-    folder: Path, write: Callable[[], None], check: Callable[[str, OSError, Exception | None], None]
-) -> int:
-    """Lets each operation of a writer fail, with the errors in turn; returns how many there are."""
-    number = 0
-    while True:
-        error = ERRORS[number % len(ERRORS)]
-        raised: Exception | None = None
-        with failing(folder, number, error) as state:
-            try:
-                write()
-            except Exception as caught:
-                raised = caught
-        if state.failed is None:
-            assert raised is None
-            return number
-        check(state.failed, OSError(error, "x"), raised)
-        number += 1
 
 
 @pytest.mark.parametrize("write", WRITERS)
