@@ -109,16 +109,21 @@ def visible(text: str) -> str:
 class Output:
     """A standard stream in which all text is `visible`.
 
+    Args:
+        pipes: whether text is escaped in files and pipes as well. Messages are, since they are read
+            on some terminal later; texts that a command writes as data stay as they are.
+
     Attributes:
         rich_proxied_file: the stream itself. Rich looks for this name, to write its own colors and
             cursor moves; see `trainer.terminal`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, pipes: bool = True) -> None:
         self.rich_proxied_file = stream
+        self._escapes = pipes or stream.isatty()
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(visible(text))
+        self.rich_proxied_file.write(visible(text) if self._escapes else text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -151,9 +156,9 @@ class _Lossy:
 def prepare_streams() -> None:
     """Lets commands write any text to stdout and stderr, whatever these are.
 
-    Control characters are escaped, see `visible`. In an encoding without them, such as latin-1,
-    signs such as arrows become plain ones, and other characters \\u escapes. A closed stream takes
-    and drops everything.
+    Control characters are escaped, see `visible`, but not in a stdout that is no terminal. In an
+    encoding without them, such as latin-1, signs such as arrows become plain ones, and other
+    characters \\u escapes. A closed stream takes and drops everything.
     """
     codecs.register_error("samestep", _replace)
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
@@ -163,7 +168,7 @@ def prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="samestep")
     if not isinstance(sys.stdout, Output):
-        sys.stdout = cast(TextIO, Output(sys.stdout))
+        sys.stdout = cast(TextIO, Output(sys.stdout, pipes=False))
     if not isinstance(sys.stderr, Output):
         sys.stderr = cast(TextIO, Output(cast(TextIO, _Lossy(sys.stderr))))
 
