@@ -98,7 +98,8 @@ def read_tensors(folder: Path) -> object:
 
 _META = {"format": 1, "step": 3, "world_size": 1, "versions": {"samestep": "0.1"},
          "config": {"model": {"kind": "bert", **_SMALL, "max_positions": 8},
-                    "objective": {"kind": "mlm"}, "training": {"steps": 3}}}  # fmt: skip
+                    "objective": {"kind": "mlm"}, "training": {"steps": 3},
+                   "output": "run", "data": {}}}  # fmt: skip
 
 
 @st.composite
