@@ -105,6 +105,7 @@ _META = {"format": 1, "step": 3, "world_size": 1, "versions": {"samestep": "0.1"
 @st.composite
 def _checkpoints(draw: DrawFn) -> Files:
     """A step whose checksums are right, of hostile content."""
+    _folders()  # imports what a model is built with, outside of the limits of a file
     found = {
         "meta.json": draw(jsons(_META)),
         "rank-00000.safetensors": draw(st.one_of(st.just(_tensor_file()), _tensor_files())),
