@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _SOURCES = ("source.", "decontaminate.source.")  # of a dataset's recipe
 _MOST_VALUES = 100_000  # in a file, counting those behind each alias
+_MOST_LEVELS = 100
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
@@ -26,6 +27,17 @@ Tree: TypeAlias = dict[str, Any]
 
 class _Loader(yaml.SafeLoader):
     """Reads 2026-05-01 as text: no setting is a date, but an output may have one as its name."""
+
+    _levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # PyYAML takes a time for each token that grows with the depth.
+        if self._levels == _MOST_LEVELS:
+            raise yaml.YAMLError(f"it is nested in more than {_MOST_LEVELS} levels")
+        self._levels += 1
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -78,8 +78,20 @@ def test_a_small_file_cannot_stand_for_a_large_one(tmp_path: Path) -> None:
         "brackets": "steps: " + 10_000 * "[",
     }
     for name, text in texts.items():
-        with pytest.raises(ConfigError, match=f"{name} is not valid YAML: (its aliases|maximum)"):
+        with pytest.raises(
+            ConfigError, match=f"{name} is not valid YAML: (its aliases|it is nested)"
+        ):
             load(Root, write(tmp_path, name, text))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(50_000)  # as some libraries do
+    try:
+        for each in ("[", "- ", "? ", "{a: "):
+            with pytest.raises(ConfigError, match="nested in more than 100 levels"):
+                load(Root, write(tmp_path, "deep", 1000 * each))
+    finally:
+        sys.setrecursionlimit(limit)
+    nested = "table: " + 90 * "[" + 90 * "]" + "\nsteps: 1\ninner: {names: [a], limit: 1}"
+    assert read_tree(write(tmp_path, "nested", nested))["steps"] == 1
     shared = "table: &a {x: 1}\nsteps: 1\ninner: {names: &b [a], limit: 1}"
     assert load(Root, write(tmp_path, "few", shared)).table == {"x": 1}
 
