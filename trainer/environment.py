@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import os
 import re
 import sys
@@ -88,6 +89,28 @@ def expand_home(path: str, instead: str) -> Path:
         raise ConfigError(
             f"{path} is in the home folder, and this user has none. Set {instead}, or HOME."
         ) from None
+
+
+def open_files(wanted: int) -> tuple[float, float] | None:
+    """Raises the limit of open files of this process to a number, or as near as the system allows.
+
+    Returns:
+        The limit and the hard limit, infinite if there is none; None if the system names none.
+    """
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = math.inf if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return math.inf, most
+    reached = min(wanted, int(most)) if most < math.inf else wanted
+    if soft < reached:
+        with suppress(OSError, ValueError):  # macOS grants less than its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
+            soft = reached
+    return soft, most
 
 
 # All of C0 but tabs and line breaks, C1, and what reverses the order of text. Ordinary text in

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from operator import ne
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Annotated, Any, TypeAlias, TypedDict, cast
 
 from trainer.errors import DataError, SamestepError, StorageError, fix_of
 from trainer.monitoring import Level, Tracker
 from trainer.storage import write_text
 from trainer.stored_json import (
+    Between,
     Count,
     JsonError,
     Measure,
@@ -105,6 +106,9 @@ def _parse(line: bytes, nested: bool = False) -> Row:
     return row
 
 
+_Example: TypeAlias = Annotated[int, Between(0, 2**62)]  # its sums fit into 64 bits
+
+
 class _Entry(TypedDict):
     """What all rows of ledger.jsonl have, see `trainer.training.ledger`."""
 
@@ -121,13 +125,13 @@ class _Order(_Entry):
 class _Fed(_Entry):
     order: Count
     first_step: Count
-    examples: list[tuple[Count, Count]]
+    examples: list[tuple[_Example, _Example]]
     digest: str
 
 
 class _Excluded(_Entry):
     order: Count
-    examples: list[tuple[Count, Count]]
+    examples: list[tuple[_Example, _Example]]
     reason: str
 
 

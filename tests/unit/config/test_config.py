@@ -78,9 +78,7 @@ def test_a_small_file_cannot_stand_for_a_large_one(tmp_path: Path) -> None:
         "brackets": "steps: " + 10_000 * "[",
     }
     for name, text in texts.items():
-        with pytest.raises(
-            ConfigError, match=f"{name} is not valid YAML: (its aliases|it is nested)"
-        ):
+        with pytest.raises(ConfigError, match=f"{name} is not valid YAML: it"):
             load(Root, write(tmp_path, name, text))
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(50_000)  # as some libraries do
