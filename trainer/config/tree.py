@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +21,11 @@ T = TypeVar("T")
 _SOURCES = ("source.", "decontaminate.source.")  # of a dataset's recipe
 _MOST_VALUES = 100_000  # in a file, counting those behind each alias
 _MOST_LEVELS = 100
+# Settings in which a folder named "~" would be made, or looked for.
+_FOLDERS = re.compile(
+    r"output|init_from|init_embeddings|phases|data\.sources(\.\d+\.path)?|checkpoint\.folder|"
+    r"(phases\.\d+\.)?objective\.teacher|(tokenizer|data|probes\.[^.]+)\.path"
+)
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
@@ -249,6 +255,8 @@ def of_kinds(changes: Mapping[str, T]) -> dict[str, T]:
 def check_addresses(tree: Tree, path: str = "") -> None:
     """Rejects addresses with credentials: settings are stored in many files, and shown.
 
+    Folders that begin with ~ are rejected, too: they may be of another machine's user.
+
     Signed addresses are allowed as sources of a dataset, which stores them without the signature.
 
     Raises:
@@ -260,6 +268,11 @@ def check_addresses(tree: Tree, path: str = "") -> None:
             check_addresses(value, f"{place}.")
             continue
         for text in _texts(value):
+            if text.startswith("~") and _FOLDERS.fullmatch(place):
+                raise ConfigError(
+                    f"{place} has {text!r}, and only a shell knows the home folder as ~. Write the "
+                    "whole path."
+                )
             is_source = place.startswith(_SOURCES)
             credential = credential_in(text)
             if credential and not (is_source and not has_userinfo(text)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,3 +314,27 @@ def test_differences_name_the_keys_that_changed() -> None:
         "new": (None, 4),
         "e": ({"kind": "x"}, "x"),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("tokenizer.path=~/x", "tokenizer.path"),
+        ("output=~ada/x", "output"),
+        ("data.path=~/x", "data.path"),
+        ("data.sources=[{path: ~/x}]", "data.sources"),
+        ("data.sources.0.path=~/x", "data.sources.0.path"),
+        ("init_from=~/x", "init_from"),
+        ("init_embeddings=~/x", "init_embeddings"),
+        ("checkpoint.folder=~/x", "checkpoint.folder"),
+        ("objective.teacher=~/x", "objective.teacher"),
+        ("probes.a.path=~/x", "probes.a.path"),
+    ],
+)
+def test_a_folder_is_not_named_by_the_tilde_of_a_shell(
+    tmp_path: Path, text: str, setting: str
+) -> None:
+    file = write(tmp_path, "a.yaml", "data: {sources: [{path: x}]}")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(setting)} has '~.* Write the whole"):
+        read_tree(file, [text])
+    read_tree(file, ["source.paths=[~/x]", "data.cache=~/x", "output=a~", "labels=[~x]"])
