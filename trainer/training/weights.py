@@ -165,6 +165,15 @@ class Weights:
             return Tokenizer.load(folder, saved=self.step is not None)
 
 
+def warn_of_not_finite(tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Logs a warning that names the first of some tensors with NaN or infinity, if there is one."""
+    wrong = [name for name, each in tensors.items() if not each.float().isfinite().all()]
+    if wrong:
+        others = f", and so have {len(wrong) - 1} other tensors" if wrong[1:] else ""
+        text = "%s, of %s, has NaN or infinity in it%s; take an earlier checkpoint"
+        logger.warning(text, wrong[0], origin, others)
+
+
 def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> Weights:
     """Opens trained weights. Several ranks verify a checkpoint together: then it is collective.
 
