@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import os
 import re
 import sys
@@ -90,6 +91,28 @@ def expand_home(path: str, instead: str) -> Path:
         ) from None
 
 
+def open_files(wanted: int) -> tuple[float, float] | None:
+    """Raises the limit of open files of this process to a number, or as near as the system allows.
+
+    Returns:
+        The limit and the hard limit, infinite if there is none; None if the system names none.
+    """
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = math.inf if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return math.inf, most
+    reached = min(wanted, int(most)) if most < math.inf else wanted
+    if soft < reached:
+        with suppress(OSError, ValueError):  # macOS grants less than its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
+            soft = reached
+    return soft, most
+
+
 # All of C0 but tabs and line breaks, C1, and what reverses the order of text. Ordinary text in
 # Arabic or Hebrew needs none of the latter.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
@@ -109,16 +132,21 @@ def visible(text: str) -> str:
 class Output:
     """A standard stream in which all text is `visible`.
 
+    Args:
+        pipes: whether text is escaped in files and pipes as well. Messages are, since they are read
+            on some terminal later; texts that a command writes as data stay as they are.
+
     Attributes:
         rich_proxied_file: the stream itself. Rich looks for this name, to write its own colors and
             cursor moves; see `trainer.terminal`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, pipes: bool = True) -> None:
         self.rich_proxied_file = stream
+        self._escapes = pipes or stream.isatty()
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(visible(text))
+        self.rich_proxied_file.write(visible(text) if self._escapes else text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -151,9 +179,9 @@ class _Lossy:
 def prepare_streams() -> None:
     """Lets commands write any text to stdout and stderr, whatever these are.
 
-    Control characters are escaped, see `visible`. In an encoding without them, such as latin-1,
-    signs such as arrows become plain ones, and other characters \\u escapes. A closed stream takes
-    and drops everything.
+    Control characters are escaped, see `visible`, but not in a stdout that is no terminal. In an
+    encoding without them, such as latin-1, signs such as arrows become plain ones, and other
+    characters \\u escapes. A closed stream takes and drops everything.
     """
     codecs.register_error("samestep", _replace)
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
@@ -163,7 +191,7 @@ def prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="samestep")
     if not isinstance(sys.stdout, Output):
-        sys.stdout = cast(TextIO, Output(sys.stdout))
+        sys.stdout = cast(TextIO, Output(sys.stdout, pipes=False))
     if not isinstance(sys.stderr, Output):
         sys.stderr = cast(TextIO, Output(cast(TextIO, _Lossy(sys.stderr))))
 

@@ -2,7 +2,7 @@
 
 Names, texts and other programs' output are printed as they are: `[red]` is no markup in them, and
 their control characters are shown, not obeyed. Only colors and cursor moves of Rich itself reach
-the terminal.
+the terminal. In a stdout that is no terminal, texts stay as they are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         # Before the width is measured.
-        return super().render_str(visible(text), **options)
+        return super().render_str(self._shown(text), **options)
 
     def render(
         self, renderable: Any, options: rich.console.ConsoleOptions | None = None
@@ -50,7 +50,10 @@ class Console(rich.console.Console):
             if segment.control:
                 yield segment
             else:
-                yield Segment(visible(segment.text), segment.style)
+                yield Segment(self._shown(segment.text), segment.style)
+
+    def _shown(self, text: str) -> str:
+        return visible(text) if self.stderr or self.is_terminal else text
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # as from any other write; Rich would exit with code 1

@@ -75,12 +75,17 @@ def _objection(name: object) -> str | None:
     return None
 
 
-def open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path, links: bool = True) -> BufferedReader:
     """Opens a file of a folder that may be a stranger's for reading, without ever blocking.
+
+    Args:
+        links: whether it may be a link to a regular file.
 
     Raises:
         OSError: it does not exist, or is a folder, a FIFO, a socket or a device.
     """
+    if not links and path.is_symlink():
+        raise NotRegularError(errno.ELOOP, "it is a link to another file", str(path))
     return open(path, "rb", opener=_open)
 
 

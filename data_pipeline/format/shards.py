@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from data_pipeline.format import row_lines
 from data_pipeline.format.manifest import ShardInfo
+from trainer.environment import open_files
 from trainer.errors import CorruptError, DataError
 from trainer.examples import TaskRow
 from trainer.storage import atomic_write
@@ -318,9 +319,8 @@ def _failure_explained(name: str) -> Iterator[None]:
         ) from None
     except (OSError, ValueError, tarfile.TarError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            import resource  # POSIX only
-
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            limits = open_files(0)
+            limit = "unknown" if limits is None else limits[0]
             raise DataError(
                 f"cannot open the shard {name}: too many files are open (the limit of this process "
                 f"is {limit}). Raise it with ulimit -n, or reduce data.lanes or data.window."

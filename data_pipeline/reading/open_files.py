@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
+
+from trainer.environment import open_files
 
 MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need about 320
 _FEW_SHARDS = 128  # where the limit of open files is unknown
@@ -16,18 +17,5 @@ def max_open_shards() -> int:
     Each needs a file descriptor, and a process may start with as few as 256. The first call raises
     the limit to three times `MAX_OPEN_SHARDS`: for training, for evaluation, and for all else.
     """
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return _FEW_SHARDS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * MAX_OPEN_SHARDS
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft == resource.RLIM_INFINITY:
-        return MAX_OPEN_SHARDS
-    if soft < wanted:
-        with suppress(OSError, ValueError):  # macOS grants less than its hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return max(1, min(MAX_OPEN_SHARDS, soft // 3))
+    limits = open_files(3 * MAX_OPEN_SHARDS)
+    return _FEW_SHARDS if limits is None else int(max(1, min(MAX_OPEN_SHARDS, limits[0] // 3)))

@@ -98,12 +98,14 @@ def read_tensors(folder: Path) -> object:
 
 _META = {"format": 1, "step": 3, "world_size": 1, "versions": {"samestep": "0.1"},
          "config": {"model": {"kind": "bert", **_SMALL, "max_positions": 8},
-                    "objective": {"kind": "mlm"}, "training": {"steps": 3}}}  # fmt: skip
+                    "objective": {"kind": "mlm"}, "training": {"steps": 3},
+                   "output": "run", "data": {}}}  # fmt: skip
 
 
 @st.composite
 def _checkpoints(draw: DrawFn) -> Files:
     """A step whose checksums are right, of hostile content."""
+    _folders()  # imports what a model is built with, outside of the limits of a file
     found = {
         "meta.json": draw(jsons(_META)),
         "rank-00000.safetensors": draw(st.one_of(st.just(_tensor_file()), _tensor_files())),

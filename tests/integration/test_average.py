@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from tests.integration.commands import Samestep, Start
 from trainer.checkpoint import integrity
-from trainer.publish import average
-from trainer.training.weights import load_weights
+from trainer.checkpoint.layout import StoredTensors
+from trainer.publish import average, export
+from trainer.training.weights import Weights, load_weights
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,29 @@ def test_it_is_evaluated_exported_and_started_from(
     assert samestep("fill", mean, "the [MASK] of the module").code == 0
     more = ("training.steps=2", "schedule.warmup_steps=1", f"output={tmp_path / 'more'}")
     assert samestep("train", experiment_file, f"init_from={mean}", *more).code == 0
+
+
+def test_weights_that_are_no_numbers_are_named(
+    run: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "layers.1.ffn.down.weight"
+
+    def damaged(path: Any) -> Weights:
+        weights = load_weights(path)
+        tensors = {each: tensor.clone() for each, tensor in weights.tensors.items()}
+        tensors[name][3, 5] = float("inf")
+        return replace(weights, tensors=StoredTensors.of(tensors))
+
+    assert "infinity" not in samestep("export", run, tmp_path / "sound").err
+    monkeypatch.setattr(average, "load_weights", damaged)
+    monkeypatch.setattr(export, "load_weights", damaged)
+    for command, shown in (
+        (("average", run, tmp_path / "mean", "--last", "2"), name),
+        (("export", run, tmp_path / "exported"), "bert.encoder.layer.1.output.dense.weight"),
+    ):
+        result = samestep(*command)
+        assert result.code == 0
+        assert f"{shown}, of {run}, has NaN or infinity in it" in result.err
 
 
 def test_bad_input_is_refused(run: Path, tmp_path: Path, samestep: Samestep) -> None:

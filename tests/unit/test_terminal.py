@@ -44,6 +44,13 @@ def hostile() -> Iterator[str]:
         yield "".join(generator.choices(pieces, k=generator.randint(1, 12)))
 
 
+class Terminal(io.StringIO):
+    """What a terminal has been sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def obeyed(text: str) -> set[str]:
     return set(text) & {*CONTROL, *BIDI}
 
@@ -51,7 +58,7 @@ def obeyed(text: str) -> set[str]:
 def test_no_character_of_a_text_is_obeyed_wherever_it_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written = io.StringIO()
+    written = Terminal()
     monkeypatch.setattr(sys, "stdout", written)
     monkeypatch.setattr(sys, "stderr", written)
     environment.prepare_streams()
@@ -70,7 +77,7 @@ def test_no_character_of_a_text_is_obeyed_wherever_it_is_printed(
         sys.stderr.writelines([text])
         handler.emit(logging.LogRecord("", logging.INFO, "", 0, "%s", (text,), None))
         count += 1
-    assert obeyed(written.getvalue()) == set()
+    assert obeyed(re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())) == set()  # Rich's colors
     assert "[/b]" in written.getvalue()
     assert "a\\u001b[2Jb" in written.getvalue()
     assert count == 60 + len([*CONTROL, *BIDI, *SEQUENCES])
@@ -94,6 +101,25 @@ def test_only_colors_and_cursor_moves_of_rich_itself_reach_a_terminal(
     assert set(re.findall(r"\x1b(?!\[[\d;]*m|\[\?25[hl]|\[1A|\[2K)..", shown)) == set()
     assert "\x1b[8m" not in shown
     assert obeyed(shown) <= {"\x1b", "\r"}
+
+
+def test_texts_stay_as_they_are_in_files_and_pipes_and_messages_are_escaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    environment.prepare_streams()
+    for text in hostile():
+        stdout.seek(0)
+        stdout.truncate()
+        sys.stdout.write(text)
+        assert stdout.getvalue() == text
+        sys.stderr.write(text)
+        Console(stderr=True).print(text)
+    Console(width=120, highlight=False).print("a\x1b[2Jb", Text("c\x9bd"))
+    assert stdout.getvalue() == f"{text}a\x1b[2Jb c\x9bd\n"
+    assert obeyed(stderr.getvalue()) == set()
 
 
 def test_ordinary_text_and_the_values_of_json_stay() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +26,6 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
-# A model that shares its layers has few tensors for many of them.
-_FEW = 200
-_LARGE = 2**20
-_COUNTED = re.compile("layer|group|label|block")
-_SIZED = re.compile("size|dim|head|width|position|ctx|length|vocab|embd|inner|^num_|^n_|^d_|^r$")
 _WRAPPERS = ("_orig_mod.", "module.")
 
 
@@ -85,9 +79,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
     """
     config = _read_json(folder / _CONFIG)
     if (folder / _WEIGHTS).exists():
-        tensors = _load_tensors([folder / _WEIGHTS])
-        _check_sizes(config, tensors, folder / _CONFIG)
-        return config, _unwrapped(tensors)
+        return config, _unwrapped(_load_tensors([folder / _WEIGHTS]))
     if (folder / _INDEX).exists():  # a large model: maps tensor names to files
         shards = _read_json(folder / _INDEX).get("weight_map", {})
         _check_names(shards, folder / _INDEX)
@@ -97,7 +89,6 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
                 f"{folder / _INDEX} lists {absent[0]}, which {folder / shards[absent[0]]} does not "
                 "hold. Download the folder again"
             )
-        _check_sizes(config, tensors, folder / _CONFIG)
         return config, _unwrapped(tensors)
     if (folder / "pytorch_model.bin").exists():
         raise CheckpointError(
@@ -121,31 +112,9 @@ def _check_names(shards: object, index: Path) -> None:
             )
 
 
-def _check_sizes(config: Tree, tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Rejects numbers of layers, labels and dimensions that the tensors cannot have.
-
-    A model is built before its shapes are compared, and a number in a small file could make that
-    take all memory. So these bounds are generous.
-    """
-    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
-    for key, value in config.items():
-        if type(value) is not int or not (_COUNTED.search(key) or _SIZED.search(key)):
-            continue
-        if "max_length" in key:  # of generation
-            continue
-        most = max(_FEW, len(tensors)) if _COUNTED.search(key) else max(_LARGE, largest)
-        if "label" in key:
-            most = max(_FEW, largest)
-        if value > most:
-            raise CheckpointError(
-                f"{file} has {key} {value}, which its {len(tensors)} tensors cannot have. Use the "
-                "file that belongs to them"
-            )
-
-
 @contextmanager
-def wrong_settings_explained(folder: Path) -> Iterator[None]:
-    """Turns errors from building a model of config.json into an error of that file.
+def wrong_settings_explained(folder: files.Location) -> Iterator[None]:
+    """Turns errors from building a model of stored settings into an error of their file.
 
     Raises:
         CheckpointError: a value has another type, or values do not fit together.
@@ -181,9 +150,7 @@ def load_adapter(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
             f"{folder} has no {_ADAPTER_WEIGHTS}. Copy or download all its files, or save it as "
             "safetensors"
         )
-    tensors = _load_tensors([folder / _ADAPTER_WEIGHTS])
-    _check_sizes(config, tensors, folder / _ADAPTER_CONFIG)
-    return config, _unwrapped(tensors)
+    return config, _unwrapped(_load_tensors([folder / _ADAPTER_WEIGHTS]))
 
 
 def save_folder(

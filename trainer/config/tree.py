@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +20,12 @@ T = TypeVar("T")
 
 _SOURCES = ("source.", "decontaminate.source.")  # of a dataset's recipe
 _MOST_VALUES = 100_000  # in a file, counting those behind each alias
+_MOST_LEVELS = 100
+# Settings in which a folder named "~" would be made, or looked for.
+_FOLDERS = re.compile(
+    r"output|init_from|init_embeddings|phases|data\.sources(\.\d+\.path)?|checkpoint\.folder|"
+    r"(phases\.\d+\.)?objective\.teacher|(tokenizer|data|probes\.[^.]+)\.path"
+)
 
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
@@ -26,6 +33,17 @@ Tree: TypeAlias = dict[str, Any]
 
 class _Loader(yaml.SafeLoader):
     """Reads 2026-05-01 as text: no setting is a date, but an output may have one as its name."""
+
+    _levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # PyYAML takes a time for each token that grows with the depth.
+        if self._levels == _MOST_LEVELS:
+            raise yaml.YAMLError(f"it is nested in more than {_MOST_LEVELS} levels")
+        self._levels += 1
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -237,6 +255,8 @@ def of_kinds(changes: Mapping[str, T]) -> dict[str, T]:
 def check_addresses(tree: Tree, path: str = "") -> None:
     """Rejects addresses with credentials: settings are stored in many files, and shown.
 
+    Folders that begin with ~ are rejected, too: they may be of another machine's user.
+
     Signed addresses are allowed as sources of a dataset, which stores them without the signature.
 
     Raises:
@@ -248,6 +268,11 @@ def check_addresses(tree: Tree, path: str = "") -> None:
             check_addresses(value, f"{place}.")
             continue
         for text in _texts(value):
+            if text.startswith("~") and _FOLDERS.fullmatch(place):
+                raise ConfigError(
+                    f"{place} has {text!r}, and only a shell knows the home folder as ~. Write the "
+                    "whole path."
+                )
             is_source = place.startswith(_SOURCES)
             credential = credential_in(text)
             if credential and not (is_source and not has_userinfo(text)):

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.elastic.host import Renewal
+from trainer.environment import open_files
 from trainer.storage.channel import Channel, Listener, Message
 from trainer.strategies.agreement import Machine, disagreement
 from trainer.strategies.neighbor import keep_alive
@@ -295,23 +296,16 @@ def _allow_ranks(ranks: int) -> str:
     Returns:
         A message if the system does not allow as many; else "".
     """
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return ""
     fewest, most = (ranks * each + _OTHER_FILES for each in (_FEWEST_CONNECTIONS, _CONNECTIONS))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        if hard < fewest:
-            return (
-                f"{ranks} ranks need {fewest} to {most} open files on {platform.node()}, which "
-                f"hosts the rendezvous, and its hard limit is {hard}. Raise it (ulimit -Hn; "
-                "LimitNOFILE of systemd)."
-            )
-        most = min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return ""
+    limits = open_files(most)
+    if limits is None or limits[0] >= fewest:
+        return ""
+    limit, hard = limits
+    return (
+        f"{ranks} ranks need {fewest} to {most} open files on {platform.node()}, which hosts the "
+        f"rendezvous, and its limit is {limit} (hard: {hard}). Raise it (ulimit -n and -Hn; "
+        "LimitNOFILE of systemd)."
+    )
 
 
 def _open_store(interface: str) -> TCPStore:

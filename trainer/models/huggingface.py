@@ -14,6 +14,8 @@ from trainer.models.config import FEWEST_LABELS, Activation, Head, TransformerCo
 ConfigJson: TypeAlias = dict[str, Any]
 """The content of a `config.json` of transformers."""
 
+_MOST_LABELS = 2**20  # that a file may number without naming them
+
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Parameter name -> names of the checkpoint's tensors that are concatenated in its rows."""
 
@@ -124,11 +126,17 @@ def read_labels(config: ConfigJson) -> tuple[str, ...]:
     """Reads the labels of a `config.json`; without names, they are transformers' defaults.
 
     Raises:
-        ConfigError: they are not numbered from 0.
+        ConfigError: they are not numbered from 0, or too many to number without names.
     """
     names = config.get("id2label")
     if not names:
-        return tuple(f"LABEL_{number}" for number in range(int(config.get("num_labels", 2))))
+        count = int(config.get("num_labels", 2))
+        if count > _MOST_LABELS:
+            raise ConfigError(
+                f"config.json has num_labels {count}, more than {_MOST_LABELS}. Use the file that "
+                "belongs to the tensors, or name the labels in id2label."
+            )
+        return tuple(f"LABEL_{number}" for number in range(count))
     try:
         numbered = {int(number): str(name) for number, name in names.items()}
         return tuple(numbered[number] for number in range(len(names)))

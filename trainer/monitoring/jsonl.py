@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from operator import ne
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Annotated, Any, TypeAlias, TypedDict, cast
 
 from trainer.errors import DataError, SamestepError, StorageError, fix_of
 from trainer.monitoring import Level, Tracker
 from trainer.storage import write_text
 from trainer.stored_json import (
+    Between,
     Count,
     JsonError,
     Measure,
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 Row: TypeAlias = dict[str, Any]
 """A line of a file: step, time, and numbers or words by name."""
+
+_PIECE_BYTES = 2**22
 
 ALERTS = "alerts.jsonl"
 """File in a run's folder: faults, failures and restarts, with level, title and text."""
@@ -103,6 +106,9 @@ def _parse(line: bytes, nested: bool = False) -> Row:
     return row
 
 
+_Example: TypeAlias = Annotated[int, Between(0, 2**62)]  # its sums fit into 64 bits
+
+
 class _Entry(TypedDict):
     """What all rows of ledger.jsonl have, see `trainer.training.ledger`."""
 
@@ -119,13 +125,13 @@ class _Order(_Entry):
 class _Fed(_Entry):
     order: Count
     first_step: Count
-    examples: list[tuple[Count, Count]]
+    examples: list[tuple[_Example, _Example]]
     digest: str
 
 
 class _Excluded(_Entry):
     order: Count
-    examples: list[tuple[Count, Count]]
+    examples: list[tuple[_Example, _Example]]
     reason: str
 
 
@@ -192,6 +198,9 @@ def parse_ledger_row(line: bytes) -> Row:
 class RowReader:
     """Reads a file of rows while another process appends to it; each line is read once.
 
+    A stranger's file may be huge, so a call reads some megabytes of it; see `pieces`. A link is
+    not followed, as it could show the content of any other file.
+
     A run that continues from a checkpoint removes its later rows. The reader then starts over: it
     notices because the last line that it has read is no longer in its place.
 
@@ -199,38 +208,49 @@ class RowReader:
         parse: returns the row of a line, or raises a `JsonError`.
 
     Attributes:
-        damaged: a sentence about each line that is no row.
+        damaged: a sentence about the first line that is no row; empty if all are rows.
+        damaged_lines: number of such lines.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Row] = _parse) -> None:
         self._path, self._parse = path, parse
         self._end = self._lines = 0  # end and number of the last whole line read
         self._last = b""
-        self.damaged: list[str] = []
+        self.damaged, self.damaged_lines = "", 0
+
+    def pieces(self) -> Iterator[tuple[list[Row], bool]]:
+        """Yields results of `read` until there are no more new rows, the empty one included."""
+        rows: list[Row] = [{}]
+        while rows:
+            rows, replaced = self.read()
+            yield rows, replaced
 
     def read(self) -> tuple[list[Row], bool]:
-        """Returns the new rows, and whether they replace all rows that were returned before.
+        """Returns new rows, and whether they replace all rows that were returned before.
 
         The end of a line that is being written is left for the next call. A missing file has no
         rows.
         """
         rows: list[Row] = []
         try:
-            with open_regular(self._path) as file:
+            with open_regular(self._path, links=False) as file:
                 file.seek(self._end - len(self._last))
                 replaced = file.read(len(self._last)) != self._last
                 if replaced:
                     file.seek(0)
                     self._forget()
+                begin = self._end
                 for line, end, is_whole in read_lines(file):
-                    if not is_whole:
+                    if not is_whole or (rows and end > begin + _PIECE_BYTES):
                         break
                     self._end, self._last = end, line
                     self._lines += 1
                     try:
                         rows.append(self._parse(line))
                     except JsonError as error:
-                        self.damaged.append(f"{self._path.name}, line {self._lines}: {error}")
+                        where = f"{self._path.name}, line {self._lines}"
+                        self.damaged = self.damaged or f"{where}: {error}"
+                        self.damaged_lines += 1
         except FileNotFoundError:
             replaced = self._end > 0
             self._forget()
@@ -239,7 +259,8 @@ class RowReader:
         return rows, replaced
 
     def _forget(self) -> None:
-        self._end, self._lines, self._last, self.damaged = 0, 0, b"", []
+        self._end, self._lines, self._last = 0, 0, b""
+        self.damaged, self.damaged_lines = "", 0
 
 
 def read_metrics(run: str | Path) -> list[Row]:

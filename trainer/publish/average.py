@@ -18,7 +18,7 @@ from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.errors import CheckpointError, ConfigError, fix_of
 from trainer.progress import Progress
 from trainer.storage import new_folder
-from trainer.training.weights import Weights, checkpoints_of, load_weights
+from trainer.training.weights import Weights, checkpoints_of, load_weights, warn_of_not_finite
 from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ def _write(
             f"model/{name}": _mean([weights.tensors[name] for weights in loaded], fractions)
             for name in progress.track(newest.tensors)
         }
+    warn_of_not_finite({name: tensors[f"model/{name}"] for name in newest.tensors}, run)
     meta = {
         name: value
         for name, value in integrity.read_meta(newest.folder).items()

@@ -20,7 +20,7 @@ from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card, sentence_transformers
 from trainer.publish import tokenizer as exported_tokenizer
 from trainer.storage.hub import name_and_revision
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights import Weights, load_weights, warn_of_not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ def export_weights(
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
         tensors = ours.export_tensors(parameters)
+        warn_of_not_finite(tensors, checkpoint)
         config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         more = None
         if ours.head == "embedding":
@@ -107,6 +108,7 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     # The adapter names its base, and the revision on the Hub that it was trained on.
     name, revision = name_and_revision(base.hub) if base.hub else (base.path, "")
     content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
+    warn_of_not_finite(tensors, checkpoint)
     if revision:
         content["revision"] = revision
     tokenizer = weights.load_tokenizer()

@@ -110,12 +110,3 @@ def test_an_empty_folder_may_be_filled(tmp_path: Path):
     (tmp_path / "model").mkdir()
     save_folder(tmp_path / "model", {}, {})
     assert len(load_folder(tmp_path / "model")[1]) == 0
-
-
-@pytest.mark.parametrize(
-    "size", [{"num_hidden_layers": 10**9}, {"num_labels": 10**12}, {"vocab_size": 2**40}]
-)
-def test_sizes_that_the_tensors_cannot_have(saved: Path, size: dict[str, int]):
-    (saved / "config.json").write_text(json.dumps({"model_type": "bert", **size}))
-    with pytest.raises(CheckpointError, match="which its 2 tensors cannot have"):
-        load_folder(saved)

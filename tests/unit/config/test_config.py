@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,8 +79,18 @@ def test_a_small_file_cannot_stand_for_a_large_one(tmp_path: Path) -> None:
         "brackets": "steps: " + 10_000 * "[",
     }
     for name, text in texts.items():
-        with pytest.raises(ConfigError, match=f"{name} is not valid YAML: (its aliases|maximum)"):
+        with pytest.raises(ConfigError, match=f"{name} is not valid YAML: it"):
             load(Root, write(tmp_path, name, text))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(50_000)  # as some libraries do
+    try:
+        for each in ("[", "- ", "? ", "{a: "):
+            with pytest.raises(ConfigError, match="nested in more than 100 levels"):
+                load(Root, write(tmp_path, "deep", 1000 * each))
+    finally:
+        sys.setrecursionlimit(limit)
+    nested = "table: " + 90 * "[" + 90 * "]" + "\nsteps: 1\ninner: {names: [a], limit: 1}"
+    assert read_tree(write(tmp_path, "nested", nested))["steps"] == 1
     shared = "table: &a {x: 1}\nsteps: 1\ninner: {names: &b [a], limit: 1}"
     assert load(Root, write(tmp_path, "few", shared)).table == {"x": 1}
 
@@ -303,3 +314,27 @@ def test_differences_name_the_keys_that_changed() -> None:
         "new": (None, 4),
         "e": ({"kind": "x"}, "x"),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("tokenizer.path=~/x", "tokenizer.path"),
+        ("output=~ada/x", "output"),
+        ("data.path=~/x", "data.path"),
+        ("data.sources=[{path: ~/x}]", "data.sources"),
+        ("data.sources.0.path=~/x", "data.sources.0.path"),
+        ("init_from=~/x", "init_from"),
+        ("init_embeddings=~/x", "init_embeddings"),
+        ("checkpoint.folder=~/x", "checkpoint.folder"),
+        ("objective.teacher=~/x", "objective.teacher"),
+        ("probes.a.path=~/x", "probes.a.path"),
+    ],
+)
+def test_a_folder_is_not_named_by_the_tilde_of_a_shell(
+    tmp_path: Path, text: str, setting: str
+) -> None:
+    file = write(tmp_path, "a.yaml", "data: {sources: [{path: x}]}")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(setting)} has '~.* Write the whole"):
+        read_tree(file, [text])
+    read_tree(file, ["source.paths=[~/x]", "data.cache=~/x", "output=a~", "labels=[~x]"])

@@ -6,6 +6,7 @@ import platform
 import re
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from trainer.elastic import host, rendezvous, rounds, secret
 from trainer.elastic.host import Records, Renewal
 from trainer.elastic.rendezvous import Rendezvous, RunEnded
 from trainer.elastic.rounds import Event, Round
+from trainer.environment import open_files
 from trainer.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
 from trainer.storage.channel import Channel
 
@@ -290,10 +292,36 @@ def test_more_ranks_than_the_system_allows_files_are_refused(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 285))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     (alone,) = agents(1, 1, 1)
-    match = r"10 ranks need 286 to 316 open files on .* limit is 285\."
+    match = r"10 ranks need 286 to 316 open files on .* limit is 285 \(hard: 285\)\."
     with pytest.raises(LaunchError, match=match):
         join(alone, 10).result(5)
+
+
+def test_a_system_that_does_not_raise_its_limit_on_files_does_not_end_the_rendezvous(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As macOS, which grants less than its hard limit."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (290, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    (alone,) = agents(1, 1, 1)
+    assert join(alone, 10).result(5) is not None
+    (alone,) = agents(1, 1, 1)
+    with pytest.raises(LaunchError, match="12 ranks need 292 to 328") as refused:
+        join(alone, 12).result(5)
+    assert "its limit is 290 (hard: inf)" in str(refused.value)
+
+
+def test_a_system_without_limits_on_files(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert open_files(10) is None
+    (alone,) = agents(1, 1, 1)
+    assert join(alone, 10).result(5) is not None
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StorageError
 from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch
+from trainer.monitoring import jsonl
 from trainer.monitoring.jsonl import JsonlTracker, RowReader, read_rows
 from trainer.monitoring.report import Report
 from trainer.training.ledger import GENESIS, chain, intact_rows
@@ -205,6 +206,43 @@ def test_a_line_that_is_being_written_is_read_once_wherever_it_is_cut(tmp_path: 
         ledger.write_bytes(lines[:cut])
         found = list(intact_rows(ledger))
         assert [row["step"] for row, _ in found] == [1, 2][: lines[:cut].count(b"\n")]
+
+
+def test_a_huge_file_is_read_in_pieces_and_its_damage_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jsonl, "_PIECE_BYTES", 100)
+    run = tmp_path / "run"
+    tracker = start_run(run)
+    for step in range(1, 51):
+        tracker.log(step, {"train/loss": 1.0})
+        tracker.alert("WARN", f"title {step}", "")
+    with tracker.path.open("ab") as file:
+        file.write(1000 * b"no row\n")
+    tracker.log(51, {"train/loss": 1.0})
+    reader = RowReader(tracker.path)
+    sizes = [len(rows) for rows, _ in reader.pieces()]
+    assert (sum(sizes), sizes[-1]) == (51, 0)
+    assert max(sizes) <= 2
+    assert reader.damaged.startswith("metrics.jsonl, line 51: ")
+    assert reader.damaged_lines == 1000
+    (found,) = Report([str(run)]).data()["runs"]
+    assert found["summary"]["step"] == 51
+    titles = [each["title"] for each in found["faults"] if each["title"].startswith("title")]
+    assert titles == [f"title {step}" for step in range(1, 51)]
+    assert any("(1000 in all)" in each["text"] for each in found["faults"])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl", "alerts.jsonl", "ledger.jsonl"])
+def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(tmp_path: Path, name: str):
+    run = tmp_path / "run"
+    start_run(run).log(1, {"train/loss": 1.0})
+    other = tmp_path / "other"
+    other.write_text("a line of a stranger's choice\n")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(other)
+    with pytest.raises(StorageError, match=rf"cannot read .*{name}: it is a link to another file"):
+        Report([str(run)]).data()
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trainer.inference.features import new_array
-from trainer.storage import atomic_write, new_folder
+from trainer.storage import atomic_write, local, new_folder
 from trainer.storage.local import temporary_name
 
 
@@ -55,6 +59,43 @@ def test_processes_of_one_number_on_hosts_of_one_name_have_files_of_their_own(
     assert np.load(tmp_path / "array").tolist() == [1, 1]
     assert first_folder != second_folder
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "array", "b", "file"]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainer.storage import new_folder
+with new_folder(Path(sys.argv[1])) as temporary:
+    (temporary / "file").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    other = tmp_path / ".other.0123456789abcdef.tmp"
+    other.mkdir()
+    subprocess.run([sys.executable, "-c", _KILLED, tmp_path / "target"], check=False)
+    (left,) = tmp_path.glob(".target.*")
+    with new_folder(tmp_path / "target") as first:
+        assert not left.exists()
+        with new_folder(tmp_path / "target"):
+            assert first.exists()  # another process would find it locked
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "target"]
+
+
+def test_a_folder_that_may_be_left_is_named_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(local, "flock", without_locks)
+    left = tmp_path / ".target.0123456789abcdef.tmp"
+    left.mkdir()
+    with caplog.at_level(logging.WARNING), new_folder(tmp_path / "target"):
+        pass
+    assert left.is_dir()
+    assert f"{left} may be left by a command that was stopped" in caplog.text
 
 
 def test_a_folder_with_content_is_not_replaced(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.reading.dataset import Dataset
 from tests.integration.commands import Samestep
+from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.manager import Checkpointer, Config
+from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, bert
 from trainer.training.initial_weights import stored_values
@@ -110,3 +113,98 @@ def test_a_model_folder_cannot_name_a_module_to_import(
         with pytest.raises(CheckpointError, match=r"model_type 'nice_model.evil', a Python module"):
             load("nice_model")
     assert not Path("ran").exists()
+
+
+def exported(folder: Path, **settings: object) -> Path:
+    """A small BERT in Hugging Face format, with some settings of its config.json changed."""
+    weights, model = trained(bert.Config)
+    assert isinstance(weights.config, bert.Config)
+    tensors = {name: each.detach() for name, each in model.named_parameters()}
+    tensors = {name: each.clone() for name, each in weights.config.export_tensors(tensors).items()}
+    save_folder(folder, weights.config.to_huggingface() | settings, tensors)
+    return folder
+
+
+def test_settings_that_no_model_reads_may_be_any_numbers(tmp_path: Path) -> None:
+    """As in files of well-known models, and of programs that add settings of their own."""
+    plain = load_weights(exported(tmp_path / "plain"))
+    others = {
+        "bos_token_id": 2**31,
+        "eos_token_id": [1, 106],
+        "decoder_start_token_id": 250_004,
+        "block_size": 4096,
+        "attention_window": 512,
+        "num_buckets": 1024,
+        "n_groups": 4096,
+        "model_max_length": 10**30,
+        "n_positions": 10**9,
+        "n_ctx": 2**21,
+        "d_kv": 2**21,
+        "max_window_layers": 1000,
+        "rope_theta": 10_000_000,
+        "rotary_emb_base": 500_000,
+        "original_max_position_embeddings": 2**22,
+        "seq_length": 10**7,
+        "num_labels": 5000,
+        "stage3_max_live_parameters": 10**9,
+        "reduce_bucket_size": 5 * 10**8,
+        "train_batch_size": 2**22,
+        "num_experts_per_group": 1000,
+        "layer_shift": 4096,
+    }
+    found = load_weights(exported(tmp_path / "others", **others))
+    assert found.config == plain.config
+    assert sorted(found.tensors) == sorted(plain.tensors)
+    assert load_config(tmp_path / "others") == plain.config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hidden_layers": 9_000}, "layers 9000, which its [0-9]+ tensors cannot have"),
+        ({"num_hidden_layers": 10**9}, "layers is 1000000000"),
+        ({"vocab_size": 2**40}, r"\[40, 8\] instead of \[1099511627776, 8\]"),
+        ({"intermediate_size": 2**62}, "no model can be built of the settings"),
+        (
+            {"num_labels": 10**12, "architectures": ["BertForSequenceClassification"]},
+            "num_labels 1000000000000, more than",
+        ),
+    ],
+)
+def test_sizes_that_the_tensors_of_a_folder_cannot_have(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    folder = exported(tmp_path / "model", **settings)
+    if "num_labels" in settings:
+        tensors = load_file(folder / "model.safetensors")
+        head = {"classifier.weight": torch.zeros(2, 8), "classifier.bias": torch.zeros(2)}
+        save_file(tensors | head, folder / "model.safetensors")
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        load_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layers": 9_000}, r"layers 9000, which its [0-9]+ tensors cannot have"),
+        ({"width": 2**20}, r"are of a model with [0-9]+ parameters, and its tensors have [0-9]+ "),
+        ({"ffn_width": 2**62}, "no model can be built of the settings"),
+        ({"peft": {"kind": "prompt", "length": 2**40}}, "are of a model with"),
+    ],
+)
+def test_sizes_that_the_tensors_of_a_checkpoint_cannot_have(
+    tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    weights, _ = trained(bert.Config)
+    tensors = {f"model/{name}": weights.tensors[name].detach() for name in weights.tensors}
+    for name, changes in {"right": {}, "wrong": changed}.items():
+        model = {"kind": "bert", **to_tree(weights.config), **changes}
+        checkpoints = Checkpointer(
+            tmp_path / name / "checkpoints", Config(asynchronous=False), rank=0, world_size=1
+        )
+        settings = {"objective": {"kind": "mlm"}, "output": "", "data": {}, "training": {}}
+        checkpoints.save(3, tensors, {"config": {**settings, "model": model}})
+        checkpoints.wait()
+    assert load_weights(tmp_path / "right").config == weights.config
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(tmp_path / "wrong")

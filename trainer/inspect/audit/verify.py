@@ -29,6 +29,7 @@ from trainer.terminal import Console
 from trainer.training.ledger import Row
 from trainer.training.run import checkpoint_folder
 
+_SLACK = 10
 _PROBLEMS_SHOWN = 20
 
 
@@ -63,7 +64,11 @@ def verify(run: Run) -> Verdict:
     verdict.problems += [*_broken_chain(run), *_forgotten_head(run), *_uncovered(run, verdict)]
     # Only now read the data: the checks above take seconds, this takes as long as loading it.
     ends: dict[int, int] = {}
-    for order, consumed in _by_order(run.rows):
+    for order, recorded in _by_order(run.rows):
+        consumed, beyond = _possible(run, order["order"], recorded)
+        verdict.problems += beyond
+        if not any(row["examples"] for row in consumed):
+            continue
         # Between rows of one order, or before its first, there may be excluded examples.
         begin = ends.get(order["order"], 0)
         verdict.problems += _recompute(run, order, consumed, begin, verdict)
@@ -113,6 +118,27 @@ def _by_order(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
         elif row["kind"] == "fed" and found:
             found[-1][1].append(row)
     return [(order, consumed) for order, consumed in found if consumed]
+
+
+def _possible(run: Run, order: int, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Splits off rows with examples that no run of these settings reaches, as sentences.
+
+    Recomputing a forged row of 10^15 examples would not end.
+    """
+    phases = [phase for phase in run.experiment.resolved_phases() if phase.order == order]
+    # An earlier start of the run may have had more steps or a larger batch.
+    most = _SLACK * max((phase.end * phase.global_batch_size for phase in phases), default=0)
+    most += max((end for _, end in run.experiment.data.exclude), default=0)
+    possible, beyond = [], []
+    for row in rows:
+        if phases and max((end for _, end in row["examples"]), default=0) > most:
+            beyond.append(
+                f"steps {row['first_step']} to {row['step']} of data order {order} have examples "
+                f"beyond {most}, which the run's settings do not reach; they are not recomputed"
+            )
+        else:
+            possible.append(row)
+    return possible, beyond
 
 
 def _excluded(rows: Sequence[Row], order: int) -> Exclusions:

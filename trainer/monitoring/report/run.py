@@ -63,24 +63,25 @@ class RunFolder:
 
     def read(self) -> None:
         """Reads new rows; of a run that went back to a checkpoint, all rows again."""
-        rows, replaced = self._metrics.read()
-        self._rows = _Rows() if replaced else self._rows
-        self._rows.add(rows)
-        if rows:
+        is_new = False
+        for rows, replaced in self._metrics.pieces():
+            self._rows = _Rows() if replaced else self._rows
+            self._rows.add(rows)
+            is_new = is_new or bool(rows)
+        if is_new:
             # How old the first rows are, only the clocks can tell, which may differ between
             # machines and be set. From then on, this process has seen rows come.
             times, is_first = self._rows.times, self._changed is None
             age = max(0.0, time.time() - times[-1]) if is_first else 0.0
             self._changed = time.monotonic() - age
-        rows, replaced = self._fed.read()
-        self._ledger = Ledger() if replaced else self._ledger
-        self._ledger.add(rows)
-        starts, replaced = self._starts.read()
-        self._started = starts if replaced else [*self._started, *starts]
-        alerts, replaced = self._alerts.read()
-        self._alerted = alerts if replaced else [*self._alerted, *alerts]
+        for rows, replaced in self._fed.pieces():
+            self._ledger = Ledger() if replaced else self._ledger
+            self._ledger.add(rows)
+        starts = self._started
+        self._started = _extended(self._started, self._starts)
+        self._alerted = _extended(self._alerted, self._alerts)
         # Written at each start, before the row of starts.jsonl.
-        if starts or not self.config:
+        if self._started != starts or not self.config:
             try:
                 self.config = read_stored(self.folder / "config.yaml")
             except (OSError, SamestepError):  # not started yet, or half written
@@ -137,7 +138,7 @@ class RunFolder:
         last = {"step": int(rows.steps[-1]), "time": rows.times[-1]} if len(rows.steps) else {}
         for reader in (self._metrics, self._starts, self._alerts, self._fed):
             if reader.damaged:
-                text = f"{reader.damaged[0]} ({len(reader.damaged)} in all)"
+                text = f"{reader.damaged} ({reader.damaged_lines} in all)"
                 yield {
                     "step": 0,
                     "time": 0.0,
@@ -188,6 +189,16 @@ class RunFolder:
             "communication": figure("time/communication_exposed", np.mean),
             "restarts": len(self._started) - 1 if self._started else None,
         }
+
+
+def _extended(rows: list[Row], reader: RowReader) -> list[Row]:
+    """Returns all rows of a file: those that were read before, and new ones."""
+    found = None
+    for new, replaced in reader.pieces():
+        if found is None or replaced:
+            found = [] if replaced else [*rows]
+        found += new
+    return found or []
 
 
 def _steps(config: Tree) -> int | None:

@@ -149,9 +149,9 @@ class StudiesFolder:
     def _step(self, file: Path) -> int:
         """The last step in a run's metrics, of which only new rows are read."""
         reader = self._metrics.setdefault(file, RowReader(file))
-        rows, replaced = reader.read()
-        if rows or replaced:
-            self._steps[file] = rows[-1]["step"] if rows else 0
+        for rows, replaced in reader.pieces():
+            if rows or replaced:
+                self._steps[file] = rows[-1]["step"] if rows else 0
         return self._steps.get(file, 0)
 
 

@@ -145,9 +145,9 @@ class SuiteFolder:
         reader = self._metrics.setdefault(
             run.digest, RowReader(self._folder / run.folder / _METRICS)
         )
-        rows, replaced = reader.read()
-        if rows or replaced:
-            self._steps[run.digest] = rows[-1]["step"] if rows else 0
+        for rows, replaced in reader.pieces():
+            if rows or replaced:
+                self._steps[run.digest] = rows[-1]["step"] if rows else 0
         return self._steps.get(run.digest, 0)
 
 

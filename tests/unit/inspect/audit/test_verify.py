@@ -251,6 +251,24 @@ def test_a_forged_ledger_is_found_out(run: Path, change: Any, problem: str) -> N
     assert any(re.search(problem, found) for found in judge(run).problems), judge(run).problems
 
 
+@pytest.mark.parametrize("examples", [[[0, 10**15]], [[10**15, 10**15 + 62]], [[0, 2**62]]])
+def test_a_row_of_examples_that_the_run_cannot_reach_is_not_recomputed(
+    run: Path, examples: list[list[int]]
+) -> None:
+    def huge(rows: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        for row in rows:
+            is_last = row["kind"] == "fed" and row["step"] == 20
+            yield {**row, "examples": examples} if is_last else row
+
+    forge(run, huge)
+    most = 10 * 200 * BATCH
+    assert any(
+        problem.startswith("steps 17 to 20 of data order 0 have examples beyond")
+        and f"beyond {most}, which the run's settings do not reach" in problem
+        for problem in judge(run).problems
+    )
+
+
 def test_a_changed_row_breaks_the_chain(run: Path) -> None:
     path = run / "ledger.jsonl"
     path.write_text(path.read_text().replace('"first_step": 9', '"first_step": 8'))
