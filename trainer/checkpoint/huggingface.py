@@ -144,7 +144,7 @@ def _check_sizes(config: Tree, tensors: Mapping[str, Tensor], file: Path) -> Non
 
 
 @contextmanager
-def wrong_settings_explained(folder: Path) -> Iterator[None]:
+def wrong_settings_explained(folder: files.Location) -> Iterator[None]:
     """Turns errors from building a model of config.json into an error of that file.
 
     Raises:

@@ -110,3 +110,13 @@ def test_a_model_folder_cannot_name_a_module_to_import(
         with pytest.raises(CheckpointError, match=r"model_type 'nice_model.evil', a Python module"):
             load("nice_model")
     assert not Path("ran").exists()
+
+
+def test_no_memory_is_allocated_for_a_model_that_the_tensors_are_not_of() -> None:
+    weights, _ = trained(bert.Config)
+    huge = replace(weights, config=replace(weights.config, vocab_size=10**13))
+    with pytest.raises(CheckpointError, match=r"first embeddings.tokens.weight: the shape is \("):
+        huge.model()
+    endless = replace(weights, config=replace(weights.config, vocab_size=2**62))
+    with pytest.raises(CheckpointError, match="no model can be built of the settings"):
+        endless.model()
