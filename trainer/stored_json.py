@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import reprlib
 import types
@@ -157,6 +158,15 @@ def checked(value: object, schema: TypeForm[T]) -> T:
         JsonError: it has another type, or is out of range.
     """
     return typing.cast(T, _checker(typing.cast(Any, schema))(value))
+
+
+def finite(value: Any) -> Any:
+    """Returns a tree to store as JSON, with null in place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read_lines(file: BinaryIO, limit: int = MOST_LINE_BYTES) -> Iterator[tuple[bytes, int, bool]]:

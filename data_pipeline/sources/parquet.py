@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -59,9 +60,11 @@ class Parquet(Source):
         row = 0
         for batch in batches(file, self._columns):
             top, *inner = self._path(batch.schema)
-            texts = compute.struct_field(batch[top], inner) if inner else batch[top]
-            # As bytes: the workers decode them, and invalid UTF-8 spoils its own row only.
-            for text in texts.cast(pa.large_binary()).to_pylist():
+            with damage_explained():
+                column = compute.struct_field(batch[top], inner) if inner else batch[top]
+                # As bytes: the workers decode them, and invalid UTF-8 spoils its own row only.
+                texts = column.cast(pa.large_binary()).to_pylist()
+            for text in texts:
                 row += 1
                 yield row, text or b""  # a row without text is an empty document
 
@@ -142,10 +145,9 @@ def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterat
     Raises:
         BadRecord: the file is damaged.
     """
-    import pyarrow as pa
     from pyarrow import parquet
 
-    try:
+    with damage_explained():
         if not file.seekable():
             file = io.BytesIO(file.read())
         # With pre_buffer, the default, whole row groups would be read at once.
@@ -168,8 +170,18 @@ def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterat
                 rows = min(_ROWS, max(1, _PART // widest))
                 for begin in range(0, batch.num_rows, rows):
                     yield batch.slice(begin, rows)
-    except (pa.ArrowInvalid, OSError) as error:
-        # Arrow raises OSError for damage, too, but without an error number.
+
+
+@contextmanager
+def damage_explained() -> Iterator[None]:
+    """Turns Arrow's errors about the content of a file into a BadRecord."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        # Arrow raises OSError for damage, too, but without an error number. Names of columns that
+        # are no UTF-8 are the only text that Python decodes here.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise BadRecord("corrupt file") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -12,6 +13,7 @@ import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import zstandard
@@ -35,11 +37,12 @@ from data_pipeline.sources import (
     text,
     webdataset,
 )
-from tests.fuzz.mutations import blobs, jsons, named, trees, values
+from tests.fuzz.mutations import blobs, jsons, named, one_of, trees, values
 from tests.fuzz.trial import Files, Target
 from trainer.examples import TaskRow
 
 _SHA = "0" * 64
+_TOKENIZER = "tokenizer/tokenizer.json"
 _MANIFEST = {
     "format": 1, "tokenizer_fingerprint": _SHA, "vocab_size": 100, "dtype": "uint16",
     "source": {"kind": "jsonl", "paths": ["a.jsonl"]}, "files": ["a.jsonl"], "documents_in": 3,
@@ -47,7 +50,7 @@ _MANIFEST = {
     "splits": {"train": [{"name": "train-00000.tar", "documents": 2, "tokens": 9, "bytes": 10,
                           "sha256": _SHA}], "heldout": []},
     "settings": {"sentences": {"splitter": "x"}, "task": {"target": "classification", "labels": ["a", "b"]}},
-    "small_files": {"tokenizer/tokenizer.json": {"sha256": _SHA, "bytes": 3}},
+    "small_files": {_TOKENIZER: {"sha256": hashlib.sha256(b"{}").hexdigest(), "bytes": 2}},
 }  # fmt: skip
 
 
@@ -65,20 +68,19 @@ def read_manifest(folder: Path) -> object:
 
 @cache
 def _shard() -> bytes:
-    path = Path(f"/tmp/fuzz-shard-{id(_shard)}.tar")
     documents = [np.arange(n, dtype=np.uint16) for n in (3, 0, 70)]
-    shards.write_shard(
-        path,
-        documents,
-        np.array([[0, 1], [0, 2], [0, 3]], np.uint32),
-        np.dtype(np.uint16),
-        [np.array(starts, np.int64) for starts in ([0], [], [0, 4])],
-        [np.array(labels, np.float32) for labels in ([1], [], [0, 1])],
-        [TaskRow(("a",))] * 3,
-    )
-    content = path.read_bytes()
-    path.unlink()
-    return content
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "shard.tar")
+        shards.write_shard(
+            path,
+            documents,
+            np.array([[0, 1], [0, 2], [0, 3]], np.uint32),
+            np.dtype(np.uint16),
+            [np.array(starts, np.int64) for starts in ([0], [], [0, 4])],
+            [np.array(labels, np.float32) for labels in ([1], [], [0, 1])],
+            [TaskRow(("a",))] * 3,
+        )
+        return path.read_bytes()
 
 
 @st.composite
@@ -235,7 +237,11 @@ def _tables() -> list[bytes]:
 
 
 TARGETS = [
-    Target("manifest", lambda: named("manifest.json", jsons(_MANIFEST)), read_manifest),
+    Target(
+        "manifest",
+        lambda: one_of({_TOKENIZER: b"{}"}, {"manifest.json": jsons(_MANIFEST)}),
+        read_manifest,
+    ),
     Target(
         "shard",
         lambda: named("train-00000.tar", st.one_of(

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Folders of models, checkpoints' tensor files, configurations, messages and addresses."""
+"""Folders of models, checkpoints, configurations and addresses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from safetensors.torch import save
 
 from tests.fuzz.mutations import blobs, jsons, named, one_of, trees
 from tests.fuzz.trial import Files, Target
-from trainer import storage
+from trainer import addresses, storage
 from trainer.checkpoint import files, layout
 from trainer.config import read_tree
 from trainer.models import bert, gpt2, t5
-from trainer.training.ledger import intact_rows
 from trainer.training.weights import load_weights
 
 _SMALL = {"vocab_size": 20, "layers": 1, "width": 8, "heads": 2, "ffn_width": 8}
@@ -48,9 +47,14 @@ def _header(content: bytes) -> tuple[object, bytes]:
     return json.loads(content[8:end]), content[end:]
 
 
+def _file(header: bytes, body: bytes) -> bytes:
+    header += b" " * (-len(header) % 8)  # as writers do: the body begins between two elements
+    return len(header).to_bytes(8, "little") + header + body
+
+
 def _safetensors(content: bytes) -> SearchStrategy[bytes]:
     header, body = _header(content)
-    changed = jsons(header, most=2).map(lambda text: len(text).to_bytes(8, "little") + text + body)
+    changed = jsons(header, most=2).map(lambda text: _file(text, body))
     return st.one_of(changed, blobs(content, most=2))
 
 
@@ -70,7 +74,9 @@ def read_model(folder: Path) -> object:
 
 @cache
 def _tensor_file() -> bytes:
-    named_tensors = {"model/w": torch.arange(10.0).view(5, 2), "step": torch.tensor(3)}
+    model = bert.Config(**_SMALL, max_positions=8).build()  # type: ignore[arg-type]
+    named_tensors = {f"model/{name}": each.detach() for name, each in model.named_parameters()}
+    named_tensors["step"] = torch.tensor(3)
     pieces = [
         piece for name, each in named_tensors.items() for piece in layout.local_pieces(name, each)
     ]
@@ -88,7 +94,7 @@ def _tensor_files(draw: DrawFn) -> bytes:
         pieces = draw(trees(pieces))
     header["__metadata__"]["pieces"] = json.dumps(pieces)
     text = draw(st.one_of(st.just(json.dumps(header).encode()), jsons(header, most=2)))
-    return len(text).to_bytes(8, "little") + text + body
+    return _file(text, body)
 
 
 def read_tensors(folder: Path) -> object:
@@ -96,10 +102,11 @@ def read_tensors(folder: Path) -> object:
     return [stored[name].sum() for name in stored]
 
 
-_META = {"format": 1, "step": 3, "world_size": 1, "versions": {"samestep": "0.1"},
-         "config": {"model": {"kind": "bert", **_SMALL, "max_positions": 8},
-                    "objective": {"kind": "mlm"}, "training": {"steps": 3},
-                   "output": "run", "data": {}}}  # fmt: skip
+_META = {
+    "format": 1, "step": 3, "world_size": 1, "versions": {"samestep": "0.1"},
+    "config": {"output": "x", "data": {"path": "d"}, "objective": {"kind": "mlm"},
+               "model": {"kind": "bert", **_SMALL, "max_positions": 8}, "training": {"steps": 3}},
+}  # fmt: skip
 
 
 @st.composite
@@ -128,11 +135,9 @@ def read_checkpoint(folder: Path) -> object:
     return load_weights(folder).model()
 
 
-_YAML = (
-    b"a: &x [1, 2.5, text, null]\nmodel: {kind: bert, width: 8}\nb: {<<: *y}\nc: *x\nd: !!int '3'\n"
-)
+_YAML = b"a: &x [1, 2.5, text, null]\nmodel: {kind: bert, width: 8}\nb: {<<: {c: 1}}\nc: *x\nd: !!int '3'\n"
 _yaml = st.one_of(
-    blobs(_YAML, _YAML.replace(b"*y", b"*x"), b"base: [a.yaml]\nphases: [{steps: 1}]\n", b"? [a]\n: b\n"),
+    blobs(_YAML, _YAML.replace(b"*x", b"*y"), b"base: [a.yaml]\nphases: [{steps: 1}]\n", b"? [a]\n: b\n"),
     trees(_META["config"]).map(lambda tree: json.dumps(tree).encode()),
     st.integers(1, 40).map(lambda n: b"a0: &a0 [1]\n" + b"".join(
         b"a%d: &a%d [*a%d, *a%d]\n" % (i, i, i - 1, i - 1) for i in range(1, n))),
@@ -145,7 +150,7 @@ def read_yaml(folder: Path) -> object:
 
 
 _ADDRESSES = [
-    *("s3://key:secret@bucket/a?sig=1", "http://u:p@h:80/a(1)?X=1#f", "hf://a/b@main", "/a/b", "gs://b"),
+    *("s3://bucket/a", "s3://key:secret@bucket/a?sig=1", "http://u:p@h:80/a(1)?X=1#f", "hf://a/b@main", "/a/b", "gs://b"),
     *("s3://", "http://[::1]/x", "http://[::1", "https://h:99999/x", "s3://b/../x", "file:///x", "C:\\x"),
 ]  # fmt: skip
 
@@ -153,14 +158,11 @@ _ADDRESSES = [
 def read_address(folder: Path) -> object:
     """Parses an address, as messages and checkpoints do; no store is asked."""
     address = (folder / "address").read_bytes().decode(errors="replace")
-    return storage.is_url(address), storage.shown(address), str(files.location(address))
+    shown = addresses.shown(address)
+    assert addresses.credential_in(shown) is None, shown
+    assert not addresses.has_userinfo(shown), shown
+    return storage.is_url(address), str(files.location(address))
 
-
-def read_ledger(folder: Path) -> object:
-    return list(intact_rows(folder / "ledger.jsonl"))
-
-
-_ROW = {"kind": "fed", "step": 1, "time": 1.5, "examples": [[0, 8]], "order": 0, "head": "0" * 64}
 
 TARGETS = [
     Target("Hugging Face folder", _model_folders, read_model),
@@ -168,8 +170,6 @@ TARGETS = [
     Target("tensor file",
            lambda: named("rank-00000.safetensors", st.one_of(_tensor_files(), blobs(_tensor_file()))),
            read_tensors),
-    Target("ledger", lambda: named("ledger.jsonl", st.one_of(
-        jsons(_ROW), st.lists(jsons(_ROW), max_size=3).map(b"\n".join))), read_ledger),
     Target("YAML", lambda: named("a.yaml", _yaml), read_yaml),
     Target("address", lambda: named("address", st.one_of(
         blobs(*map(str.encode, _ADDRESSES)), st.text(max_size=30).map(str.encode))), read_address),

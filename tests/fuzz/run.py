@@ -14,9 +14,11 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.fuzz import data, models, tokenizers, trial
+from tests.fuzz import data, models, runs, tokenizers, trial
 
-TARGETS = {target.name: target for target in (*data.TARGETS, *models.TARGETS, *tokenizers.TARGETS)}
+TARGETS = {
+    target.name: target for module in (data, models, runs, tokenizers) for target in module.TARGETS
+}
 PAGE = Path("docs/security.md")
 BEGIN, END = "<!-- begin: written by make fuzz -->\n", "<!-- end -->"
 _WORK = Path("build/fuzz")
@@ -26,6 +28,7 @@ _BATCH = 300  # examples of a target before the next one has its turn
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--only", action="append", metavar="TARGET", choices=TARGETS)
     parser.add_argument("--reproduce", nargs=2, metavar=("TARGET", "FOLDER"))
     arguments = parser.parse_args()
     if arguments.reproduce:
@@ -33,7 +36,7 @@ def main() -> int:
         os.chdir(folder)
         sys.stdout.write(f"{TARGETS[name].read(Path.cwd())}\n")
         return 0
-    counts = _fuzz(time.monotonic() + arguments.seconds)
+    counts = _fuzz(time.monotonic() + arguments.seconds, arguments.only or list(TARGETS))
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     PAGE.write_text(
@@ -42,13 +45,13 @@ def main() -> int:
     return int(any(each["failed"] for each in counts.values()))
 
 
-def _fuzz(until: float) -> dict[str, dict[str, int]]:
+def _fuzz(until: float, names: list[str]) -> dict[str, dict[str, int]]:
     """Gives each target a batch of examples in turn; returns the sums of this and earlier calls."""
     _WORK.mkdir(parents=True, exist_ok=True)
     state = _WORK / "counts.json"
     counts: dict[str, dict[str, int]] = json.loads(state.read_text()) if state.exists() else {}
     while True:
-        for name, target in TARGETS.items():
+        for name, target in ((name, TARGETS[name]) for name in names):
             if time.monotonic() > until:
                 return counts
             sums = counts.setdefault(name, {"accepted": 0, "refused": 0, "failed": 0})

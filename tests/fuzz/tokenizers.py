@@ -21,16 +21,22 @@ _CORPUS = [" ".join(_WORDS[i % 5 : i % 11 + 6] + _WORDS[i % 7 :]) for i in range
 
 
 def read(folder: Path) -> object:
-    """Loads the tokenizer in a folder, and uses it."""
-    for saved in (False, True):
-        tokenizer = Tokenizer.load(folder, saved=saved)
-        ids = tokenizer.encode_batch(_TEXTS)
-        tokenizer.encode_aligned(_TEXTS)
-        tokenizer.encode_prompts(_TEXTS)
-        tokenizer.decode(ids[0])
-        tokenizer.fingerprint, tokenizer.normalized("É x"), tokenizer.has("fox")
-        tokenizer.spellings()
-    return tokenizer
+    """Loads the tokenizer in a folder, of a dataset as well, uses it, and saves it."""
+    if (folder / "tokenizer.json").exists() or (folder / "spiece.model").exists():
+        _use(Tokenizer.load(folder, saved=True))
+    tokenizer = Tokenizer.load(folder)
+    _use(tokenizer)
+    tokenizer.save(folder / "saved")
+    return Tokenizer.load(folder / "saved", saved=True)
+
+
+def _use(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_batch(_TEXTS)
+    tokenizer.encode_aligned(_TEXTS)
+    tokenizer.encode_prompts(_TEXTS)
+    tokenizer.decode(ids[0])
+    tokenizer.fingerprint, tokenizer.normalized("É x"), tokenizer.has("fox")
+    tokenizer.spellings()
 
 
 @cache
@@ -95,9 +101,9 @@ def _seeds() -> list[object]:
 _settings = {
     "tokenizer_class": "BertTokenizer", "do_lower_case": True, "unk_token": "[UNK]",
     "mask_token": {"content": "[MASK]", "lstrip": True}, "additional_special_tokens": ["[X]"],
-    "added_tokens_decoder": {"23": {"content": "[X]", "special": True, "lstrip": False}},
-    "extra_special_tokens": {"a": "[Y]"}, "strip_accents": None, "model_max_length": 10**30,
-    "never_split": ["[X]"], "auto_map": {}, "extra_ids": 3, "sp_model_kwargs": {},
+    "added_tokens_decoder": {"21": {"content": "[X]", "special": True, "lstrip": False}},
+    "extra_special_tokens": {"a": "[X]"}, "strip_accents": None, "model_max_length": 10**30,
+    "never_split": ["[MASK]"], "auto_map": {}, "extra_ids": 3, "sp_model_kwargs": {},
 }  # fmt: skip
 _vocab = "\n".join(
     ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({*_WORDS}), "##s"]
@@ -139,7 +145,7 @@ TARGETS = [
             {
                 "tokenizer_config.json": _settings_of_any,
                 "special_tokens_map.json": jsons(_settings),
-                "added_tokens.json": jsons({"[X]": 23, "[Z]": 24}),
+                "added_tokens.json": jsons({"[X]": 21, "[Z]": 22}),
                 "config.json": jsons({"model_type": "bert", "tokenizer_class": None}),
                 "vocab.txt": blobs(_vocab),
             },

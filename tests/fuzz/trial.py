@@ -36,6 +36,7 @@ CPU_SECONDS = 10
 WALL_SECONDS = 120  # of a machine that is busy
 MOST_GROWTH = 2**28  # bytes of memory, of files that have some kilobytes
 _ADDRESSES = 2**31  # bytes that may be reserved beyond what the process has
+_STRATEGY_FAILED, _READER_FAILED = 70, 71  # exit codes
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _reading: list[bool] = []  # not empty while a reader is at work
 _PROJECT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ class Breach(BaseException):
 
 def run(target: Target, examples: int, folder: Path, seed: int = 0) -> Outcome:
     """Tries a number of examples; the same ones for the same seed."""
-    outcome = Outcome()
+    outcome, folder = Outcome(), folder.absolute()
     strategy = target.files()
     while outcome.tried < examples:
         before = outcome.tried
@@ -103,10 +104,10 @@ def _in_child(
     sys.stdout.flush()
     child = os.fork()
     if not child:
-        code = 70
+        code = _STRATEGY_FAILED
         try:
             code = _child(target, strategy, examples, folder, seed, shared)
-        except BaseException:  # of the strategy
+        except BaseException:
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(code)
@@ -118,7 +119,7 @@ def _in_child(
         reason = folder / "reason"
         what = reason.read_text() if reason.exists() else _ended(status)
         reason.unlink(missing_ok=True)
-        if not current.exists():
+        if os.waitstatus_to_exitcode(status) == _STRATEGY_FAILED or not current.exists():
             raise AssertionError((folder / "output").read_text())
         place = folder / f"failure-{seed}-{outcome.tried}"
         shutil.rmtree(place, ignore_errors=True)
@@ -177,7 +178,8 @@ def _child(
 def _try(target: Target, current: Path, reason: Path) -> bool:
     """Reads one example; ends the process if that fails."""
     with _bounded():
-        before = _peak()
+        before = _status("VmRSS")
+        _reset_peak()
         try:
             target.read(current)
             accepted, what = True, ""
@@ -189,7 +191,7 @@ def _try(target: Target, current: Path, reason: Path) -> bool:
             what = f"it takes {grown >> 20} MiB"
     if what:
         reason.write_text(what)
-        os._exit(71)
+        os._exit(_READER_FAILED)
     return accepted
 
 
@@ -228,9 +230,12 @@ def _peak() -> int:
     return _status("VmHWM")
 
 
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def _limit_memory() -> None:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     most = _status("VmSize") + _ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

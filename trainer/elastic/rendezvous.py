@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from typing import TypedDict
 
 from trainer.checkpoint.files import Location
 from trainer.elastic import rounds, secret
@@ -32,11 +33,11 @@ from trainer.errors import CheckpointError, ConfigError, LaunchError, Rendezvous
 from trainer.storage.channel import (
     SECRET_BYTES,
     Channel,
-    Message,
     WrongSecretError,
     connect,
     derive,
 )
+from trainer.stored_json import JsonError, checked
 from trainer.strategies.agreement import Facts, Machine
 from trainer.strategies.neighbor import interface_of, keep_alive, own_address
 
@@ -45,6 +46,19 @@ logger = logging.getLogger(__name__)
 _GREETING_SECONDS = 10.0
 _OWN_SECONDS = 30.0  # for an agent that is alone to reach its own host
 _MOST_FAILURES = 3  # of this machine as the host, within PATIENCE_SECONDS
+
+
+class _FromHost(TypedDict, total=False):
+    """A message of the host to an agent, see `trainer.elastic.rounds`."""
+
+    round: Round
+    differs: str
+    refused: str
+    here: int
+    event: Event
+    code: int
+    reason: str
+    alive: bool
 
 
 class RunEnded(Exception):
@@ -159,8 +173,7 @@ class Rendezvous:
             message = self._receive(rounds.POLL_SECONDS)
             if "round" in message:
                 self._machine = replace(self._machine, has_run=True)
-                found = message["round"]
-                return Round(**{**found, "order": tuple(found["order"])})
+                return message["round"]
             if "differs" in message:
                 self._disconnect()  # the others continue
                 raise LaunchError(message["differs"])
@@ -178,7 +191,7 @@ class Rendezvous:
         """An event of the current round: another agent has joined and waits, or one was lost."""
         if self._connection is None or self._ended is not None:
             return None
-        event: Event | None = self._receive(0).get("event")
+        event = self._receive(0).get("event")
         return "lost" if self._connection is None else event
 
     def derived_secret(self, purpose: str) -> bytes:
@@ -334,8 +347,12 @@ class Rendezvous:
         if self._connection is not None:
             rounds.send(self._connection, message)
 
-    def _receive(self, seconds: float) -> Message:
-        """Returns the next message within this time, or {}; tells the host that this one lives."""
+    def _receive(self, seconds: float) -> _FromHost:
+        """Returns the next message within this time, or {}; tells the host that this one lives.
+
+        Raises:
+            RendezvousError: the message is none that this version knows.
+        """
         if self._connection is None:
             return {}
         # Time before the look: a pause of this process after it must not count as silence.
@@ -344,17 +361,22 @@ class Rendezvous:
             self._told = now
             self._send(alive=True)
         try:
-            message = self._connection.receive_json(seconds) or {}
+            message = checked(self._connection.receive_json(seconds) or {}, _FromHost)
         except OSError:
             self._disconnect()
             return {}
+        except JsonError as error:
+            raise RendezvousError(
+                f"this agent does not understand the rendezvous ({error}). Start the same version "
+                "on all machines."
+            ) from error
         if message:
             self._heard = now
         elif now > self._heard + rounds.SILENT_SECONDS:
             logger.info("the host at %s:%d says nothing any more", self.host, self._port)
             self._disconnect()
         if "code" in message:
-            self._ended = RunEnded(**message)
+            self._ended = RunEnded(message["code"], message.get("reason", ""))
         return message
 
 

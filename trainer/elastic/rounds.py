@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.elastic.host import Renewal
 from trainer.environment import open_files
 from trainer.storage.channel import Channel, Listener, Message
+from trainer.stored_json import Between, checked
 from trainer.strategies.agreement import Machine, disagreement
 from trainer.strategies.neighbor import keep_alive
 
@@ -44,6 +45,23 @@ _OLDER = {"name": "another machine", "facts": {"samestep": "an older version"}}
 _FEWEST_CONNECTIONS, _CONNECTIONS = 3, 6
 _OTHER_FILES = 256
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
+_MOST_WORKERS = 2**16  # of one agent
+
+
+class _Machine(TypedDict, total=False):
+    name: str
+    facts: dict[str, str | None]
+    has_run: bool
+
+
+class _FromAgent(TypedDict, total=False):
+    """A message of an agent to the host: ready for a round, the end of the run, or alive."""
+
+    ready: Annotated[int, Between(0, _MOST_WORKERS)]
+    machine: _Machine
+    code: int
+    reason: str
+    alive: bool
 
 
 @dataclass(frozen=True)
@@ -163,6 +181,7 @@ class Host(threading.Thread):
                 self._renewal.keep(bool(self._round) or enough)
 
     def _handle(self, agent: Channel, message: Message) -> None:
+        checked(message, _FromAgent)
         if "code" in message:  # the run has ended
             self._round.clear()
             self._tell(self._agents, message)

@@ -27,6 +27,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from trainer.storage.channel import Channel, Content, Listener, Message, connect
 from trainer.storage.local import CHUNK_BYTES
+from trainer.stored_json import Count, JsonError, checked
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,10 @@ def request(
         OSError: the keeper does not answer, or only in part.
     """
     with _connect(address, secret, do, names, start=start, stop=stop) as channel:
-        sizes: Sizes = _expect_json(channel)
+        try:
+            sizes: Sizes = checked(_expect_json(channel), dict[str, Count])
+        except JsonError as error:
+            raise ConnectionAbortedError(f"the answer of the keeper is wrong: {error}") from error
         wanted = sum(max(0, min(stop, sizes.get(name, 0)) - start) for name in names)
         parts: list[Content] = []
         while sum(map(len, parts)) < wanted:

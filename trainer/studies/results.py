@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from trainer.config import Tree
 from trainer.errors import DataError
 from trainer.monitoring.costs import Usage, total
 from trainer.storage import write_text
+from trainer.stored_json import finite
 from trainer.studies.jobs import Job, Jobs, Result
 from trainer.studies.row_scores import RowScore, read_row_score
 from trainer.studies.statistics import (
@@ -120,16 +121,7 @@ class Results:
 
 
 def _write(file: Path, tree: Tree) -> None:
-    write_text(file, json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """The value with null in place of what JSON has no number for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+    write_text(file, json.dumps(finite(tree), indent=1, allow_nan=False) + "\n")
 
 
 def collect(study: Study, jobs: Jobs) -> Results:

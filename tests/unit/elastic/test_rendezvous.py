@@ -598,6 +598,47 @@ def test_an_agent_that_the_host_does_not_understand_is_refused(join: Join) -> No
     assert first.event() is None
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"ready": "x"},
+        {"ready": 10**12},
+        {"ready": 1, "machine": {"name": "m", "facts": {"seed": 7}, "has_run": False}},
+        {"code": [], "reason": "x"},
+    ],
+    ids=str,
+)
+def test_a_wrong_message_of_an_agent_costs_that_agent_only(
+    join: Join, message: dict[str, object]
+) -> None:
+    first = agent(0, 1, 2)
+    first._connect()
+    wrong = agent(first._port, 1, 2)
+    send = wrong._send
+    wrong._send = lambda **_: send(**message)  # type: ignore[method-assign]
+    with pytest.raises(RendezvousError, match="does not understand this agent"):
+        join(wrong, 1).result(5)
+    joined = join(first, 1).result(5)
+    assert joined is not None
+    assert joined.world_size == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"round": {"first_rank": 0}}, {"here": "x"}, {"code": None}, {"event": 1}, {"differs": []}],
+    ids=str,
+)
+def test_a_wrong_message_of_the_host_is_an_error(
+    join: Join, monkeypatch: pytest.MonkeyPatch, message: dict[str, object]
+) -> None:
+    def answer(host: rounds.Host, channel: Channel, _: object) -> None:
+        rounds.send(channel, message)
+
+    monkeypatch.setattr(rounds.Host, "_handle", answer)
+    with pytest.raises(RendezvousError, match="does not understand the rendezvous"):
+        join(agent(0, 1, 2), 1).result(5)
+
+
 def test_the_thread_that_renews_the_record_survives_every_error(
     join: Join, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

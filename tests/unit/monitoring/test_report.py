@@ -114,6 +114,14 @@ def test_no_name_value_or_setting_can_become_html(tmp_path: Path):
     assert data["settings"][-1]["values"] == [evil]
 
 
+def test_numbers_that_json_lacks_are_no_numbers_on_the_page(tmp_path: Path):
+    run = write_run(tmp_path / "run", training(range(1, 3)))
+    alert = {"step": 1, "time": 1.0, "level": "WARN", "title": "t", "text": "x"}
+    (tmp_path / "run/alerts.jsonl").write_text(json.dumps({**alert, "loss": float("nan")}) + "\n")
+    _, data = page_of([run], tmp_path)
+    assert data["runs"][0]["faults"] == [{**alert, "loss": None}]
+
+
 def test_thinning_keeps_the_peaks_the_ends_and_the_order(tmp_path: Path):
     rows = training(range(1, 20_001))
     rows[17_777]["train/loss"], rows[3_333]["train/loss"] = 99.0, -99.0

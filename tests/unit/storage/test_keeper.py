@@ -155,3 +155,17 @@ def test_a_keeper_survives_every_error(
         request(keepers[0].address, SECRET, "get", 7)  # type: ignore[arg-type]
     assert "a request for snapshots in memory fails" in caplog.text
     assert request(keepers[0].address, SECRET, "find", ["a"]) == ({}, b"")
+
+
+def test_an_answer_that_is_no_list_of_sizes_is_that_of_a_keeper_that_does_not_answer(
+    url: str, keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write(f"{url}/a", b"content")
+    send = Channel.send_json
+    first = iter([{"snapshots/a": "x"}])
+    monkeypatch.setattr(
+        Channel,
+        "send_json",
+        lambda self, message: send(self, message if "do" in message else next(first, message)),
+    )
+    assert storage.read(f"{url}/a") == b"content"

@@ -208,3 +208,13 @@ def test_sizes_that_the_tensors_of_a_checkpoint_cannot_have(
     assert load_weights(tmp_path / "right").config == weights.config
     with pytest.raises(CheckpointError, match=message):
         load_weights(tmp_path / "wrong")
+
+
+def test_no_memory_is_allocated_for_a_model_that_the_tensors_are_not_of() -> None:
+    weights, _ = trained(bert.Config)
+    huge = replace(weights, config=replace(weights.config, vocab_size=10**13))
+    with pytest.raises(CheckpointError, match=r"first embeddings.tokens.weight: the shape is \("):
+        huge.model()
+    endless = replace(weights, config=replace(weights.config, vocab_size=2**62))
+    with pytest.raises(CheckpointError, match="no model can be built of the settings"):
+        endless.model()

@@ -24,6 +24,7 @@ from trainer.monitoring.report.run import RunFolder
 from trainer.monitoring.report.study import MOST_PAGE_BYTES, StudiesFolder
 from trainer.monitoring.report.suite import PLAN, SuiteFolder
 from trainer.storage import shown, write_text
+from trainer.stored_json import finite
 from trainer.tasks import TASKS
 from trainer.untrusted import read_regular
 
@@ -195,7 +196,14 @@ def policy() -> str:
 
 
 def as_json(data: Tree) -> str:
-    """Returns data as the page reads it."""
+    """Returns data as the page reads it: numbers that are not finite, which JSON lacks, as null."""
+    try:
+        return _dumps(data)
+    except ValueError:  # such a number, from a stranger's row or a sum of huge ones
+        return _dumps(finite(data))
+
+
+def _dumps(data: Tree) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 

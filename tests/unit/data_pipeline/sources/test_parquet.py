@@ -5,6 +5,7 @@ What cannot be read is named.
 
 from __future__ import annotations
 
+import errno
 import gzip
 
 import pyarrow as pa
@@ -159,6 +160,26 @@ def test_an_empty_or_damaged_file_is_one_bad_record_and_the_next_is_read(tmp_pat
         ("d.parquet", 1, "! corrupt file"),
     ]
     assert last == ("z.parquet", 1, "after")
+
+
+def test_a_name_that_is_no_utf_8_is_one_bad_record(tmp_path):
+    path = tmp_path / "a.parquet"
+    write(path, {"text": ["a"], "\xe9": ["b"]}, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"\xc3\xa9", b"\xee\xee"))
+    assert parsed(source_of(path)) == [("a.parquet", 1, "! corrupt file")]
+
+
+@pytest.mark.parametrize(
+    "error", [pa.ArrowNotImplementedError("x"), pa.ArrowKeyError("x"), OSError("x")]
+)
+def test_an_error_of_arrow_is_one_of_the_file(error):
+    with pytest.raises(BadRecord, match="corrupt file"), parquet.damage_explained():
+        raise error
+
+
+def test_an_error_of_the_system_is_none_of_the_file():
+    with pytest.raises(OSError, match="Input/output"), parquet.damage_explained():
+        raise OSError(errno.EIO, "Input/output error")
 
 
 def test_a_damaged_row_group_loses_what_is_behind_it(tmp_path):
