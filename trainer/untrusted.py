@@ -102,19 +102,20 @@ def regular(path: Path, links: bool = True) -> Path:
     return path
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
+def read_regular(path: Path, most: int = 2**30) -> bytes:
     """Reads a file of a folder that may be a stranger's.
 
     Args:
-        most: largest number of bytes; None: any.
+        most: largest number of bytes.
 
     Raises:
         OSError: it is larger, or as `open_regular`.
     """
     with open_regular(path) as file:
-        content = file.read() if most is None else file.read(most + 1)
-    if most is not None and len(content) > most:
-        raise NotRegularError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        # Not `most` at once, for which the memory would be reserved.
+        content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+    if len(content) > most:
+        raise NotRegularError(errno.EINVAL, f"it has more than {most} bytes", str(path))
     return content
 
 

@@ -155,11 +155,16 @@ def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterat
         with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
             chosen = columns(table.schema_arrow)
             _check_sizes(table.metadata, size)
+            metadata = table.metadata
         # As dictionaries, so a long text that all rows repeat is there once.
         kinds = {field.name: str(field.type) for field in table.schema_arrow}
         texts = [name for name in chosen if kinds.get(name) in _TEXT]
         with parquet.ParquetFile(
-            file, buffer_size=_BUFFER, pre_buffer=False, read_dictionary=texts
+            file,
+            metadata=metadata,
+            buffer_size=_BUFFER,
+            pre_buffer=False,
+            read_dictionary=texts,
         ) as table:
             read = 0
             for batch in table.iter_batches(_ROWS, columns=chosen):

@@ -32,7 +32,7 @@ from trainer.config import Tree
 from trainer.errors import CheckpointError, ObjectNotFoundError, fix_of
 from trainer.storage import Digest, keeper
 from trainer.stored_json import parse_json
-from trainer.untrusted import inside, open_regular, read_regular, regular
+from trainer.untrusted import NotRegularError, inside, open_regular, read_regular, regular
 
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""
@@ -410,6 +410,8 @@ def _explained(action: str, path: Location) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOENT:
             fix = "something has removed it: check what else uses this folder"
+        elif isinstance(error, NotRegularError):
+            fix = "copy the file itself there"
         else:
             fix = "check that the folder exists, is writable and its disk works, or use another one"
             fix = fix_of(error, fix)

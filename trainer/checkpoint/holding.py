@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location, Url
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _NOTE = ".reading-"
 _RENEW_SECONDS = 20.0
 _STALE_SECONDS = 120.0  # without a renewal; retries in a store may take a while
-_FORGOTTEN_SECONDS = 86_400.0  # since the last renewal, by the clocks of both machines
+_LEAVE_SECONDS = 5.0  # a store that does not answer keeps no command from its end
+_TRIES, _TRY_SECONDS = 5, 0.1  # for a lock that a removal has for a moment
 
 
 class Hold:
@@ -44,13 +45,14 @@ class Hold:
             files_open = ExitStack()
             try:
                 file = files_open.enter_context(open_regular(folder / integrity.COMMITTED))
-                flock.flock(file, flock.LOCK_SH | flock.LOCK_NB)
+                _lock_shared(file)
             except OSError as error:  # it is gone, or is being removed, or there are no locks
                 logger.debug("%s is not held: %s", folder, error)
             self.release = weakref.finalize(self, files_open.close)
             return
         note, released = folder.parent / f"{_NOTE}{uuid.uuid4().hex}", threading.Event()
-        self.release = weakref.finalize(self, _remove, note, released)
+        self.release = weakref.finalize(self, _leave, note, released)
+        self.release.atexit = False  # the note becomes stale by itself
         if _write(note, folder.name):
             arguments = (note, folder.name, released)
             threading.Thread(target=_renew, args=arguments, name="hold", daemon=True).start()
@@ -73,8 +75,25 @@ def _renew(note: Location, name: str, released: threading.Event) -> None:
         _write(note, name)
 
 
-def _remove(note: Location, released: threading.Event) -> None:
+def _lock_shared(file: IO[bytes]) -> None:
+    for left in reversed(range(_TRIES)):
+        try:
+            flock.flock(file, flock.LOCK_SH | flock.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_TRY_SECONDS)
+
+
+def _leave(note: Location, released: threading.Event) -> None:
     released.set()
+    thread = threading.Thread(target=_remove, args=(note,), daemon=True)
+    thread.start()
+    thread.join(_LEAVE_SECONDS)
+
+
+def _remove(note: Location) -> None:
     try:
         files.remove(note)
     except CheckpointError as error:
@@ -89,14 +108,20 @@ class Holds:
         # Content of each note, and when it was first seen with that content.
         self._seen: dict[str, tuple[bytes, float]] = {}
 
-    def held(self) -> set[str]:
+    def held(self, certain: bool = False) -> set[str]:
         """Returns the names of the folders that readers hold by notes; removes stale notes.
+
+        Args:
+            certain: if there are notes, wait until those of killed readers have become stale.
 
         Raises:
             CheckpointError: the folder cannot be read.
         """
         if not isinstance(self._root, Url):
             return set()
+        if certain and self.held():
+            logger.info("waiting for %g s to see which readers are alive", _STALE_SECONDS)
+            time.sleep(_STALE_SECONDS + 1)
         seen, held = {}, set()
         for name in files.names(self._root):
             if not name.startswith(_NOTE):
@@ -109,10 +134,10 @@ class Holds:
             since = since if former == content else now
             try:
                 values = files.unseal(content)[0]
-                folder, renewed = str(values["folder"]), float(values["renewed"])
+                folder = str(values["folder"])
             except (ValueError, TypeError, KeyError):
-                folder, renewed = "", 0.0
-            if now - since > _STALE_SECONDS or time.time() - renewed > _FORGOTTEN_SECONDS:
+                folder = ""
+            if now - since > _STALE_SECONDS:
                 files.remove(self._root / name)
                 continue
             seen[name] = (content, since)

@@ -43,6 +43,10 @@ _Shards = list[tuple[str, str, Count]]
 _Section = dict[str, Any]
 
 
+# ISO 8601 with an offset, as `datetime.isoformat` writes it.
+_Time = Annotated[str, Matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?[+-]\d\d:\d\d")]
+
+
 class _Phase(TypedDict, total=False):
     steps: Required[Count]
     objective: _Section | None
@@ -116,7 +120,7 @@ class _Meta(TypedDict, total=False):
     """What a meta.json holds; which keys there are depends on what has written it."""
 
     step: Required[Count]
-    saved: str
+    saved: _Time
     world_size: Count
     config: _Config
     start: _Start | None
@@ -317,9 +321,14 @@ def remove_step(folder: Location) -> None:
     files.remove_folder(folder, first=COMMITTED)
 
 
+def uncommit(folder: Location) -> None:
+    """Makes a step one that is not committed, so that nobody begins to read it."""
+    files.remove(folder / COMMITTED)
+
+
 def clear_step(folder: Location) -> None:
     """Removes the files of a step, but for its lease, so no other training takes its name."""
-    files.remove(folder / COMMITTED)
+    uncommit(folder)
     files.remove_files(folder, [name for name in files.names(folder) if name != history.NUMBER])
 
 

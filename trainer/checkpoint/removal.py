@@ -101,7 +101,9 @@ class Removal:
         """Removes a step; returns False, and leaves it, while a reader holds it."""
         with holding.unless_held(folder, self._holds.held()) as free:
             if free:
-                self._remove(folder)
+                integrity.uncommit(folder)
+        if free:  # NFS keeps a file that is open in its folder, which could not be removed
+            self._remove(folder)
         return free
 
     def _remove_once_read(self, folder: Location, deadline: float) -> None:

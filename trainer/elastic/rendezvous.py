@@ -298,6 +298,7 @@ class Rendezvous:
             if record.number > 1:
                 logger.info("hosting      the rendezvous at %s:%d", self.host, self._port)
             self._renewal = Renewal(self._records, record)
+        hosting: Host | None = None
         try:
             hosting = Host(
                 listening,
@@ -309,7 +310,10 @@ class Rendezvous:
                 self._renewal.start()
             hosting.start()
         except (OSError, RuntimeError) as error:
-            self.leave()
+            if hosting is None:
+                self.leave()
+            else:
+                hosting.close()
             self._count_failure(error)
             return ConnectionError(repr(error))
         self._hosting = hosting

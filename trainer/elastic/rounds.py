@@ -139,12 +139,16 @@ class Host(threading.Thread):
             node = platform.node()
             logger.warning("the rendezvous has failed on %s and starts again: %r", node, error)
         finally:
-            self._listener.close()
-            for agent in self._agents:
-                agent.close()
-            self._selector.close()
-            if self._renewal is not None and not self._renewal.is_over:
-                self._renewal.leave()
+            self.close()
+
+    def close(self) -> None:
+        """Closes all sockets, and gives the record up unless another agent hosts."""
+        self._listener.close()
+        for agent in self._agents:
+            agent.close()
+        self._selector.close()
+        if self._renewal is not None and not self._renewal.is_over:
+            self._renewal.leave()
 
     def _serve(self) -> None:
         while self._renewal is None or not self._renewal.is_over:

@@ -175,6 +175,7 @@ def _gc(args: argparse.Namespace) -> int:
 
     from trainer.checkpoint import Config, holding, integrity, retention
     from trainer.checkpoint.lock import only_writer
+    from trainer.config import decode
 
     root = _root(args)
     # As in the run that saved the newest checkpoint, unless the command line says otherwise.
@@ -182,7 +183,7 @@ def _gc(args: argparse.Namespace) -> int:
     settings = {key: stored[key] for key in ("keep_last", "keep_every") if key in stored}
     if args.keep_last is not None:
         settings["keep_last"] = args.keep_last
-    config = Config(**settings)  # rejects keep_last below 2
+    config = decode(Config, settings, "checkpoint")  # rejects keep_last below 2
     verb = "would remove" if args.dry_run else "removed"
     console = _console()
     # A dry run may look on while a training run writes; a removal must not.
@@ -192,15 +193,17 @@ def _gc(args: argparse.Namespace) -> int:
         outdated = retention.outdated_steps(root, last, every, check, best)
         going = integrity.uncommitted_folders(root) + integrity.superseded_folders(root)
         going += [integrity.step_folder(root, step) for step in outdated]
-        removed, freed, held = 0, 0, holding.Holds(root).held()
+        removed, freed, held = 0, 0, holding.Holds(root).held(certain=not args.dry_run)
         for folder in going:
             size = _size(folder)
             with holding.unless_held(folder, held) as free:
-                if not free:
-                    console.print(f"{folder} is being read, and stays")
-                    continue
-                if not args.dry_run:
-                    integrity.remove_step(folder)
+                if free and not args.dry_run:
+                    integrity.uncommit(folder)
+            if not free:
+                console.print(f"{folder} is being read, and stays")
+                continue
+            if not args.dry_run:
+                integrity.remove_step(folder)
             console.print(f"{verb} {folder}, {decimal(size)}")
             removed, freed = removed + 1, freed + size
     console.print(f"{verb} {removed} folders, {decimal(freed)}")

@@ -174,6 +174,11 @@ def _forget_credentials(url: str) -> None:
     fsspec.get_filesystem_class(url.partition("://")[0]).clear_instance_cache()
 
 
+def credentials_renewed() -> float:
+    """When credentials were last read anew, by the monotonic clock."""
+    return _renewed["at"]
+
+
 def under_way() -> list[str]:
     """URLs of the requests that threads of this process are waiting for, oldest first."""
     return [shown(url) for url in list(_under_way.values())]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from glob import has_magic
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.addresses import shown
 from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
-from trainer.storage.attempts import attempt, status_of
+from trainer.storage.attempts import attempt, credentials_renewed, status_of
 from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy, with_literal_names
 from trainer.untrusted import open_regular
 
@@ -264,7 +266,7 @@ class _Object(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._system: AbstractFileSystem | None = None  # of `_file`; None: a temporary copy
+        self._opened_at = math.inf  # inf: a temporary copy
         attempt("read", url, self._open)
         if self._file.size is None:  # an HTTP server that streams does not know the size
             self._fetch_whole()
@@ -297,12 +299,16 @@ class _Object(io.RawIOBase):
         super().close()
 
     def _open(self, fs: AbstractFileSystem, path: str) -> None:
-        self._file, self._system = fs.open(path, "rb", cache_type="none"), fs
+        began = time.monotonic()
+        self._file = fs.open(path, "rb", cache_type="none")
+        self._opened_at = began
 
     def _read(self, count: int) -> bytes:
         def read_once(fs: AbstractFileSystem, path: str) -> bytes:
-            if self._system is not None and self._system is not fs:  # its credentials have expired
+            if self._opened_at < credentials_renewed():  # those of `_file` have expired
+                former = self._file
                 self._open(fs, path)
+                former.close()
             self._file.seek(self._position)
             return _check_length(self._file.read(count), count)
 
@@ -318,7 +324,7 @@ class _Object(io.RawIOBase):
         """Replaces the remote file by a temporary copy, for HTTP servers without range requests."""
         self._file.close()
         self._file = whole = tempfile.TemporaryFile()  # noqa: SIM115
-        self._system = None
+        self._opened_at = math.inf
 
         def fetch(fs: AbstractFileSystem, path: str) -> None:
             whole.seek(0)

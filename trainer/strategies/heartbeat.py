@@ -185,7 +185,7 @@ class Heartbeat:
             keys = [key for key in keys if store.check([key])]
         beats = {}
         for text in store.multi_get(keys):
-            with suppress(JsonError):  # of a rank with a broken memory: it counts as silent
+            with suppress(JsonError):  # of a rank with a broken memory
                 beat = parse_json(text, Beat)
                 beats[beat.rank] = beat
         return beats
