@@ -45,7 +45,7 @@ def test_no_step_that_was_reported_is_taken_again(
 ) -> None:
     """Each kill comes a few steps after a start, at any moment of a step."""
     generator = random.Random(strategy)
-    steps = 6 * (kills + 1)
+    steps = 8 * (kills + 1)
     data = (f"training.steps={steps}", "data.threads=0")
     paced = "objective={kind: tests.chaos.paced, seconds: 0.02}"
     way = (f"strategy={strategy}", "training.micro_batch_size=16", paced)
@@ -84,11 +84,12 @@ def next_start(observer: Observer, process: Process, killed: float) -> tuple[int
         Its number and time, and how many steps are taken again.
     """
 
-    def began() -> float:
+    def newest_start() -> float:
         return max(row["time"] for row in read_rows(observer.run / "starts.jsonl"))
 
-    observer.until(process, lambda: observer.last_time > began() > killed)
+    observer.until(process, lambda: observer.last_time > newest_start() > killed)
     assert process.popen.poll() is None, process.stderr.read_text()
-    ended, first = min((when, step) for when, step in observer.rows if when > began())
-    before = max(step for when, step in observer.rows if when < began())
+    began = newest_start()
+    ended, first = min((when, step) for when, step in observer.rows if when > began)
+    before = max(step for when, step in observer.rows if when < began)
     return first, ended, before + 1 - first

@@ -133,6 +133,6 @@ def test_of_two_processes_with_one_folder_the_first_writes_it(
     monkeypatch.setattr(average, "_write", overtaken)
     result = samestep("average", run, mean, "--last", "3")
     assert result.code == 2
-    assert f"{mean} cannot be written" in result.message
+    assert f"cannot write {mean}: " in result.message
     assert integrity.read_meta(load_weights(mean).folder)["average"]["steps"] == [9, 12]
     assert not list(tmp_path.glob(".mean*"))
