@@ -74,6 +74,9 @@ class Config(NodeCluster):
         node_selector: labels that nodes must have.
         tolerations: taints that nodes may have, as Kubernetes writes them:
             {key: spot, operator: Exists}.
+        network_policy: whether the job brings a NetworkPolicy that admits connections from its own
+            pods only. False is for accounts that may not create one: then every pod of the cluster
+            reaches the job's ports, unless the namespace has a policy.
         labels: further labels of all objects.
         annotations: of the pods, as for networks and schedulers.
         patch: changes of the rendered objects, by kind: ConfigMap, NetworkPolicy, Service,
@@ -114,6 +117,7 @@ class Config(NodeCluster):
     priority_class: str | None = None
     node_selector: dict[str, str] = field(default_factory=dict)
     tolerations: tuple[dict[str, str | int], ...] = ()
+    network_policy: bool = True
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     patch: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -207,15 +211,14 @@ class Config(NodeCluster):
         return f"{self.nodes_in_words} x {self.tpu.chips_per_node} TPU chips"
 
     def render(self, job: JobSpec) -> Submission:
-        """One manifest: the configuration, the network policy, the job, and maybe a service."""
+        """One manifest: the configuration, the job, and maybe a network policy and a service."""
         check_sigterm(job, "Kubernetes")
         name = manifest.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
         place = {"name": name, "namespace": self.namespace}
-        objects = [
-            fill(manifest.CONFIG_MAP, **place, labels=labels, config=job.config),
-            fill(manifest.POLICY, **place, labels=labels),
-        ]
+        objects = [fill(manifest.CONFIG_MAP, **place, labels=labels, config=job.config)]
+        if self.network_policy:
+            objects.append(fill(manifest.POLICY, **place, labels=labels))
         build, jobset = job.action == "build", self.controller == "jobset"
         if build:
             spec = self._build(job, labels)
@@ -394,6 +397,7 @@ class Config(NodeCluster):
             "name": name,
             "controller": controller,
             "action": action,
+            "network_policy": str(self.network_policy).lower(),
         }
 
     def states(self, records: Iterable[Record]) -> Mapping[Path, State]:

@@ -42,6 +42,9 @@ _IMAGES = ("docker", "oras")  # IMAGE:TAG@sha256:DIGEST
 REFERENCE = "$"
 """Stands for a shell's reference, such as $TOKEN, in a line that is searched for credentials."""
 
+SECRET_PARTS, SECRET_NAMES = _SECRET_PARTS, frozenset(_SECRET_NAMES)
+"""Parts of names of secrets, and whole names: in lower case, without separators."""
+
 
 ELSEWHERE = (
     "Leave it out, and put it where the store's own tools look for it: an environment variable, "

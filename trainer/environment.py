@@ -176,6 +176,36 @@ class _Lossy:
         return getattr(self._stream, name)
 
 
+class _Messages(Output):
+    """stderr, on which the progress bars of tqdm redraw their lines, and cover no other text.
+
+    A bar begins with \\r, which starts a new line unless this line is empty or a bar. A bar below
+    the first one is written as line breaks, the bar, and as many moves up.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._is_free = True  # the current line is empty, or a bar
+        self._moves_up = ""  # from a bar back to a free line
+
+    def write(self, text: str) -> int:
+        is_bar = text.startswith("\r") and not text.startswith("\r\n")
+        if text and text == self._moves_up:
+            self.rich_proxied_file.write(text)
+            self._moves_up = ""
+            return len(text)
+        if is_bar:
+            start = "\r" if self._is_free else "\n"
+            self.rich_proxied_file.write(start + visible(text[1:]))
+        else:
+            super().write(text)
+            is_move = self._is_free and not text.strip("\n")
+            self._moves_up = "\x1b[A" * len(text) if is_move else ""
+        if text:
+            self._is_free = (is_bar and "\n" not in text) or text.endswith("\n")
+        return len(text)
+
+
 def prepare_streams() -> None:
     """Lets commands write any text to stdout and stderr, whatever these are.
 
@@ -193,7 +223,7 @@ def prepare_streams() -> None:
     if not isinstance(sys.stdout, Output):
         sys.stdout = cast(TextIO, Output(sys.stdout, pipes=False))
     if not isinstance(sys.stderr, Output):
-        sys.stderr = cast(TextIO, Output(cast(TextIO, _Lossy(sys.stderr))))
+        sys.stderr = cast(TextIO, _Messages(cast(TextIO, _Lossy(sys.stderr))))
 
 
 def _closed(descriptor: int) -> TextIO:

@@ -18,10 +18,8 @@ from trainer.errors import LaunchError
 from trainer.stored_json import Count, JsonError, parse_json
 
 _RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "job": "jobs.batch"}
-_OWNED = {  # a JobSet deletes its service
-    "jobset": "configmaps,networkpolicies.networking.k8s.io",
-    "job": "services,configmaps,networkpolicies.networking.k8s.io",
-}
+_OWNED = {"jobset": "configmaps", "job": "services,configmaps"}  # a JobSet deletes its service
+_POLICIES = "networkpolicies.networking.k8s.io"
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _POLL_SECONDS = 2.0
@@ -53,7 +51,8 @@ _HINTS = {
     "forbidden": (
         "your account needs the verbs create, get, list and delete on configmaps, networkpolicies, "
         "services, jobs, jobsets and pods of this namespace, and get on pods/log: ask its "
-        "administrator, or set cluster.namespace"
+        "administrator, or set cluster.namespace. Without networkpolicies, set "
+        "cluster.network_policy=false, and other pods reach the job's ports"
     ),
     "context .*does not exist|context was not found": (
         "`kubectl config get-contexts` lists the existing ones; set cluster.context to one"
@@ -109,6 +108,8 @@ def delete(record: Record) -> None:
     """
     controller = record.about["controller"]
     kinds = f"{_RESOURCES[controller]},{_OWNED[controller]}"
+    if record.about.get("network_policy") != "false":
+        kinds += f",{_POLICIES}"
     how = ["--ignore-not-found", "--cascade=foreground", "--wait=false"]
     if not run([*_place(record), "delete", kinds, record.about["name"], *how]).strip():
         raise LaunchError(

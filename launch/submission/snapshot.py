@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from launch.credentials import has_key
 from trainer.errors import LaunchError
-from trainer.untrusted import open_regular
+from trainer.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ _SECRET_FILES = (
     "*.ovpn",
     "kubeconfig*",
     "*.kubeconfig",
+    "kaggle.json",
     "credentials",
     "credentials.*",
     ".credentials*",
@@ -73,10 +76,21 @@ _SECRET_FILES = (
     "*api_key.txt",
     "*apikey",
     "*apikey.txt",
+    "password",
+    "passwords",
+    "password.*",
+    "passwords.*",
+    "*_password.txt",
+    "*_passwords.txt",
 )
 _SECRET_FOLDERS = (".aws", ".ssh", ".gnupg", ".kube", ".docker", ".azure", ".gcloud", ".secrets")
 _HARMLESS_FILES = ("*.example", "*.sample", "*.template", "*.dist", "*.pub", "*.py", "*.md")
+_BACKUP = re.compile(r"(~|\.(bak|backup|old|orig|save|copy)\d*)+$")  # what editors add to a name
 _LONGEST_KEY = 2**16
+# In files of Kaggle and Google Cloud.
+_JSON_KEY = re.compile(
+    r'"key"\s*:\s*"[0-9a-f]{32}"|"(private_key|client_secret|refresh_token)"\s*:\s*"[^"\s$<]{16}'
+)
 
 
 def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
@@ -132,10 +146,10 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
 
 
 def _is_secret(file: Path, name: Path) -> bool:
-    """Whether a file holds credentials, by its name in the snapshot or its first line."""
+    """Whether a file holds credentials, by its name in the snapshot or its content."""
     # A link has another name than the file that it leads to.
     for path in (name, Path(*file.resolve().parts[-2:])):
-        last = path.name.lower()
+        last = _BACKUP.sub("", path.name.lower())
         if any(part.lower() in _SECRET_FOLDERS for part in path.parts[:-1]):
             return True
         if any(fnmatch(last, pattern) for pattern in _HARMLESS_FILES):
@@ -144,9 +158,9 @@ def _is_secret(file: Path, name: Path) -> bool:
             return True
     if file.stat().st_size > _LONGEST_KEY:
         return False
-    with open_regular(file) as content:
-        start = content.readline(_LONGEST_KEY)
-    return start.startswith(b"-----BEGIN ") and b"PRIVATE KEY" in start
+    # In UTF-16, every other byte of ASCII is zero.
+    content = read_regular(file, _LONGEST_KEY).replace(b"\0", b"").decode("latin-1")
+    return has_key(content) or bool(_JSON_KEY.search(content))
 
 
 def _known(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:

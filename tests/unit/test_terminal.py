@@ -74,7 +74,7 @@ def test_no_character_of_a_text_is_obeyed_wherever_it_is_printed(
         Console(stderr=True, width=40).print(table)
         sys.stdout.write(text)
         print(text)
-        sys.stderr.writelines([text])
+        sys.stderr.writelines([f"a{text}"])  # what begins with \r is a bar, see below
         handler.emit(logging.LogRecord("", logging.INFO, "", 0, "%s", (text,), None))
         count += 1
     assert obeyed(re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())) == set()  # Rich's colors
@@ -120,6 +120,45 @@ def test_texts_stay_as_they_are_in_files_and_pipes_and_messages_are_escaped(
     Console(width=120, highlight=False).print("a\x1b[2Jb", Text("c\x9bd"))
     assert stdout.getvalue() == f"{text}a\x1b[2Jb c\x9bd\n"
     assert obeyed(stderr.getvalue()) == set()
+
+
+
+def test_bars_of_tqdm_redraw_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    environment.prepare_streams()
+    tqdm = pytest.importorskip("tqdm").tqdm
+    with tqdm(total=2, desc="files\x1b[2J", mininterval=0, leave=False) as first:
+        with tqdm(total=2, desc="below", mininterval=0) as second:
+            second.update()
+        first.update()
+    sys.stderr.write("end\n")
+    shown = written.getvalue()
+    assert re.findall(r"\r([^\s|]+):? +(\d+)%", shown)[:3] == [
+        ("files\\u001b[2J:", "0"),
+        ("below:", "0"),
+        ("below:", "50"),
+    ]
+    assert "\\u000d" not in shown
+    assert "\\u001b[A" not in shown
+    assert shown.count("\x1b[A") == shown.count("\n\rbelow") > 0
+    assert shown.endswith("\rend\n")
+
+
+def test_what_is_no_bar_is_never_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    environment.prepare_streams()
+    for text in ("a\rb", "\rc", "\rd\re", "f", "\rg\nh", "\ri\n", "\x1b[A"):
+        sys.stderr.write(text)
+    assert written.getvalue() == (
+        "a\\u000db\nc\rd\\u000def\ng\nh\ni\n\\u001b[A"  # after `f` and `h`, lines begin
+    )
+    written.truncate(0)
+    print("message", file=sys.stderr)  # two writes: the text and the line break
+    for text in ("\rb", "\x1b[A", "\n", "\x1b[A\x1b[A"):
+        sys.stderr.write(text)
+    assert "\x1b" not in written.getvalue()
 
 
 def test_ordinary_text_and_the_values_of_json_stay() -> None:

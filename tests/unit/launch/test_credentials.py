@@ -60,6 +60,24 @@ PLACES = (
     'echo \'{{"password": "{}"}}\' > x.json',
     "tool --api-key {}",
     "tool --client-secret={}",
+    "export FOO_AUTH={}",
+    "export ACCESS_KEY={} SIGNING_JWT=$JWT",
+    "export HF_TOKEN=${{HF_TOKEN:-{}}}",
+    ": ${{HF_TOKEN:={}}}",
+    "tool ${{HF_TOKEN-{}}}",
+    'export HF_TOKEN="${{MY_TOKEN:-${{OTHER:-{}}}}}"',
+    "curl -u me:${{PASSWORD:-{}}} https://host",
+    "curl ${{AUTH:+--user me:{}}} https://host",
+    "T=$(curl -u me:{} https://host/t)",
+    "X=`curl -H 'Authorization: Bearer {}' https://host`",
+    "export VAULT=$(vault login -token={})",
+    "A=$(AWS_SECRET_ACCESS_KEY={} aws s3 ls)",
+    "A=$(echo $(echo $(curl -u me:{} https://host)))",
+    "A=$(date) T=$(echo $(cat x) | tool --token {} ${{B:-$(cat y)}})",
+    "diff <(curl -u me:{} https://host) y",
+    "tool < input.txt --password {} > output.txt",
+    "curl -b session={} https://host",
+    "podman login -u me -p {} registry",
 )
 # Keys of known forms are found anywhere.
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -72,8 +90,33 @@ ANYWHERE = (
     "cat <<< '{}'",
     "tool --flag={}",
     "a; b | c {}",
+    "X=$(printf {})",
+    "X=`printf {}`",
+    "export X=${{X:-{}}}",
+    "tool <(echo {})",
 )
+COMMIT = "3f786850e387550fdab836ed7e6dc881de23001b"  # a key of W&B looks the same
 ORDINARY = (
+    f"pip install git+https://github.com/wandb/wandb@{COMMIT}",
+    f"git checkout {COMMIT} # wandb fix",
+    "curl -b cookies.txt -c cookies.txt https://host/x",
+    "AUTH=basic",
+    "export AUTH_METHODS=basic PROXY_AUTH=Negotiate",
+    "ssh login -p 2222",
+    "ssh -p 2222 login.example.com docker ps",
+    "pip install sk-dist-some-very-long-package-name==1",
+    "SORT_KEY=name PRIMARY_KEY=step.loss CACHE_KEY='uv lock'",
+    "MASTER_KEY_ID=alias/aws KMS_KEY_ID=1234abcd-12ab-34cd-56ef-1234567890ab",
+    "docker build --secret id=hf,src=token.txt .",
+    "openssl enc -d -pass file:pass.bin -in x.enc",
+    "export HF_TOKEN=$(sed -n 's/^HF_TOKEN=\\(.*\\)/\\1/p' ~/.env)",
+    "export HF_TOKEN=$(grep HF_TOKEN= ~/.env | cut -d= -f2)",
+    "export HF_TOKEN=$(awk '{print $1}' ~/.hf) A=${HF_TOKEN:?set HF_TOKEN first}",
+    "export MASTER_PORT=$((10000 + ${SLURM_JOB_ID:-0} % 10000)) KEY_FILE=${KEY_FILE:-~/.key}",
+    "tool ${HF_TOKEN:+--token $HF_TOKEN} ${PASSWORD:-} ${SECRET:-$(cat ~/.secret)}",
+    'curl -H "Authorization: Bearer <YOUR TOKEN>" https://host < body.json',
+    'T=$(curl -X PUT http://h/latest/api/token -H "X-aws-ec2-metadata-token-ttl-seconds: 60")',
+    'set -- a && HF_TOKEN="$1" tool --token "${1:-$2}" --password="$@"',
     "export WANDB_API_KEY=$(cat ~/.wandb_key) HF_TOKEN=`cat ~/.hf` A_TOKEN=",
     'export WANDB_API_KEY="$KEY_OF_MINE"',
     'export HF_TOKEN="${MY_TOKEN:-}"',
@@ -161,6 +204,24 @@ def test_a_key_of_a_known_form_is_found_anywhere(form: str) -> None:
         assert secret_in(f"echo {encoded} | base64 -d > ~/.key"), key
         with pytest.raises(ConfigError, match=r"variables\.X looks like a secret"):
             check_variables({"X": key})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "wandb login {}",
+        "wandb login --relogin {}",
+        "wandb login --host=https://wandb.example.com {}",
+        "wandb login <<< {}",
+        "export WANDB_API_KEY={}",
+        "export WANDB_API_KEY=${{WANDB_API_KEY:-{}}}",
+        "echo {} | wandb login",
+        "echo '{}' > ~/.wandb_key",
+    ],
+)
+def test_a_key_of_wandb_is_found_beside_what_takes_it(line: str) -> None:
+    assert secret_in(line.format(COMMIT))
+    assert secret_in(line.format("$KEY")) is None
 
 
 @pytest.mark.parametrize("line", ORDINARY)

@@ -189,6 +189,8 @@ def test_only_pods_of_the_same_job_reach_its_ports(name: str):
     }
     labels = pod_of(config, job)["metadata"]["labels"]
     assert mine["matchLabels"].items() <= labels.items()
+    without = documents(replace(config, network_policy=False), job)
+    assert without == [each for each in found if each is not policy]
     wider = replace(config, patch={"NetworkPolicy": {"spec": {"ingress": [{}]}}})
     (policy,) = (each for each in documents(wider, job) if each["kind"] == "NetworkPolicy")
     assert policy["spec"]["ingress"] == [{}]
@@ -665,6 +667,7 @@ def test_a_launch_is_looked_at_by_the_server_first(kubectl: Kubectl, tmp_path: P
         "name": name,
         "controller": "jobset",
         "action": "train",
+        "network_policy": "true",
     }
     assert records.find(name) == record
     assert records.cluster_of(record) == launch.cluster
@@ -721,6 +724,13 @@ ERRORS = {
         'User "ada" cannot create resource "jobsets" in API group "jobset.x-k8s.io" in the '
         'namespace "training"\n',
         "needs the verbs create, get, list and delete",
+    ),
+    "no right to network policies": (
+        'Error from server (Forbidden): error when creating "manifest.yaml": '
+        "networkpolicies.networking.k8s.io is forbidden: "
+        'User "ada" cannot create resource "networkpolicies" in API group "networking.k8s.io" in '
+        'the namespace "training"\n',
+        r"set cluster\.network_policy=false",
     ),
     "quota": (
         'Error from server (Forbidden): error when creating "manifest.yaml": jobs.batch "x" is '
@@ -1159,6 +1169,8 @@ def test_cancelling_deletes_all_and_waits_for_nothing(kubectl: Kubectl):
             *how,
         ],
     ]
+    GPU.cancel(record(network_policy="false"))  # the account may not even list them
+    assert kubectl.calls[-1][5] == "jobsets.jobset.x-k8s.io,configmaps"
     kubectl.answers(delete=[(0, "", "")])
     with pytest.raises(LaunchError, match="bert-001 is no longer on the cluster"):
         GPU.cancel(record())

@@ -98,6 +98,10 @@ SECRETS = (
     ".git-credentials",
     ".pypirc",
     ".npmrc",
+    ".env~",
+    "prod.env.bak",
+    "passwords.txt",
+    "kaggle.json",
 )
 NO_SECRETS = (
     ".env.example",
@@ -113,22 +117,48 @@ NO_SECRETS = (
     "keys/a.txt",
     "docker/Dockerfile",
     "secretary.txt",
+    "password_model.yaml",
     ".gitignore",
 )
+COMMIT = "3f786850e387550fdab836ed7e6dc881de23001b"  # a key of W&B looks the same
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+PEM = "-----BEGIN PRIVATE KEY-----\\nMIIEvQIBADAN"
+CONTENTS = {  # files without a telling name
+    "odd": "-----BEGIN OPENSSH PRIVATE KEY-----\nx\n",
+    "key.txt": f"\n\n{PEM}\n",
+    "putty": "---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\n",
+    "gcp.json": f'{{"type": "service_account", "private_key": "{PEM}"}}',
+    "project-0123456789ab.json": f'{{"private_key_id": "0123", "private_key": "{PEM}"}}',
+    "adc.json": '{"client_secret": "d-FL95Q19q7MQmFpd7hHD0Ty", "type": "authorized_user"}',
+    "my_kaggle": '{"username":"me","key":"0123456789abcdef0123456789abcdef"}',
+    "run.sh": f"export HF_TOKEN={TOKEN}\n",
+    "job.sh": f"export WANDB_API_KEY={COMMIT}\n",
+    "config.yaml": f"hub:\n  token: {TOKEN}\n",
+    "notes.md": f"log in with {TOKEN}",
+}
+HARMLESS = {
+    "run_ok.sh": f"export HF_TOKEN=$(cat ~/.hf)\ngit checkout {COMMIT}",
+    "ok.json": '{"key": "name", "private_key": "$KEY", "refresh_token": "<your refresh token>"}',
+    "ok.md": "Replace YOUR_PRIVATE_KEY by a key.",
+    "large.json": TOKEN + " " * 2**16,  # data rather than a configuration
+}
 
 
 def test_untracked_secrets_are_left_out(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(repository.parent / "inner", "inner.py")
     git(repository, "submodule", "add", "--quiet", str(repository.parent / "inner"), "third")
     git(repository, "commit", "--quiet", "--message=x")
-    for name in (*SECRETS, *NO_SECRETS, "third/.env", "odd"):
+    for name in (*SECRETS, *NO_SECRETS, "third/.env"):
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).write_text("x")
-    (repository / "odd").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nx\n")
+    for name, content in {**CONTENTS, **HARMLESS}.items():
+        (repository / name).write_text(content)
+    (repository / "utf16.txt").write_text(TOKEN, "utf-16")
     (repository / "harmless.txt").symlink_to(".env")
     found = taken(repository)
-    left_out = {*SECRETS, "third/.env", "odd", "harmless.txt"}
-    assert set(found) == {*NO_SECRETS, "own/part.py", "third/inner.py", ".gitmodules"}
+    left_out = {*SECRETS, *CONTENTS, "third/.env", "utf16.txt", "harmless.txt"}
+    kept = {*NO_SECRETS, *HARMLESS}
+    assert set(found) == {*kept, "own/part.py", "third/inner.py", ".gitmodules"}
     said = caplog.text.partition(" is without ")[2].partition(", which may hold secrets")[0]
     assert set(said.split(", ")) == left_out
 
