@@ -86,7 +86,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
     config = _read_json(folder / _CONFIG)
     if (folder / _WEIGHTS).exists():
         tensors = _load_tensors([folder / _WEIGHTS])
-        _check_sizes(config, tensors, folder / _CONFIG)
+        check_sizes(config, _shapes(tensors), folder / _CONFIG)
         return config, _unwrapped(tensors)
     if (folder / _INDEX).exists():  # a large model: maps tensor names to files
         shards = _read_json(folder / _INDEX).get("weight_map", {})
@@ -97,7 +97,7 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
                 f"{folder / _INDEX} lists {absent[0]}, which {folder / shards[absent[0]]} does not "
                 "hold. Download the folder again"
             )
-        _check_sizes(config, tensors, folder / _CONFIG)
+        check_sizes(config, _shapes(tensors), folder / _CONFIG)
         return config, _unwrapped(tensors)
     if (folder / "pytorch_model.bin").exists():
         raise CheckpointError(
@@ -121,30 +121,39 @@ def _check_names(shards: object, index: Path) -> None:
             )
 
 
-def _check_sizes(config: Tree, tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Rejects numbers of layers, labels and dimensions that the tensors cannot have.
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_sizes(
+    config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], file: files.Location
+) -> None:
+    """Rejects numbers of layers, labels and dimensions that tensors of these shapes cannot have.
 
     A model is built before its shapes are compared, and a number in a small file could make that
     take all memory. So these bounds are generous.
+
+    Raises:
+        CheckpointError: with the setting.
     """
-    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
     for key, value in config.items():
         if type(value) is not int or not (_COUNTED.search(key) or _SIZED.search(key)):
             continue
         if "max_length" in key:  # of generation
             continue
-        most = max(_FEW, len(tensors)) if _COUNTED.search(key) else max(_LARGE, largest)
+        most = max(_FEW, len(shapes)) if _COUNTED.search(key) else max(_LARGE, largest)
         if "label" in key:
             most = max(_FEW, largest)
         if value > most:
             raise CheckpointError(
-                f"{file} has {key} {value}, which its {len(tensors)} tensors cannot have. Use the "
+                f"{file} has {key} {value}, which its {len(shapes)} tensors cannot have. Use the "
                 "file that belongs to them"
             )
 
 
 @contextmanager
-def wrong_settings_explained(folder: files.Location) -> Iterator[None]:
+def wrong_settings_explained(folder: Path) -> Iterator[None]:
     """Turns errors from building a model of config.json into an error of that file.
 
     Raises:
@@ -182,7 +191,7 @@ def load_adapter(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
             "safetensors"
         )
     tensors = _load_tensors([folder / _ADAPTER_WEIGHTS])
-    _check_sizes(config, tensors, folder / _ADAPTER_CONFIG)
+    check_sizes(config, _shapes(tensors), folder / _ADAPTER_CONFIG)
     return config, _unwrapped(tensors)
 
 
