@@ -7,7 +7,7 @@ from tests.fuzz.mutations import named
 from tests.fuzz.run import TARGETS
 from tests.fuzz.trial import Target
 
-_EXAMPLES = 60  # with the same seed each time; `make fuzz` tries others
+_EXAMPLES = 20  # with the same seed each time; `make fuzz` tries others
 
 
 @pytest.mark.long
@@ -16,6 +16,8 @@ def test_readers_return_or_raise_an_error_of_samestep(name: str, tmp_path: Path)
     outcome = trial.run(TARGETS[name], _EXAMPLES, tmp_path / "fuzz")
     assert outcome.tried >= _EXAMPLES // 2
     assert not outcome.failures
+    # The first example is a file without a change. A channel ends when its peer does.
+    assert outcome.accepted or name == "channel"
 
 
 def _raises(_folder: Path) -> object:

@@ -122,7 +122,6 @@ def test_texts_stay_as_they_are_in_files_and_pipes_and_messages_are_escaped(
     assert obeyed(stderr.getvalue()) == set()
 
 
-
 def test_bars_of_tqdm_redraw_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)

@@ -86,7 +86,7 @@ def read_row_score(file: Path, name: str) -> RowScore | None:
         return _of_answers(lines, name)
     if kind is _Tags:
         return _of_tags(lines) if name == "entity_f1" else None
-    return _of_numbers(lines, name) if kind is _Numbers else _of_classes(lines, name)
+    return _of_numbers(lines, name) if kind is _Numbers else _of_classes(lines, name, file)
 
 
 class _Answers(TypedDict):
@@ -162,7 +162,7 @@ def _of_numbers(lines: Sequence[_Line], name: str) -> RowScore | None:
     return RowScore(rows, correlation)
 
 
-def _of_classes(lines: Sequence[_Line], name: str) -> RowScore | None:
+def _of_classes(lines: Sequence[_Line], name: str, file: Path) -> RowScore | None:
     true, predicted = ([line[key] for line in lines] for key in ("label", "prediction"))
     is_right = np.array([a == b for a, b in zip(true, predicted, strict=True)], float)
     if name == "accuracy":
@@ -179,6 +179,11 @@ def _of_classes(lines: Sequence[_Line], name: str) -> RowScore | None:
     labels = list(probabilities)
     if len(labels) != 2:
         return None
+    if unknown := {*true, *predicted}.difference(labels):
+        raise DataError(
+            f"{file} has no probability of the label {min(map(str, unknown))!r}. Evaluate the "
+            "model again."
+        )
     # [true negatives, false positives, false negatives, true positives] of the second label.
     places = [2 * labels.index(a) + labels.index(b) for a, b in zip(true, predicted, strict=True)]
     rows = np.eye(4)[places]

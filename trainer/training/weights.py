@@ -106,7 +106,7 @@ class Weights:
             ConfigError: the model does not offer them, or needs columns from its objective.
             CheckpointError: the weights do not match the model.
         """
-        self._check_shapes()
+        shapes = {name: tuple(self.tensors.shape(name)) for name in self.tensors}
         model = self.config.build()
         if missing := sorted(outputs - model.offers):
             raise ConfigError(
@@ -119,29 +119,18 @@ class Weights:
             )
         # A shared parameter is stored once, and loaded under each of its names.
         stored = {parameter: name for name, parameter in model.named_parameters()}
+        expected = {name: tuple(parameter.shape) for parameter, name in stored.items()}
+        different = {*expected.items()} ^ {*shapes.items()}
+        if wrong := sorted(name for name, _ in different):
+            raise CheckpointError(
+                f"{self.folder} does not hold the weights of its model, first {wrong[0]}. "
+                "Export it again."
+            )
         every = model.named_parameters(remove_duplicate=False)
         values = {name: self.finite(name, self.tensors[name]) for name in self.tensors}
         model.load_state_dict({name: values[stored[parameter]] for name, parameter in every})
         give_spellings(model, lambda: self.load_tokenizer().spellings())
         return model.eval()
-
-    def _check_shapes(self) -> None:
-        """Rejects weights of another model, before memory is allocated for this one.
-
-        Raises:
-            CheckpointError: a parameter is missing, has another shape, or is none of the model.
-        """
-        with huggingface.wrong_settings_explained(self.folder), torch.device("meta"):
-            model = self.config.build()
-        expected = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        shapes = {name: tuple(self.tensors.shape(name)) for name in self.tensors}
-        if wrong := sorted(
-            name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name)
-        ):
-            raise CheckpointError(
-                f"{self.folder} does not hold the weights of its model, first {wrong[0]}: the "
-                f"shape is {shapes.get(wrong[0])}, not {expected.get(wrong[0])}. Export it again."
-            )
 
     def finite(self, name: str, values: Tensor) -> Tensor:
         """Returns values of a parameter.

@@ -12,6 +12,7 @@ from scipy.stats import pearsonr, spearmanr
 from seqeval.metrics import f1_score as entity_f1
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from trainer.errors import DataError
 from trainer.studies.row_scores import read_row_score
 
 RANDOM = np.random.Generator(np.random.PCG64(3))
@@ -112,3 +113,9 @@ def test_scores_that_are_no_sums_over_rows_have_none(tmp_path: Path) -> None:
     assert read_row_score(file, "macro_f1") is None
     assert read_row_score(file, "f1") is None  # three classes have no positive one
     assert read_row_score(written([], tmp_path), "accuracy") is None
+
+
+def test_a_label_without_a_probability_is_an_error_of_the_file(tmp_path: Path) -> None:
+    row = {"label": "c", "prediction": "a", "probabilities": {"a": 0.5, "b": 0.5}}
+    with pytest.raises(DataError, match=r"predictions.jsonl has no probability of the label 'c'"):
+        read_row_score(written([row], tmp_path), "f1")
