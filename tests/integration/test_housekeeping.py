@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.integration.commands import Samestep
+from tests.integration.test_strange_folders import seal
 from trainer import storage
 from trainer.checkpoint import Checkpointer, Config, files, integrity
 from trainer.checkpoint.lock import only_writer
@@ -151,3 +153,34 @@ def test_a_damaged_lease_is_reported_and_gc_removes_nothing(
         assert refused.code == 1
         assert f"{newest} is damaged, and it decides which" in refused.message
     assert len(list(root.glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"saved": "yesterday"}, "saved is 'yesterday', not a text like"),
+        ({"saved": "2026-11-29T00:00:00"}, "saved is '2026-11-29T00:00:00', not a text like"),
+    ],
+)
+def test_a_time_that_no_save_writes_is_damage(
+    meta: dict[str, Any], message: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "checkpoints", Config(), rank=0, world_size=1)
+    checkpointer.save(1, {"x": torch.ones(2)}, {})
+    checkpointer.wait()
+    step = tmp_path / "checkpoints" / "step-00000001"
+    file = step / "meta.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **meta}))
+    seal(step)
+    assert message in " ".join(samestep("checkpoint", "ls", tmp_path).out.split())
+
+
+def test_gc_names_a_setting_of_a_wrong_type(tmp_path: Path, samestep: Samestep) -> None:
+    sections: dict[str, Any] = {key: {} for key in ("model", "data", "objective", "training")}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", Config(), rank=0, world_size=1)
+    config = {**sections, "output": "runs/a", "checkpoint": {"keep_last": "x"}}
+    checkpointer.save(1, {"x": torch.ones(2)}, {"config": config})
+    checkpointer.wait()
+    result = samestep("checkpoint", "gc", tmp_path, "--dry-run")
+    assert result.code == 2
+    assert "checkpoint.keep_last" in result.message

@@ -117,6 +117,40 @@ def test_the_hold_of_a_killed_reader_ends(root: Location, monkeypatch: pytest.Mo
     assert not [name for name in files.names(root) if name.startswith(".reading-")]
 
 
+def test_the_clock_of_a_reader_does_not_matter(
+    s3_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, now = Url(s3_folder), time.time()
+    save(open_at(root), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now - 10 * 86_400)
+        hold = holding.Hold(integrity.step_folder(root, 1))
+    holds = holding.Holds(root)
+    assert holds.held() == {"step-00000001"}
+    monkeypatch.setattr(holding, "_STALE_SECONDS", -0.5)  # as if it had been killed long ago
+    assert holds.held(certain=True) == set()
+    hold.release()
+
+
+def test_a_step_is_not_removed_while_one_of_its_files_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, an open file stays in its folder under another name."""
+    writer = open_at(tmp_path)
+    save(writer, 1, 2)
+    open_in_folder: list[str] = []
+    remove = integrity.remove_step
+
+    def look(folder: Location) -> None:
+        links = filter(Path.is_symlink, Path("/proc/self/fd").iterdir())
+        open_in_folder.extend(name for name in map(os.readlink, links) if str(folder) in name)
+        remove(folder)
+
+    monkeypatch.setattr(integrity, "remove_step", look)
+    assert save(writer, 3, 4) == [3, 4]
+    assert open_in_folder == []
+
+
 def test_what_is_being_removed_cannot_be_held(tmp_path: Path) -> None:
     save(open_at(tmp_path), 1)
     folder = integrity.step_folder(tmp_path, 1)
