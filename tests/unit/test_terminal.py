@@ -96,6 +96,37 @@ def test_only_colors_and_cursor_moves_of_rich_itself_reach_a_terminal(
     assert obeyed(shown) <= {"\x1b", "\r"}
 
 
+def test_ordinary_text_and_the_values_of_json_stay() -> None:
+    assert visible(ORDINARY) == ORDINARY
+    assert visible("a\r\nb") == "a\r\nb"
+    for text in hostile():
+        value = json.dumps({text: [text]}, ensure_ascii=False)
+        assert json.loads(visible(value)) == {text: [text]}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_names_in_errors_are_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, number: int
+) -> None:
+    name = str(tmp_path / ["\x1b[2Ja", "\u202eb\x9b1m", "c\x1b]0;d\x07\r"][number])
+    Path(name).mkdir()
+    for command in (
+        ["config", f"{name}/a.yaml"],
+        ["data", "inspect", name],
+        ["recipes", name],
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", io.StringIO())
+            try:
+                code = cli.main(command)
+            except SystemExit as end:
+                code = int(str(end.code))
+            printed = sys.stdout.getvalue() + capsys.readouterr().err
+        assert code != 0, command
+        assert "Traceback" not in printed
+        assert obeyed(printed) == set(), command
+
+
 def test_bars_of_tqdm_redraw_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
@@ -132,37 +163,6 @@ def test_what_is_no_bar_is_never_covered(monkeypatch: pytest.MonkeyPatch) -> Non
     for text in ("\rb", "\x1b[A", "\n", "\x1b[A\x1b[A"):
         sys.stderr.write(text)
     assert "\x1b" not in written.getvalue()
-
-
-def test_ordinary_text_and_the_values_of_json_stay() -> None:
-    assert visible(ORDINARY) == ORDINARY
-    assert visible("a\r\nb") == "a\r\nb"
-    for text in hostile():
-        value = json.dumps({text: [text]}, ensure_ascii=False)
-        assert json.loads(visible(value)) == {text: [text]}
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_names_in_errors_are_shown(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, number: int
-) -> None:
-    name = str(tmp_path / ["\x1b[2Ja", "\u202eb\x9b1m", "c\x1b]0;d\x07\r"][number])
-    Path(name).mkdir()
-    for command in (
-        ["config", f"{name}/a.yaml"],
-        ["data", "inspect", name],
-        ["recipes", name],
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdout", io.StringIO())
-            try:
-                code = cli.main(command)
-            except SystemExit as end:
-                code = int(str(end.code))
-            printed = sys.stdout.getvalue() + capsys.readouterr().err
-        assert code != 0, command
-        assert "Traceback" not in printed
-        assert obeyed(printed) == set(), command
 
 
 def test_commands_print_through_this_console_only() -> None:
