@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 from trainer.addresses import REFERENCE, SECRET_NAMES, SECRET_PARTS, credential_in
 
-_PARTS = "|".join(SECRET_PARTS).replace("key", "_?key").replace("credential", "credentials?")
+# A signature lets others in only as part of an address.
+_PARTS = "|".join(part for part in SECRET_PARTS if part != "signature")
+_PARTS = _PARTS.replace("key", "_?key").replace("credential", "credentials?")
 _STRONG = re.compile(rf"(^|_|-)({_PARTS}|pass|pwd)($|_|-)|({_PARTS}|_pwd)$", re.IGNORECASE)
 # Names of secrets and of many other things, such as SORT_KEY and AUTH: the value decides.
 _WEAK = re.compile(rf"(^|_|-)({'|'.join(sorted(SECRET_NAMES))})($|_|-)", re.IGNORECASE)
@@ -60,7 +62,7 @@ _LOGINS = {"docker", "podman", "nerdctl", "buildah", "skopeo", "helm", "oras", "
 _LOOKED_UP = re.compile(r"--secret[= ]\S+")
 _LOOKS_UP = re.compile(r"\b(?:gcloud|docker|podman|nerdctl|buildah)\s")
 _HEADER = re.compile(
-    r"((?:proxy-)?authorization|cookie|private-token|[\w-]*(?:api-?key|token|secret))\s*[:=]\s*"
+    r"((?:proxy-)?authorization|cookie|private-token|[\w-]{0,60}(?:api-?key|token|secret))\s*[:=]\s*"
     r"((?:bearer|basic|token|digest)\s+)?([^\s\"']+)",
     re.IGNORECASE,
 )
@@ -81,13 +83,13 @@ _FORM = re.compile(
     r"|hf_[A-Za-z0-9]{20,}"
     r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}"
-    r"|sk-(?:(?:ant|proj|svcacct|admin|or|lf)-[\w-]{20,}|(?=\w*\d)\w{20,})"
+    r"|sk-(?:(?:ant|proj|svcacct|admin|or|lf)-[\w-]{20,}|(?=\w{0,60}\d)\w{20,})"
     r"|sk_(?:live|test)_\w{16,}"
     r"|xox[abprs]-[\w-]{10,}"
     r"|AIza[\w-]{30,}|ya29\.[\w.-]{20,}"
     r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_pat_[\w-]{16,}"
     r"|wandb_v\d_\w{20,}|hvs\.[\w-]{20,}"
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"
+    r"|eyJ[\w-]{8,800}\.eyJ[\w-]{8,800}\.[\w-]*"
     r")|----[- ]BEGIN [A-Z\d ]*PRIVATE KEY"
 )
 # Other 40 hexadecimal digits are commits.

@@ -99,6 +99,7 @@ COMMIT = "3f786850e387550fdab836ed7e6dc881de23001b"  # a key of W&B looks the sa
 ORDINARY = (
     f"pip install git+https://github.com/wandb/wandb@{COMMIT}",
     f"git checkout {COMMIT} # wandb fix",
+    "export SIGNATURE_VERSION=s3v4 SORT_KEY=${SORT_KEY:-step}; cosign verify --signature x.sig",
     "curl -b cookies.txt -c cookies.txt https://host/x",
     "AUTH=basic",
     "export AUTH_METHODS=basic PROXY_AUTH=Negotiate",
