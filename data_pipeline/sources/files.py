@@ -248,7 +248,9 @@ class _Frames:
     def __init__(self, disk: BinaryIO, compression: str) -> None:
         self._disk, self._compression = disk, compression
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input = b""
+        # A view, of which the rest is no copy: a call may return a hundred megabytes.
+        self._output = memoryview(b"")
         # The most output of one call; zstandard has no such argument, and needs none.
         self._limit = () if compression == ".zst" else (_BUFFER,)
 
@@ -270,7 +272,7 @@ class _Frames:
                         continue
                 self._frame = _new_frame(self._compression)
             try:
-                self._output = self._frame.decompress(self._input, *self._limit)
+                self._output = memoryview(self._frame.decompress(self._input, *self._limit))
             except (zstandard.ZstdError, lzma.LZMAError, OSError):
                 raise BadRecord("corrupt file") from None
             # Bytes behind the end of a frame begin the next one.
@@ -278,7 +280,7 @@ class _Frames:
             if self._frame.eof:
                 self._frame = None
         content, self._output = self._output[:size], self._output[size:]
-        return content
+        return bytes(content)
 
 
 def _new_frame(compression: str) -> Any:

@@ -141,7 +141,7 @@ def read_small(folder: Path) -> object:
 
 
 _LIMIT = 2**20
-_SENT = 30_000  # bytes of a message; a socket's buffer takes three at once
+_SENT = 8_000  # bytes of a message; a socket's buffer takes three at once
 _Message = dict[str, Any]
 
 

@@ -9,6 +9,7 @@ import random
 import string
 import sysconfig
 import tarfile
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -530,3 +531,13 @@ def test_a_tar_cannot_hide_a_decompression_bomb(tmp_path, monkeypatch, name, com
     (tmp_path / name).write_bytes(compress(content.getvalue()))
     (record,) = webdataset.Config((str(tmp_path / name),)).build().records()
     assert record.problem == problem
+
+
+def test_a_frame_of_many_megabytes_is_copied_once(tmp_path):
+    content = zstandard.ZstdCompressor().compress(bytes(2**26))
+    (tmp_path / "a.txt.zst").write_bytes(content)
+    began = time.process_time()
+    with (tmp_path / "a.txt.zst").open("rb") as disk:
+        frames = files._Frames(disk, ".zst")
+        assert sum(map(len, iter(lambda: frames.read1(2**16), b""))) == 2**26
+    assert time.process_time() - began < 1  # longer if each call copies the rest
