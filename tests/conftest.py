@@ -126,6 +126,11 @@ checkpoint: {{every: 1000}}
     return str(path)
 
 
+def pytest_configure() -> None:
+    # Under nohup, which tests of the signal would inherit.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="session")
 def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "dataset")

@@ -369,10 +369,9 @@ def test_sources_and_targets_that_do_not_go_together_are_refused(
     assert "name the experiment" in message(theirs, target)
     assert "no partitions of ZeRO" in message(theirs, experiment_file)
     checkpointer = Checkpointer(adafactor / "checkpoints", Config(), rank=0, world_size=1)
-    tensors = {
-        "model/head.bias": torch.ones(600),
-        "optimizer/mean_square/head.bias": torch.ones(600),
-    }
+    parameters = dict(MODEL.build().named_parameters())
+    tensors = {f"model/{name}": each.detach() for name, each in parameters.items()}
+    tensors["optimizer/mean_square/head.bias"] = torch.ones(600)
     checkpointer.save(
         1,
         tensors,
