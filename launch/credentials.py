@@ -66,11 +66,13 @@ _HEADER = re.compile(
     r"((?:bearer|basic|token|digest)\s+)?([^\s\"']+)",
     re.IGNORECASE,
 )
-# A line of a netrc file, `aws configure set NAME WORD`, `wandb login WORD`, JSON and YAML.
+# A line of a netrc file, words of aws, wandb, kubectl and docker, JSON and YAML.
 _SPOKEN = re.compile(
     r"""machine\s.*\b(password)\s+([^\s"'|;&]+)"""
     r"|configure\s+set\s+\S*(aws_secret_access_key|aws_session_token)\s+([^\s|;&]+)"
     r"|(wandb\s+login)(?:\s+--relogin)?\s+([^\s|;&-][^\s|;&]*)"
+    r"|(--from-literal)[=\s]\s*[^\s=]+=([^\s|;&]+)"
+    r"""|(?=(?:echo|printf)\s+\S+\s*\|[^;&|]{0,200}(--password-stdin))\w+\s+["']?([^\s"'|;&]+)"""
     r"""|(wandb\.login)\([^)]*?["']([^"']+)["']"""
     r"""|(?<![\w-])(password|passwd|aws_secret_access_key|api_key|_authToken)["']?\s*[:=]\s*["']?"""
     r"""([^\s"'|;&]+)""",
