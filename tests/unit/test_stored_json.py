@@ -123,7 +123,7 @@ def test_many_keys_of_which_one_is_there_twice_take_no_time() -> None:
     start = time.process_time()
     with pytest.raises(JsonError, match="'5' twice"):
         parse_json(content, dict[str, int])
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10
 
 
 def test_a_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -540,4 +540,4 @@ def test_a_frame_of_many_megabytes_is_copied_once(tmp_path):
     with (tmp_path / "a.txt.zst").open("rb") as disk:
         frames = files._Frames(disk, ".zst")
         assert sum(map(len, iter(lambda: frames.read1(2**16), b""))) == 2**26
-    assert time.process_time() - began < 1  # longer if each call copies the rest
+    assert time.process_time() - began < 10  # 40 s if each call copies the rest
