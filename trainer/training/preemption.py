@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from samestep.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError, DataError
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError, DataError
 from trainer.strategies.world import World
 
 logger = logging.getLogger(__name__)

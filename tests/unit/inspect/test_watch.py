@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from trainer.errors import ConfigError, StorageError
+from samestep.errors import ConfigError, StorageError
 from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch
