@@ -58,7 +58,7 @@ def read_rows(path: Path, nested: bool = False) -> Iterator[Row]:
                     rows[number] = _parse(line, nested)
                 except JsonError as error:
                     skipped.append((number, error))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -251,7 +251,7 @@ class RowReader:
                         where = f"{self._path.name}, line {self._lines}"
                         self.damaged = self.damaged or f"{where}: {error}"
                         self.damaged_lines += 1
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             replaced = self._end > 0
             self._forget()
         except OSError as error:

@@ -77,7 +77,7 @@ def test_a_late_commit_does_not_count_and_goes(
     assert third.steps() == [4, 6]
     with caplog.at_level(logging.WARNING):
         save(third, 8)
-    assert "removing" in caplog.text
+    assert "removed" in caplog.text
     assert not integrity.is_committed(late)
     assert integrity.step_folder(root, 8).name == "step-00000008"
 

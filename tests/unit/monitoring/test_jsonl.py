@@ -34,6 +34,12 @@ def test_rows_hold_step_time_and_metrics(tmp_path: Path):
     tracker.close()
 
 
+def test_a_place_in_a_file_has_no_rows(tmp_path: Path):
+    """The output of some jobs of a study is one file."""
+    (tmp_path / "scores.json").write_text("{}")
+    assert list(read_rows(tmp_path / "scores.json" / "metrics.jsonl")) == []
+
+
 def test_every_row_logged_before_a_sigkill_is_there(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     code = (
