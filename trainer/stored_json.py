@@ -20,6 +20,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -149,6 +150,21 @@ def read_json(path: Path, schema: TypeForm[T], limit: int = MOST_BYTES) -> T:
         OSError: the file cannot be read, is too large, or no regular file.
     """
     return parse_json(read_regular(path, limit), schema, limit)
+
+
+@contextmanager
+def damage_of(path: Path, error: type[SamestepError], fix: str) -> Iterator[None]:
+    """Turns an error of reading a file into the caller's, which names the file and the reason.
+
+    Args:
+        path: of the file that is read in the block.
+        error: type of the caller's error.
+        fix: sentence on what to do.
+    """
+    try:
+        yield
+    except (OSError, JsonError) as reason:
+        raise error(f"{path} is damaged: {reason}. {fix}") from reason
 
 
 def checked(value: object, schema: TypeForm[T]) -> T:

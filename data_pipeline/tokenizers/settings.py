@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from trainer.config import Tree
 from trainer.errors import DataError
-from trainer.stored_json import JsonError, read_json
+from trainer.stored_json import damage_of, read_json
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.sentencepiece import SentencePiece
@@ -366,7 +366,5 @@ def _contents(backend: tokenizers.Tokenizer) -> set[str]:
 def _read_json(path: Path) -> Tree:
     if not path.is_file():
         return {}
-    try:
+    with damage_of(path, DataError, "Copy or download it again."):
         return read_json(path, dict[str, Any])
-    except (OSError, JsonError) as error:
-        raise DataError(f"{path} is damaged: {error}. Copy or download it again.") from error

@@ -1,7 +1,4 @@
-"""Collective error handling: if one rank fails, all ranks raise, so none waits for it in vain.
-
-Network file systems cache that a name does not exist, so a machine may see a file late.
-"""
+"""Collective error handling: if one rank fails, all ranks raise, so none waits for it in vain."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypedDict
 
 from trainer.errors import ConfigError
 from trainer.storage import flock, json_lines, write_text
-from trainer.stored_json import Count, JsonError, read_json
+from trainer.stored_json import Count, damage_of, read_json
 
 
 class _Progress(TypedDict):
@@ -42,12 +42,8 @@ class Resumable:
         self.records = self.rows = size = 0
         progress: _Progress = {"bytes": 0, "records": 0, "rows": 0, "made_of": {}}
         if path.exists():
-            try:
+            with damage_of(path, ConfigError, "Remove it to start over."):
                 progress = read_json(path, _Progress)
-            except (OSError, JsonError) as error:
-                raise ConfigError(
-                    f"{path} is damaged: {error}. Remove it to start over."
-                ) from error
         # A shorter file than the progress says was removed or replaced: begin again.
         if 0 < progress["bytes"] <= os.fstat(file.fileno()).st_size:
             before = progress["made_of"]

@@ -41,7 +41,7 @@ from trainer.errors import ConfigError, MissingExtra, StorageError
 from trainer.monitoring import Level, Tracker, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
-from trainer.stored_json import JsonError, read_json
+from trainer.stored_json import damage_of, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -386,12 +386,8 @@ def _read_note(folder: Path) -> dict[str, Any]:
     """Reads the id of the W&B run of a folder, and the last step that was uploaded."""
     # A file of the run folder, so that a copy of the folder resumes the same W&B run elsewhere.
     path = folder / _FILE
-    try:
+    with damage_of(path, StorageError, "Restore it, or remove it to begin a new run in W&B."):
         return dict(read_json(path, _Note)) if path.exists() else {}
-    except (OSError, JsonError) as error:
-        raise StorageError(
-            f"{path} is damaged: {error}. Restore it, or remove it to begin a new run in W&B."
-        ) from error
 
 
 class _Note(TypedDict, total=False):

@@ -17,7 +17,7 @@ from data_pipeline.tokenizers.sentencepiece import MODEL, is_of_t5, parse
 from data_pipeline.tokenizers.tokenizer import CONVERTED_FROM
 from trainer.errors import DataError
 from trainer.examples import Vocabulary
-from trainer.stored_json import JsonError, read_json
+from trainer.stored_json import damage_of, read_json
 
 _SPACE = "▁"
 
@@ -60,9 +60,7 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     )
     backend.save(str(folder / "tokenizer.json"))
     file = folder / "tokenizer_config.json"
-    try:
+    with damage_of(file, DataError, "Copy the tokenizer again."):
         settings = read_json(file, dict[str, Any]) | {CONVERTED_FROM: MODEL}
-    except (OSError, JsonError) as error:
-        raise DataError(f"{file} is damaged: {error}. Copy the tokenizer again.") from error
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return True

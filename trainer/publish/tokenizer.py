@@ -16,7 +16,7 @@ from trainer.errors import DataError
 from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
 from trainer.publish import fast_tokenizer
-from trainer.stored_json import JsonError, read_json
+from trainer.stored_json import damage_of, read_json
 
 PADDING = "<|pad|>"
 _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -106,10 +106,8 @@ def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
 
 
 def _read(file: Path) -> Tree:
-    try:
+    with damage_of(file, DataError, "Copy the tokenizer again."):
         return read_json(file, dict[str, Any])
-    except (OSError, JsonError) as error:
-        raise DataError(f"{file} is damaged: {error}. Copy the tokenizer again.") from error
 
 
 def _template(

@@ -15,7 +15,7 @@ from trainer.hashing import json_hash
 from trainer.monitoring.costs import Usage
 from trainer.monitoring.report.study import RESULT
 from trainer.storage import write_text
-from trainer.stored_json import JsonError, Measure, read_json
+from trainer.stored_json import Measure, damage_of, read_json
 from trainer.studies.stages import StageConfig
 from trainer.studies.study import REFERENCE, Study
 
@@ -62,12 +62,8 @@ class Job:
         file = self.folder / RESULT
         if not file.exists():
             return None
-        try:
+        with damage_of(file, DataError, "Remove it to do the job again."):
             return read_json(file, Result)
-        except (OSError, JsonError) as error:
-            raise DataError(
-                f"{file} is damaged: {error}. Remove it to do the job again."
-            ) from error
 
 
 @dataclass(frozen=True)

@@ -549,7 +549,8 @@ def checkpoints_of(folder: Location) -> Location:
         file = folder / "config.yaml"
         section = read_stored(file).get("checkpoint") if file.exists() else None
         # The run's own configuration knows where its checkpoints are.
-        if isinstance(section, dict) and isinstance(chosen := section.get("folder") or None, str):
+        chosen = section.get("folder") if isinstance(section, dict) else None
+        if chosen and isinstance(chosen, str):
             return files.location(chosen)
         if (folder / "checkpoints").is_dir():
             return folder / "checkpoints"
@@ -558,7 +559,8 @@ def checkpoints_of(folder: Location) -> Location:
     step = folder.name.removeprefix("step-")
     if step.isdecimal() and (steps := integrity.committed_steps(folder.parent)):
         raise CheckpointError(
-            f"{folder.parent} has no checkpoint of step {int(step)}; it has {str(steps)[1:-1]}"
+            f"{folder.parent} has no checkpoint of step {int(step)}; it has "
+            f"{', '.join(map(str, steps))}"
         )
     raise CheckpointError(
         f"{folder} is neither a run (with checkpoints), nor a checkpoint (with meta.json), nor a "

@@ -32,7 +32,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.hashing import U64, mix
 from trainer.progress import Progress
 from trainer.storage import atomic_write, write_text
-from trainer.stored_json import Count, JsonError, read_json
+from trainer.stored_json import Count, JsonError, damage_of, read_json
 from trainer.vectors.settings import Units
 
 Ids: TypeAlias = npt.NDArray[np.int32]
@@ -83,16 +83,12 @@ class Words:
     @classmethod
     def load(cls, path: Path) -> Words:
         """Reads the words from a file that `save` has written."""
-        try:
+        with damage_of(path, DataError, f"Remove {path.parent} to start over."):
             names, counts, tokens = read_json(
                 path, tuple[list[str], list[Count], list[Count] | None], _MOST_WORDS_BYTES
             )
             if not len(names) == len(counts) == len(counts if tokens is None else tokens):
                 raise JsonError("has lists of different lengths")
-        except (OSError, JsonError) as error:
-            raise DataError(
-                f"{path} is damaged: {error}. Remove {path.parent} to start over."
-            ) from error
         return cls(names, np.array(counts), None if tokens is None else np.array(tokens))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.errors import ConfigError, DataError, StorageError, fix_of
 from trainer.hashing import U64, uniform
 from trainer.storage import atomic_write, flock, make_folder, write_text
-from trainer.stored_json import Count, JsonError, parse_json, read_json
+from trainer.stored_json import Count, JsonError, damage_of, parse_json, read_json
 from trainer.vectors.settings import Settings
 
 _SAVE_EVERY = 60.0  # seconds
@@ -54,12 +54,8 @@ def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
         flock.lock_or_reject(
             lock, f"another process makes {output}; wait for it, or name another --output"
         )
-        try:
+        with damage_of(begun, ConfigError, f"Remove {folder} to start over."):
             before = read_json(begun, dict[str, Any]) if begun.exists() else dict(made_of)
-        except (OSError, JsonError) as error:
-            raise ConfigError(
-                f"{begun} is damaged: {error}. Remove {folder} to start over."
-            ) from error
         if changed := [name for name, value in made_of.items() if before.get(name) != value]:
             raise ConfigError(
                 f"{folder} was begun with another {' and '.join(changed)}; use the same again, or "

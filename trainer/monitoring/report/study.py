@@ -12,7 +12,7 @@ from trainer.errors import DataError
 from trainer.monitoring.forecast import suite_left
 from trainer.monitoring.jsonl import RowReader
 from trainer.monitoring.report.status import has_owner, is_inside
-from trainer.stored_json import Between, JsonError, Name, Seconds, read_json
+from trainer.stored_json import Between, Name, Seconds, damage_of, read_json
 
 STUDY_PLAN = "study.json"
 """File in a study's folder: its jobs, see `PlannedJob`, and the names of those that run."""
@@ -203,9 +203,5 @@ def _seconds(folder: Path, job: PlannedJob) -> float | None:
 
 
 def _read(file: Path, schema: type[T]) -> T:
-    try:
+    with damage_of(file, DataError, "Run the study again, or restore it."):
         return read_json(file, schema)
-    except (OSError, JsonError) as error:
-        raise DataError(
-            f"{file} is damaged: {error}. Run the study again, or restore it."
-        ) from error

@@ -22,6 +22,7 @@ from trainer.stored_json import (
     Measure,
     Name,
     Seconds,
+    damage_of,
     parse_json,
     read_json,
     read_lines,
@@ -131,12 +132,8 @@ class SuiteFolder:
 
     def _plan(self) -> _Plan:
         file = self._folder / PLAN
-        try:
+        with damage_of(file, DataError, "Run the suite again, or restore it."):
             return read_json(file, _Plan)
-        except (OSError, JsonError) as error:
-            raise DataError(
-                f"{file} is damaged: {error}. Run the suite again, or restore it."
-            ) from error
 
     def _results(self) -> dict[str, _Result]:
         return {result["digest"]: result for result in read_results(self._folder, _Result)}

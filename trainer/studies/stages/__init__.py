@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from trainer.config import Tree
 from trainer.errors import ConfigError, DataError
-from trainer.stored_json import JsonError, Measure, read_json
+from trainer.stored_json import Measure, damage_of, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,5 @@ class ScoringConfig(StageConfig):
 
     def scores(self, folder: Path) -> Mapping[str, float]:
         file = folder / self.product
-        try:
+        with damage_of(file, DataError, "Remove it to score again."):
             return read_json(file, dict[str, Measure])
-        except (OSError, JsonError) as error:
-            raise DataError(f"{file} is damaged: {error}. Remove it to score again.") from error
