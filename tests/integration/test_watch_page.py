@@ -10,14 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
+from tests.servers import serve
 from tests.waiting import until
 from trainer.inspect.watch import Server
 from trainer.monitoring.jsonl import JsonlTracker
@@ -28,7 +27,6 @@ FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-S = TypeVar("S", bound=ThreadingHTTPServer)
 WIDTHS = {"wide": 1280, "phone": 390}
 
 
@@ -47,18 +45,6 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     driver = selenium.Chrome(options=options, service=Service(DRIVER))
     yield driver
     driver.quit()
-
-
-@contextmanager
-def serve(server: S) -> Iterator[S]:
-    with server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.mark.long

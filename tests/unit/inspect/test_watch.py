@@ -14,14 +14,15 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.servers import serve
 from trainer.errors import ConfigError, StorageError
 from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
@@ -47,16 +48,8 @@ def begin(folder: Path, step: int) -> None:
     starts.close()
 
 
-@contextmanager
-def serving(*folders: Path) -> Iterator[Server]:
-    with Server(Report([str(folder) for folder in folders]), 0) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+def serving(*folders: Path) -> AbstractContextManager[Server]:
+    return serve(Server(Report([str(folder) for folder in folders]), 0))
 
 
 def get(server: Server, path: str, **headers: str) -> tuple[http.client.HTTPResponse, str]:
