@@ -501,8 +501,7 @@ def _run(arguments: list[str] | None) -> int:
             code = EXIT_FAILED
     # Other ranks may wait in a collective, and an orderly exit would wait for them.
     if code and under_launcher:
-        logging.shutdown()
-        os._exit(code)
+        log.exit_now(code)
     return code
 
 

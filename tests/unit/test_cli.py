@@ -1,6 +1,7 @@
 """The `samestep` command: exit codes, the order of overrides, slow imports."""
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer import cli
+from trainer import cli, log
 from trainer.command import in_typed_order
 from trainer.errors import (
     EXIT_CRASHED,
@@ -52,6 +53,24 @@ def test_workers_tell_their_agent_whether_to_start_again(
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "experiment.yaml"])
     assert left.value.code == worker
+
+
+def test_a_worker_that_fails_leaves_the_handlers_of_libraries_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Abseil's handler closes the stream that it was made with, which may be stderr."""
+    closed: list[logging.Handler] = []
+
+    class Library(logging.Handler):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    library = Library()
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    log.exit_now(3)
+    assert closed == []
+    library.close()
 
 
 @pytest.mark.parametrize(

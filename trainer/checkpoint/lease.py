@@ -22,6 +22,7 @@ import os
 import uuid
 from typing import NoReturn
 
+from trainer import log
 from trainer.checkpoint import files, history, integrity
 from trainer.checkpoint.files import Location
 from trainer.errors import EXIT_REGROUP, SupersededError
@@ -176,6 +177,5 @@ def end(error: SupersededError) -> NoReturn:
     At once, with no cleanup: the other threads must not write any more.
     """
     logger.error("error: %s", error)
-    logging.shutdown()
     # The agent of an elastic run then joins the others, which have continued without this process.
-    os._exit(EXIT_REGROUP if "RANK" in os.environ else error.exit_code)
+    log.exit_now(EXIT_REGROUP if "RANK" in os.environ else error.exit_code)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainer import storage
+from trainer import log, storage
 from trainer.errors import EXIT_FAILED, HangError
 from trainer.stored_json import JsonError, parse_json
 from trainer.strategies.stacks import ELSEWHERE, PARTS, Place, all_stacks, place_of
@@ -207,8 +207,7 @@ class Heartbeat:
         # The main thread hangs, so this thread reports the error and ends the process.
         logger.error("error: %s", error)
         self._write_collectives()
-        logging.shutdown()
-        os._exit(EXIT_FAILED if store is None else error.exit_code)
+        log.exit_now(EXIT_FAILED if store is None else error.exit_code)
 
     def _write_stacks(self, mine: Beat) -> None:
         header = f"rank {mine.rank} ({mine.node}, pid {mine.pid}), {time.ctime()}: "

@@ -27,6 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from trainer import log
 from trainer.environment import launcher_rank, number
 from trainer.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
 from trainer.stored_json import JsonError, parse_json
@@ -368,8 +369,7 @@ class World:
         mine = f"{self.rank} {code}"
         if store.compare_set(FAILURE, "", mine).decode() == mine:
             logger.error("error: %s", reason)
-            logging.shutdown()
-            os._exit(code)
+            log.exit_now(code)
 
 
 @contextmanager
@@ -458,8 +458,7 @@ def _leave(culprit: str, code: int) -> NoReturn:
     """Ends the process at once. The rank that failed has reported why, unless it was killed."""
     why = f"rank {culprit} is gone" if culprit else "the process that started this is gone"
     logger.log(logging.INFO if code == EXIT_REGROUP else logging.DEBUG, "stopping because %s", why)
-    logging.shutdown()
-    os._exit(code)
+    log.exit_now(code)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trainer import log
 from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError, DataError
 from trainer.strategies.world import World
@@ -173,8 +173,7 @@ class StopRequest:
         self.asked, since = first, time.monotonic()
         if self._is_waiting:
             logger.info("stopping     on %s: training has not begun", first.name)
-            logging.shutdown()
-            os._exit(self.exit_code)
+            log.exit_now(self.exit_code)
         again = ". Ctrl-C again: at once" if first == signal.SIGINT else ""
         logger.info("stopping     on %s, after this step and a checkpoint%s", first.name, again)
         while True:
@@ -194,8 +193,7 @@ class StopRequest:
                 )
                 break
         # Not sys.exit, which would only end this thread.
-        logging.shutdown()
-        os._exit(128 + number)
+        log.exit_now(128 + number)
 
     def _lost(self) -> str:
         """What ending now costs."""
