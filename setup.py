@@ -14,7 +14,7 @@ class BuildWithRecipes(build_py):
         super().run()
         if not self.editable_mode:
             shutil.copytree(
-                "configs", Path(self.build_lib, "trainer", "recipes"), dirs_exist_ok=True
+                "configs", Path(self.build_lib, "samestep", "recipes"), dirs_exist_ok=True
             )
 
 

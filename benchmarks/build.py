@@ -119,7 +119,7 @@ def peak_memory(corpus: Path, tokenizer: Path, folder: Path) -> float:
     command = ["data", "build", "configs/data/jsonl.yaml", *settings, f"shard_bytes={_SHARD_BYTES}"]
     # A process's peak counts that of the one that started it, so a small one stands between the
     # build and this one.
-    program = [sys.executable, "-c", _PEAK_OF_CHILD, sys.executable, "-m", "trainer.cli", *command]
+    program = [sys.executable, "-c", _PEAK_OF_CHILD, sys.executable, "-m", "samestep.cli", *command]
     done = subprocess.run(
         program, cwd=_ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

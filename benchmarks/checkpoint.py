@@ -76,7 +76,7 @@ strategy: ddp
         command = [
             sys.executable,
             "-m",
-            "trainer.cli",
+            "samestep.cli",
             "train",
             str(file),
             f"output={output}",

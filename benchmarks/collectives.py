@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.accelerators.cpu import CpuAccelerator
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
@@ -127,7 +127,7 @@ def count_fake(
 
     Args:
         experiment, phase, micro_batches: as for `count_step`.
-        strategy: a configuration of `trainer.strategies.fsdp`.
+        strategy: a configuration of `trainer.strategies.kinds.fsdp`.
         devices: ranks.
     """
     with _fake_world(devices) as world:

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.dataset import VOCAB_SIZE, write_dataset
-from trainer.accelerators import xla
-from trainer.config import load
+from samestep.config import load
+from trainer.accelerators.kinds import xla
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.run import build_trainer, open_checkpointer

@@ -13,9 +13,10 @@ import numpy as np
 from benchmarks.pairing import arguments
 from data_pipeline.building import build
 from data_pipeline.building.config import Config as BuildConfig
-from data_pipeline.sources import Source, jsonl, python_docs
+from data_pipeline.sources import Source
+from data_pipeline.sources.kinds import jsonl, python_docs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.hashing import combine
+from samestep.hashing import combine
 
 _SENTENCES_A_DOCUMENT = 40
 VOCAB_SIZE = {"wordpiece": 30_522, "bpe": 50_265}  # BERT's and RoBERTa's

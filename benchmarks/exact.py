@@ -24,8 +24,8 @@ import torch.distributed as dist
 from benchmarks.dataset import write_dataset
 from benchmarks.pairing import Comparison, arguments, in_rounds, publish
 from benchmarks.step import SHAPES, bert
+from samestep.config import load
 from trainer.accelerators.detect import detect
-from trainer.config import load
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.run import build_trainer, open_checkpointer

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import sides, step
 from benchmarks.pairing import Comparison, arguments, publish
 from data_pipeline.reading.dataset import Dataset
-from trainer.config import load
+from samestep.config import load
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
 from trainer.training.run import open_loader

@@ -5,9 +5,9 @@ Our loader, webdataset, litdata, and an array in memory as the limit.
     python -m benchmarks.loader --corpus corpus/*.jsonl.zst
 
 All read the same examples, shuffled, without worker processes, and mask them anew each time. "Our
-masking" is that of `trainer.objectives.mlm`. Hugging Face's collator spends most of its time on
-looking for special tokens; "Hugging Face's masking" is its rest, with the special tokens found in
-one go.
+masking" is that of `trainer.objectives.kinds.mlm`. Hugging Face's collator spends most of its
+time on looking for special tokens; "Hugging Face's masking" is its rest, with the special tokens
+found in one go.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
-from trainer.hashing import combine
-from trainer.objectives import mlm
+from samestep.hashing import combine
+from trainer.objectives.kinds import mlm
 from trainer.strategies import Replica
 
 Rows: TypeAlias = npt.NDArray[np.uint16]

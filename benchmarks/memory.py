@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.dataset import VOCAB_SIZE, write_dataset
 from benchmarks.step import SHAPES
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.plan import divide
 from trainer.inspect.plan.trace import Activations, Step
 from trainer.partition import local_parts

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.collectives import count_fake
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.plan import STRATEGIES, Planner, divide
 from trainer.inspect.plan.trace import Step
-from trainer.strategies import fsdp
+from trainer.strategies.kinds import fsdp
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
 

@@ -133,7 +133,7 @@ optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: {NEVER}, global_batch_size: {processes}, micro_batch_size: 1, log_every: 1}}
 checkpoint: {{{way.checkpoint.format(every=every)}}}
 """)
-    ours = ["trainer.cli", "train", str(file), f"output={output}"]
+    ours = ["samestep.cli", "train", str(file), f"output={output}"]
     commands = {
         "elastic": [*ours, "--elastic", "1", "--processes", str(processes)],
         "torchrun": [

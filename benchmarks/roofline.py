@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import initialized
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.fusion import EAGER, kernels
 from trainer.inspect.plan.host import HostRates, measure

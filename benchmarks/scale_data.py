@@ -20,7 +20,7 @@ from benchmarks.loader import open_loader
 from data_pipeline.building import example_counts
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.reading.dataset import Dataset
-from trainer.examples import LoaderState
+from samestep.examples import LoaderState
 
 DOCUMENTS = 1000
 """Documents of a shard."""

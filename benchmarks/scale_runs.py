@@ -24,12 +24,12 @@ from benchmarks.growth import (
     timed,
 )
 from launch.submission.submit import prepare
-from trainer.config import load
+from samestep.config import load
+from samestep.storage.channel import Channel, Message
 from trainer.elastic.rendezvous import Rendezvous
 from trainer.inspect.plan.plan import STRATEGIES, Planner
 from trainer.inspect.plan.trace import Step
 from trainer.monitoring.jsonl import JsonlTracker, read_metrics
-from trainer.storage.channel import Channel, Message
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import GENESIS, Ledger, chain, intact_rows
 

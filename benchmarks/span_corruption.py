@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
-from trainer.examples import Batch, Examples, Vocabulary
-from trainer.hashing import mix
-from trainer.objectives import span_corruption
+from samestep.examples import Batch, Examples, Vocabulary
+from samestep.hashing import mix
+from trainer.objectives.kinds import span_corruption
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Array: TypeAlias = npt.NDArray[Any]

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import sides
 from benchmarks.dataset import VOCAB_SIZE, write_dataset
 from benchmarks.pairing import Comparison, arguments, publish
-from trainer.config import load
+from samestep.config import load
 from trainer.training.experiment import Experiment
 
 SHAPES = {"tiny": (2, 128), "mini": (4, 256), "base": (12, 768), "large": (24, 1024)}

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from benchmarks.models import initialized, loaded
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import mix
-from trainer.models import deberta_v2, electra, modernbert
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import mix
+from trainer.models.families import deberta_v2, electra, modernbert
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
-from trainer.objectives import mlm, replaced_tokens
+from trainer.objectives.kinds import mlm, replaced_tokens
 from trainer.publish.export import parameters_of_part
 
 Work: TypeAlias = Literal["step", "equal"]

@@ -20,10 +20,10 @@ import torch
 from benchmarks.models import import_transformers, initialized
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from benchmarks.span_corruption import VOCABULARY, rows_of_text
-from trainer.examples import Examples
-from trainer.hashing import mix
-from trainer.models import t5
-from trainer.objectives import span_corruption
+from samestep.examples import Examples
+from samestep.hashing import mix
+from trainer.models.families import t5
+from trainer.objectives.kinds import span_corruption
 
 MINI = t5.Config(
     layers=4,

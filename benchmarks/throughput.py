@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.fusion import EAGER, FUSED, Implementation
 from trainer.inspect.plan.throughput import Prediction, Predictor
 from trainer.inspect.plan.trace import Step

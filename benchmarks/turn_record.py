@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.accelerators.cuda import nvml_handle
+from trainer.accelerators.kinds.cuda import nvml_handle
 
 ALLOCATOR = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 """Counters of torch's allocator; the last two are calls of cudaMalloc and cudaFree."""

@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from trainer.command import Commands, add_command, add_group
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from samestep.command import Commands, add_command, add_group
+from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 # Every `samestep --help` imports this module, and must be fast: torch, tokenizers and rich take
 # seconds. So a command imports what it needs when it runs.
@@ -242,7 +242,7 @@ def _build(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from data_pipeline.building.verify import unsealed, verify
     from data_pipeline.reading.remote import load_manifest
-    from trainer.terminal import Console
+    from samestep.terminal import Console
 
     # Shell completion ends folders with a slash, and an address with two has no such object.
     location = args.folder.rstrip("/")
@@ -266,7 +266,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from data_pipeline.inspection.report import inspect, plot, report
     from data_pipeline.reading.dataset import Dataset
-    from trainer.terminal import Console
+    from samestep.terminal import Console
 
     # Opening checks the sizes of all shards, so a damaged dataset is named at once.
     inspection = inspect(Dataset.open(args.folder))
@@ -278,7 +278,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from data_pipeline.inspection.show import show
-    from trainer.terminal import Console
+    from samestep.terminal import Console
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
     return EXIT_DONE

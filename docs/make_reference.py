@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from data_pipeline.building.config import Config as BuildConfig
 from launch.records import KINDS
-from trainer.config import Kinds
-from trainer.config.decode import kinds_of
+from samestep.config import Kinds
+from samestep.config.decode import kinds_of
 from trainer.studies import study as study_file
 from trainer.training.experiment import Experiment
 

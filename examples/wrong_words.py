@@ -13,8 +13,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.sources import python_docs
-from trainer.hashing import name_key
+from data_pipeline.sources.kinds import python_docs
+from samestep.hashing import name_key
 
 # A capital, 5 to 20 words, and a period or colon.
 _SENTENCE = re.compile(r"[A-Z][\w'-]*(,? [A-Za-z][\w'-]*){4,19}[.:]")

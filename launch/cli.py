@@ -7,8 +7,8 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, EXIT_FAILED
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:
     from launch.job import Record
@@ -143,7 +143,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _jobs(args: argparse.Namespace) -> int:
     from launch import table
-    from trainer.terminal import Console
+    from samestep.terminal import Console
 
     table.show(Console(highlight=False, markup=False), everything=args.all)
     return EXIT_DONE

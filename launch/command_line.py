@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import LaunchError
+from samestep.errors import LaunchError
 
 _SECONDS = 120.0  # time-out of a client: controllers under load take long to answer
 

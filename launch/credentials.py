@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from trainer.addresses import REFERENCE, SECRET_NAMES, SECRET_PARTS, credential_in
+from samestep.addresses import REFERENCE, SECRET_NAMES, SECRET_PARTS, credential_in
 
 # A signature lets others in only as part of an address.
 _PARTS = "|".join(part for part in SECRET_PARTS if part != "signature")

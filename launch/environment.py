@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from launch.credentials import has_key, is_secret, secret_in
-from trainer.addresses import credential_in
-from trainer.errors import ConfigError
+from samestep.addresses import credential_in
+from samestep.errors import ConfigError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEPT = (

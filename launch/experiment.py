@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from trainer.config import Tree
+from samestep.config import Tree
 
 _COMPONENTS = ("model", "objective", "optimizer", "strategy", "accelerator", "source")
 # Settings of sources that name files.

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import yaml
 
 from launch.environment import Environment
-from trainer.config import Tree
+from samestep.config import Tree
 
 CONFIG = "config.yaml"
 CODE = "code"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launch.job import CANCEL, EXIT, State
-from trainer.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
-from trainer.untrusted import read_regular
+from samestep.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
+from samestep.untrusted import read_regular
 
 _POLL_SECONDS = 0.5
 _CHUNK = 2**16

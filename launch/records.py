@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from launch.job import Cluster, Record
-from trainer.config import Kinds, decode
-from trainer.config.tree import parse_file
-from trainer.environment import expand_home
-from trainer.errors import ConfigError, LaunchError
-from trainer.stored_json import JsonError, Matching, Seconds, checked, parse_json
-from trainer.untrusted import read_regular
+from samestep.config import Kinds, decode
+from samestep.config.tree import parse_file
+from samestep.environment import expand_home
+from samestep.errors import ConfigError, LaunchError
+from samestep.stored_json import JsonError, Matching, Seconds, checked, parse_json
+from samestep.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 
-KINDS = Kinds("launch")
+KINDS = Kinds("launch.kinds")
 CLUSTER = "cluster.yaml"
 _FILE = "jobs.jsonl"
 _MOST_BYTES = 2**20  # of the description of a cluster

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from launch.job import Cluster, JobSpec
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 _TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 

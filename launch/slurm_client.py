@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import command_line
-from trainer.errors import LaunchError
+from samestep.errors import LaunchError
 
 # Variables of Slurm's commands: set by a user's shell, or by a job that this process is part of.
 _FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")

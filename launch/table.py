@@ -12,11 +12,11 @@ from rich.table import Table
 
 from launch import records
 from launch.job import CONFIG, Cluster, Record, State
-from trainer.config.tree import parse_file
-from trainer.errors import ConfigError, LaunchError
-from trainer.stored_json import Count, checked, parse_json
-from trainer.terminal import Console
-from trainer.untrusted import open_regular, read_regular
+from samestep.config.tree import parse_file
+from samestep.errors import ConfigError, LaunchError
+from samestep.stored_json import Count, checked, parse_json
+from samestep.terminal import Console
+from samestep.untrusted import open_regular, read_regular
 
 logger = logging.getLogger(__name__)
 

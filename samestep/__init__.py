@@ -11,28 +11,6 @@ A name is imported when it is first used, so `import samestep` does not wait for
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from samestep.data import build_dataset, open_dataset, train_tokenizer
-    from trainer import __version__
-    from trainer.errors import CheckpointError, ConfigError, DataError, SamestepError
-    from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-    from trainer.inference.evaluate import evaluate
-    from trainer.inference.trained_model import TrainedModel, load_model
-    from trainer.models import Model, ModelConfig
-    from trainer.models.family import Family
-    from trainer.models.inputs import Inputs
-    from trainer.models.transformer import Transformer
-    from trainer.monitoring.jsonl import JsonlTracker, read_metrics
-    from trainer.objectives import Loss, Objective, ObjectiveConfig
-    from trainer.objectives.rows import Rows, TokenObjective
-    from trainer.publish.export import export
-    from trainer.training.experiment import Experiment
-    from trainer.training.own_loop import Batches, Parts, open_batches, open_parts
-    from trainer.training.passes import accumulate_gradients, means, score
-    from trainer.training.run import train
-    from trainer.training.starting import load_experiment
 
 __all__ = [
     "Batch",
@@ -76,10 +54,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "samestep.data": ("build_dataset", "open_dataset", "train_tokenizer"),
-    "trainer": ("__version__",),
-    "trainer.errors": ("CheckpointError", "ConfigError", "DataError", "SamestepError"),
-    "trainer.examples": ("Batch", "Examples", "PackSpec", "Vocabulary"),
+    "data_pipeline.library": ("build_dataset", "open_dataset", "train_tokenizer"),
+    "samestep.version": ("__version__",),
+    "samestep.errors": ("CheckpointError", "ConfigError", "DataError", "SamestepError"),
+    "samestep.examples": ("Batch", "Examples", "PackSpec", "Vocabulary"),
     "trainer.inference.evaluate": ("evaluate",),
     "trainer.inference.trained_model": ("TrainedModel", "load_model"),
     "trainer.models": ("Model", "ModelConfig"),

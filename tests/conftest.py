@@ -23,9 +23,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from samestep.cli import main
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.integration.commands import SAMESTEP, Process, Result, Samestep, Start
-from trainer.cli import main
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -259,10 +259,10 @@ def faulty_s3(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyP
         "config_kwargs": {"retries": {"total_max_attempts": 1}},
     }
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
-    monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
-    monkeypatch.setattr("trainer.storage.attempts._PATIENCE", (0.01,) * 20)
-    monkeypatch.setattr("trainer.storage.attempts._answered", {})
-    monkeypatch.setattr("trainer.storage.attempts._renewed", {"at": -math.inf})
+    monkeypatch.setattr("samestep.storage.attempts._DELAYS", (0.01,) * 5)
+    monkeypatch.setattr("samestep.storage.attempts._PATIENCE", (0.01,) * 20)
+    monkeypatch.setattr("samestep.storage.attempts._answered", {})
+    monkeypatch.setattr("samestep.storage.attempts._renewed", {"at": -math.inf})
     return s3_proxy
 
 

@@ -36,12 +36,12 @@ from unittest import mock
 
 from torch.distributed import TCPStore
 
+from samestep.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REGROUP, SamestepError
+from samestep.storage import channel, keeper
 from tests.ports import free_port
 from trainer.elastic import agent, host, rendezvous, rounds
 from trainer.elastic.agent import Elastic, _Agent
 from trainer.elastic.workers import Exit
-from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REGROUP, SamestepError
-from trainer.storage import channel, keeper
 
 BOUND_SECONDS = 20.0  # until both agents must have ended
 ENDED = ("went on", "ended with a message")

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from trainer.examples import Vocabulary
-from trainer.objectives import Loss, mlm
+from samestep.examples import Vocabulary
+from trainer.objectives import Loss
+from trainer.objectives.kinds import mlm
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Stranger:
     _held: list[socket.socket] = field(default_factory=list)
 
     def attack_channel(self, port: int, count: int) -> None:
-        """Opens `count` connections to a port of `trainer.storage.channel`."""
+        """Opens `count` connections to a port of `samestep.storage.channel`."""
         self._attack(port, count, self._forged, _is_rejection)
 
     def attack_web(self, port: int, count: int) -> None:

@@ -55,9 +55,9 @@ from data_pipeline.format.manifest import (
 from data_pipeline.sources import PairSource, Source, TaskSource, fault
 from data_pipeline.tokenizers.sentences import splitter_version
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Tree, renamed, to_tree
-from trainer.errors import ConfigError, DataError
-from trainer.storage import atomic_write, shown
+from samestep.config import Tree, renamed, to_tree
+from samestep.errors import ConfigError, DataError
+from samestep.storage import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from data_pipeline.building import decontamination
 from data_pipeline.sources import SourceConfig
 from data_pipeline.tokenizers.sentences import Splitter
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.config import Kinds
-from trainer.config.sizes import parse_size
-from trainer.errors import ConfigError
+from samestep.config import Kinds
+from samestep.config.sizes import parse_size
+from samestep.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Config:
             listed and left out ("skip").
     """
 
-    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
     tokenizer: TokenizerConfig
     output: str
     heldout_fraction: float = 0.005
@@ -47,7 +47,7 @@ class Config:
     limit: str | None = None
     rows: int | None = None
     sentences: Splitter | None = None
-    dedup: Annotated[dedup.Config, Kinds("data_pipeline.dedup")] | None = None
+    dedup: Annotated[dedup.Config, Kinds("data_pipeline.dedup.kinds")] | None = None
     decontaminate: decontamination.Config | None = None
     workers: int | None = None
     on_error: Literal["stop", "skip"] = "stop"

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.sources import BadRecord, SourceConfig
-from trainer.config import Kinds, Tree
-from trainer.errors import ConfigError
-from trainer.hashing import mix
-from trainer.storage import shown
+from samestep.config import Kinds, Tree
+from samestep.errors import ConfigError
+from samestep.hashing import mix
+from samestep.storage import shown
 
 _WORD = re.compile(r"\w+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # any odd number
@@ -38,7 +38,7 @@ class Config:
             Shorter ones are not looked for.
     """
 
-    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
     ngram: int = 13
     shortest: int = 8
 

@@ -24,7 +24,7 @@ from data_pipeline.building.progress import Meter
 from data_pipeline.building.units import Unit
 from data_pipeline.dedup import Config
 from data_pipeline.sources import BadRecord, Source
-from trainer.storage import atomic_write
+from samestep.storage import atomic_write
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing.plan import Int64
 from data_pipeline.packing.policy import count_digest, count_shard
 from data_pipeline.reading.counts import counts_name, write_counts
-from trainer.examples import PackSpec, Policy
+from samestep.examples import PackSpec, Policy
 
 LENGTHS = (128, 256, 512, 1024)
 """Values of data.sequence_length."""

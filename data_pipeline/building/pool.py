@@ -19,8 +19,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
-from trainer.config import own_modules
-from trainer.errors import DataError
+from samestep.config import own_modules
+from samestep.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

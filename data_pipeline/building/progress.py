@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from trainer.progress import Progress
+from samestep.progress import Progress
 
 
 class Meter:

@@ -17,9 +17,9 @@ from data_pipeline.building.progress import Meter
 from data_pipeline.building.verify import SMALL_FILES
 from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.dataset import Dataset
-from trainer import storage
-from trainer.errors import ConfigError, DataError, ObjectNotFoundError
-from trainer.storage import Digest
+from samestep import storage
+from samestep.errors import ConfigError, DataError, ObjectNotFoundError
+from samestep.storage import Digest
 
 logger = logging.getLogger(__name__)
 

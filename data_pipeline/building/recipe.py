@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from data_pipeline.building.config import Config
 from data_pipeline.sources import SourceConfig
-from trainer.config import Kinds, decode, read_tree
-from trainer.config.tree import merge_overrides
-from trainer.errors import ConfigError
+from samestep.config import Kinds, decode, read_tree
+from samestep.config.tree import merge_overrides
+from samestep.errors import ConfigError
 
 OF_RUNS = (
     "objective",
@@ -46,7 +46,7 @@ class TaskData:
             ("skip").
     """
 
-    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
     heldout_fraction: float = 0.1
     rows: int | None = None
     on_error: Literal["stop", "skip"] = "stop"

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.format.manifest import MANIFEST
-from trainer.errors import ConfigError, DataError, fix_of
-from trainer.storage import flock
+from samestep.errors import ConfigError, DataError, fix_of
+from samestep.storage import flock
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from data_pipeline.format.shards import ShardIndex, Tokens
 from data_pipeline.packing import task_rows
 from data_pipeline.packing.plan import Int64, ranges
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.examples import Examples, Labels, PackSpec, TaskRow
-from trainer.tasks import TASKS, TaskKind
+from samestep.examples import Examples, Labels, PackSpec, TaskRow
+from samestep.tasks import TASKS, TaskKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Encoded:
     Attributes:
         tokens: [T], of all its texts, one after the other.
         parts: int64 [texts], the first token of each text.
-        labels: float32 [K], as `trainer.examples.Labels.values`; empty unless it is a row of a
+        labels: float32 [K], as `samestep.examples.Labels.values`; empty unless it is a row of a
             task.
         row: the row, with the `offsets` of its last text if labels belong to tokens.
     """

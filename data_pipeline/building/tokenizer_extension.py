@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
-from trainer.storage.hub import is_hub_path
+from samestep.errors import ConfigError, DataError
+from samestep.storage.hub import is_hub_path
 
 logger = logging.getLogger(__name__)
 

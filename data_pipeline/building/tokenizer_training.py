@@ -12,8 +12,8 @@ from data_pipeline.building.progress import Meter
 from data_pipeline.building.units import hashed_share, limited
 from data_pipeline.sources import BadRecord, Source
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import DataError
-from trainer.storage.hub import is_hub_path
+from samestep.errors import DataError
+from samestep.storage.hub import is_hub_path
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from data_pipeline.format.shards import write_shard
 from data_pipeline.sources import BadRecord, PairSource, Record, Source, TaskSource
 from data_pipeline.tokenizers import sentences
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.examples import TaskRow
-from trainer.storage import atomic_write, write_text
-from trainer.stored_json import JsonError, read_json
+from samestep.examples import TaskRow
+from samestep.storage import atomic_write, write_text
+from samestep.stored_json import JsonError, read_json
 
 LEFT_OUT = (DUPLICATE, CONTAMINATED) = ("repeats an earlier document", "contains text of the test")
 """Reasons for leaving a document out on purpose."""

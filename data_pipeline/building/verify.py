@@ -22,11 +22,11 @@ from data_pipeline.reading.remote import (
     load_manifest,
 )
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer import storage
-from trainer.errors import DataError, StorageError
-from trainer.storage import Digest
-from trainer.stored_json import parse_json
-from trainer.untrusted import open_regular, read_regular
+from samestep import storage
+from samestep.errors import DataError, StorageError
+from samestep.storage import Digest
+from samestep.stored_json import parse_json
+from samestep.untrusted import open_regular, read_regular
 
 SMALL_FILES = (
     *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),

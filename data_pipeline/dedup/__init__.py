@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import Tree, kind_name, to_tree
+from samestep.config import Tree, kind_name, to_tree
 
 
 class Config(ABC):

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from trainer.config import Tree, renamed
-from trainer.errors import DataError
-from trainer.storage import Digest, write_text
-from trainer.stored_json import Count, JsonError, Matching, Sha256, checked, parse_json
-from trainer.tasks import TASKS, TaskKind
-from trainer.untrusted import is_plain, open_regular, read_regular
+from samestep.config import Tree, renamed
+from samestep.errors import DataError
+from samestep.storage import Digest, write_text
+from samestep.stored_json import Count, JsonError, Matching, Sha256, checked, parse_json
+from samestep.tasks import TASKS, TaskKind
+from samestep.untrusted import is_plain, open_regular, read_regular
 
 SPLIT_UP = "split the text into several (source.document=paragraph for plain text)"
 """What to do with a corpus of one document, of which none can be held out."""

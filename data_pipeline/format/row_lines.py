@@ -7,8 +7,8 @@ import json
 import math
 from typing import Annotated, Any
 
-from trainer.examples import TaskRow
-from trainer.stored_json import Unpaired, parse_json
+from samestep.examples import TaskRow
+from samestep.stored_json import Unpaired, parse_json
 
 _NAMES = {field.name for field in dataclasses.fields(TaskRow)}
 

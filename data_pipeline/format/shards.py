@@ -12,7 +12,7 @@ A dataset with sentence boundaries has a fourth:
 
 A dataset of a task stores the boundaries of a row's texts as "sentences", and labels:
 
-    000000.labels.npy         float32 [k], `trainer.examples.Labels.values` of all documents
+    000000.labels.npy         float32 [k], `samestep.examples.Labels.values` of all documents
     000000.label_offsets.npy  int64 [d + 1]; document i has the labels
                               labels[label_offsets[i]:label_offsets[i + 1]]
     000000.rows.jsonl         held-out shards only: a JSON object for each row, in the same order
@@ -42,11 +42,11 @@ import numpy.typing as npt
 
 from data_pipeline.format import row_lines
 from data_pipeline.format.manifest import ShardInfo
-from trainer.environment import open_files
-from trainer.errors import CorruptError, DataError
-from trainer.examples import TaskRow
-from trainer.storage import atomic_write
-from trainer.untrusted import open_regular
+from samestep.environment import open_files
+from samestep.errors import CorruptError, DataError
+from samestep.examples import TaskRow
+from samestep.storage import atomic_write
+from samestep.untrusted import open_regular
 
 # numpy parses headers as Python code. In CPython 3.11.7, threads that do so at the same time
 # sometimes fail with SystemError ("AST constructor recursion depth mismatch"), and a good shard

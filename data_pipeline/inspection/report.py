@@ -17,9 +17,9 @@ from data_pipeline.packing import task_rows, text_pairs
 from data_pipeline.packing.plan import Int64
 from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
-from trainer.errors import DataError, MissingExtra
-from trainer.examples import PackSpec, Policy
-from trainer.terminal import Console
+from samestep.errors import DataError, MissingExtra
+from samestep.examples import PackSpec, Policy
+from samestep.terminal import Console
 
 # The two lengths of BERT's pre-training.
 SEQUENCE_LENGTHS = (128, 512)

@@ -15,10 +15,10 @@ from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Kinds, Tree, decode, read_tree
-from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.terminal import Console
+from samestep.config import Kinds, Tree, decode, read_tree
+from samestep.errors import ConfigError
+from samestep.examples import Batch, Examples, PackSpec, Vocabulary
+from samestep.terminal import Console
 
 _LEGEND = (
     r"predicted tokens: [bold green]\[masked][/] [bold yellow]\[was→is][/] [bold cyan]\[kept=][/]; "
@@ -52,7 +52,7 @@ class _ObjectiveConfig(Protocol):
 class _View:
     """The sections of an experiment that determine the model's input."""
 
-    objective: Annotated[_ObjectiveConfig, Kinds("trainer.objectives")]
+    objective: Annotated[_ObjectiveConfig, Kinds("trainer.objectives.kinds")]
     data: DataConfig
     seed: int = 0
 

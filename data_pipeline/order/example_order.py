@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.packing.plan import Int64, ranges
-from trainer.errors import ConfigError
-from trainer.hashing import U64, combine, mix, name_key
+from samestep.errors import ConfigError
+from samestep.hashing import U64, combine, mix, name_key
 
 # Part of the loader's state. Raise it when `Order` returns other examples for the same input.
 ORDER_VERSION = 1

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Lanes, Location, Order
 from data_pipeline.packing.plan import Int64
-from trainer.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from typing import TypeAlias
 import numpy as np
 
 from data_pipeline.packing.plan import Int64
-from trainer.hashing import combine, name_key
+from samestep.hashing import combine, name_key
 
 Room: TypeAlias = tuple[int, int]
 

@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from data_pipeline.packing import bins
 from data_pipeline.packing.plan import Int64, PackPlan, ranges, starts
-from trainer.errors import ConfigError
-from trainer.examples import PackSpec, Policy
+from samestep.errors import ConfigError
+from samestep.examples import PackSpec, Policy
 
 
 def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -> PackPlan:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from data_pipeline.packing.documents import room_for_tokens
 from data_pipeline.packing.plan import Int64, PackPlan, ranges, starts
-from trainer.examples import PackSpec
+from samestep.examples import PackSpec
 
 
 def plan(lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec) -> PackPlan:

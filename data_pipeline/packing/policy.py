@@ -10,9 +10,9 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing import documents, full_sentences, segment_pairs, task_rows, text_pairs
 from data_pipeline.packing.plan import PACKING_VERSION, PackPlan
-from trainer.config import renamed
-from trainer.errors import ConfigError, DataError
-from trainer.examples import PackSpec, Parts, Policy
+from samestep.config import renamed
+from samestep.errors import ConfigError, DataError
+from samestep.examples import PackSpec, Parts, Policy
 
 
 def layout_of(manifest: Manifest, spec: PackSpec) -> PackSpec:

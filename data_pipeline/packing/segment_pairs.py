@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.packing.plan import Int64, PackPlan, ranges
-from trainer.errors import ConfigError
-from trainer.examples import PackSpec, PairTask
-from trainer.hashing import U64, combine, mix, name_key, uniform
+from samestep.errors import ConfigError
+from samestep.examples import PackSpec, PairTask
+from samestep.hashing import U64, combine, mix, name_key, uniform
 
 SHORT_FRACTION = 0.1  # of the documents have a shorter target length
 

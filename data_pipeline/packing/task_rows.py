@@ -24,8 +24,8 @@ import numpy as np
 
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing.plan import Int64, PackPlan, ranges
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Examples, PackSpec, Parts
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Examples, PackSpec, Parts
 
 
 def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:

@@ -16,8 +16,8 @@ import numpy as np
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing import bins
 from data_pipeline.packing.plan import Int64, PackPlan, starts
-from trainer.errors import DataError
-from trainer.examples import PackSpec, Policy
+from samestep.errors import DataError
+from samestep.examples import PackSpec, Policy
 
 
 def plan(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0) -> PackPlan:

@@ -17,8 +17,8 @@ from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
 from data_pipeline.reading.length_groups import LengthGroups
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Batch
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Batch
 
 # Positions of a block: enough to hide the overhead of numpy calls; int64 arrays have 2 MB.
 _BLOCK_POSITIONS = 2**18

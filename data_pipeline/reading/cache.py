@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from trainer import storage
-from trainer.config.sizes import parse_size
-from trainer.environment import expand_home
-from trainer.errors import DataError, fix_of
-from trainer.storage import flock
+from samestep import storage
+from samestep.config.sizes import parse_size
+from samestep.environment import expand_home
+from samestep.errors import DataError, fix_of
+from samestep.storage import flock
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.open_files import max_open_shards
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Examples, Labels, PackSpec, Policy
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Examples, Labels, PackSpec, Policy
 
 
 @dataclass(frozen=True)

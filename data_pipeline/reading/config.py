@@ -10,10 +10,10 @@ from data_pipeline.order.mixture import Proportional, Source, Weights, check_sou
 from data_pipeline.reading.cache import DEFAULT_SIZE, ShardCache
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatDataset
 from data_pipeline.reading.dataset import Dataset
-from trainer.config.sizes import parse_size
-from trainer.errors import ConfigError
-from trainer.examples import Policy
-from trainer.storage import is_url
+from samestep.config.sizes import parse_size
+from samestep.errors import ConfigError
+from samestep.examples import Policy
+from samestep.storage import is_url
 
 
 @dataclass(frozen=True)

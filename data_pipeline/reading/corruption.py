@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64
-from trainer.errors import DataError
+from samestep.errors import DataError
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.packing.plan import Int64
-from trainer.errors import DataError
-from trainer.storage import atomic_write
-from trainer.untrusted import read_regular
+from samestep.errors import DataError
+from samestep.storage import atomic_write
+from samestep.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -45,10 +45,10 @@ from data_pipeline.reading.open_files import MAX_OPEN_SHARDS, max_open_shards
 from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
 from data_pipeline.reading.remote import INDEX_READERS, RemoteDataset, load_manifest
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import CorruptError, DataError
-from trainer.examples import Examples, PackSpec, Policy, TaskRow
-from trainer.hashing import combine, name_key
-from trainer.storage import flock, is_url, shown
+from samestep.errors import CorruptError, DataError
+from samestep.examples import Examples, PackSpec, Policy, TaskRow
+from samestep.hashing import combine, name_key
+from samestep.storage import flock, is_url, shown
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from data_pipeline.order.example_order import ExampleOrder, Location
 from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.config import Config
-from trainer.errors import ConfigError
-from trainer.examples import PackSpec
-from trainer.hashing import combine, name_key
+from samestep.errors import ConfigError
+from samestep.examples import PackSpec
+from samestep.hashing import combine, name_key
 
 GROUPS = 50  # per pool, as in transformers' `group_by_length`
 WIDTH_MULTIPLE = 8  # a batch is as wide as its longest example, rounded up to a multiple of this

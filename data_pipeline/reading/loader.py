@@ -38,8 +38,8 @@ from data_pipeline.reading.length_groups import GROUPS, LengthGroups, check_grou
 from data_pipeline.reading.open_files import max_open_shards
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
 
 logger = logging.getLogger(__name__)
 

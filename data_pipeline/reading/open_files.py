@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from trainer.environment import open_files
+from samestep.environment import open_files
 
 MAX_OPEN_SHARDS = 2048  # per split; 64 lanes with windows of 4 shards need about 320
 _FEW_SHARDS = 128  # where the limit of open files is unknown

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from data_pipeline.format.shards import Shard
 from data_pipeline.packing.plan import Int64, PackPlan
-from trainer.examples import Labels
+from samestep.examples import Labels
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

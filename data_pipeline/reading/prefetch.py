@@ -12,8 +12,8 @@ import numpy as np
 from data_pipeline.format.manifest import ShardInfo
 from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.remote import RemoteDataset
-from trainer.environment import number
-from trainer.errors import ConfigError
+from samestep.environment import number
+from samestep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

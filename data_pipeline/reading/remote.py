@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.cache import ShardCache, locked
-from trainer import storage
-from trainer.errors import ConfigError, DataError, ObjectNotFoundError, StorageError
+from samestep import storage
+from samestep.errors import ConfigError, DataError, ObjectNotFoundError, StorageError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -12,8 +12,8 @@ from data_pipeline.packing import task_rows
 from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset
-from trainer.examples import Batch, Examples, PackSpec
-from trainer.hashing import U64, combine, hash_rows, name_key
+from samestep.examples import Batch, Examples, PackSpec
+from samestep.hashing import U64, combine, hash_rows, name_key
 
 _DROPOUT = name_key("dropout")
 _STEP = name_key("step")

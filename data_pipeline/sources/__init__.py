@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple, Protocol
 
-from trainer.errors import MissingExtra
-from trainer.examples import TaskRow
-from trainer.tasks import TaskKind
+from samestep.errors import MissingExtra
+from samestep.examples import TaskRow
+from samestep.tasks import TaskKind
 
 
 class BadRecord(Exception):

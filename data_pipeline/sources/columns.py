@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from data_pipeline.sources import BadRecord
-from data_pipeline.sources.jsonl import load_json, splits, value_at
-from trainer.errors import ConfigError
+from data_pipeline.sources.kinds.jsonl import load_json, splits, value_at
+from samestep.errors import ConfigError
 
 Row: TypeAlias = dict[str, object]
 

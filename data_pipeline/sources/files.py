@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, TypeAlias
 import zstandard
 
 from data_pipeline.sources import BadRecord, Record
-from trainer import storage
-from trainer.errors import ConfigError, DataError
-from trainer.untrusted import open_regular
+from samestep import storage
+from samestep.errors import ConfigError, DataError
+from samestep.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 

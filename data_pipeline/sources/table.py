@@ -20,15 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, TypedDict
 
-from data_pipeline.sources import (
-    BadRecord,
-    Problem,
-    Record,
-    Source,
-    huggingface,
-    parquet,
-    require,
-)
+from data_pipeline.sources import BadRecord, Problem, Record, Source, require
 from data_pipeline.sources.columns import (
     no_column,
     outer_columns,
@@ -36,9 +28,10 @@ from data_pipeline.sources.columns import (
     with_class_names,
 )
 from data_pipeline.sources.files import Split, find, identity, read_records, uncompressed
-from data_pipeline.sources.jsonl import encoded, json_or_none, lines, values
-from trainer.errors import ConfigError
-from trainer.storage import shown
+from data_pipeline.sources.kinds import huggingface, parquet
+from data_pipeline.sources.kinds.jsonl import encoded, json_or_none, lines, values
+from samestep.errors import ConfigError
+from samestep.storage import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -27,7 +27,7 @@ from data_pipeline.sources.columns import (
     whole,
 )
 from data_pipeline.sources.table import TableConfig, TableSource
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 Words: TypeAlias = Mapping[str, Mapping[str, str]]
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.columns import repeated, row_of
 from data_pipeline.sources.templates import TextsConfig, TextsSource
-from trainer.examples import TaskRow
-from trainer.tasks import TaskKind
+from samestep.examples import TaskRow
+from samestep.tasks import TaskKind
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ from data_pipeline.tokenizers.settings import (
     stated,
 )
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
-from trainer.config import Tree
-from trainer.examples import Vocabulary
+from samestep.config import Tree
+from samestep.examples import Vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import tokenizers
 
-from trainer.config import Tree
-from trainer.errors import DataError
+from samestep.config import Tree
+from samestep.errors import DataError
 
 # NFKC makes 18 characters of one (U+FDFA), and ▁ before each word doubles a text of short words.
 _MOST_EXPANSION = 256

@@ -24,9 +24,9 @@ from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
 from data_pipeline.tokenizers.limits import MOST_SENTINELS, check_charsmap
 from data_pipeline.tokenizers.sentences import full_stops
-from trainer.config import Tree
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Vocabulary
+from samestep.config import Tree
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Vocabulary
 
 MODEL = "spiece.model"  # name of the file in transformers
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import AddedToken
 
-from trainer.config import Tree
-from trainer.errors import DataError
-from trainer.stored_json import damage_of, read_json
+from samestep.config import Tree
+from samestep.errors import DataError
+from samestep.stored_json import damage_of, read_json
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.sentencepiece import SentencePiece

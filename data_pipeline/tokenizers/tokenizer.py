@@ -24,11 +24,11 @@ from data_pipeline.tokenizers.settings import (
     class_name,
     read_settings,
 )
-from trainer.config import Tree
-from trainer.config.sizes import parse_size
-from trainer.errors import ConfigError, DataError
-from trainer.storage import atomic_write, hub
-from trainer.untrusted import read_regular
+from samestep.config import Tree
+from samestep.config.sizes import parse_size
+from samestep.errors import ConfigError, DataError
+from samestep.storage import atomic_write, hub
+from samestep.untrusted import read_regular
 
 Backend: TypeAlias = HuggingFace | SentencePiece
 

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from data_pipeline.format.shards import Tokens
-from trainer.config import Tree
+from samestep.config import Tree
 
 _WORD = re.compile(r"\s*\S+|\s+")
 # White space for Python. BERT's normalizer deletes these characters, and so joins the words on both

@@ -1,1 +1,1 @@
-"""Parts of `launch.kubernetes`: templates of objects, and the kubectl commands for a job."""
+"""Parts of `launch.kinds.kubernetes`: templates of objects, and the kubectl commands for a job."""

@@ -14,8 +14,8 @@ from typing import NotRequired, TypedDict
 from launch import command_line
 from launch.job import Record, State
 from launch.k8s.manifest import CONTAINER, JOB_LABEL, Object
-from trainer.errors import LaunchError
-from trainer.stored_json import Count, JsonError, parse_json
+from samestep.errors import LaunchError
+from samestep.stored_json import Count, JsonError, parse_json
 
 _RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "job": "jobs.batch"}
 _OWNED = {"jobset": "configmaps", "job": "services,configmaps"}  # a JobSet deletes its service

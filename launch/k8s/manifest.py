@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from launch.job import CONFIG, JobSpec
-from trainer.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNAVAILABLE, EXIT_USAGE
+from samestep.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNAVAILABLE, EXIT_USAGE
 
 Object: TypeAlias = dict[str, Any]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launch.k8s.manifest import Object
 from launch.settings import check_patterns, chips_of
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 MOUNT = "/etc/samestep"  # folder of the configuration in pods
 BUCKETS = "gcsfuse.csi.storage.gke.io"  # driver of volumes that are buckets

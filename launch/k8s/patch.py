@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.environment import check_variables
 from launch.k8s.manifest import ACTION_LABEL, CONTAINER, JOB_LABEL, Object
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 KINDS = ("ConfigMap", "NetworkPolicy", "Service", "Job", "JobSet", "Pod")
 """`Job` is also the template inside a JobSet, and `Pod` the template inside a Job."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from launch import experiment, records
 from launch.submission.submit import Launch, output_of
-from trainer.config import Tree
-from trainer.errors import ConfigError, LaunchError, SamestepError
+from samestep.config import Tree
+from samestep.errors import ConfigError, LaunchError, SamestepError
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     """Runs a `samestep` command with the job's environment variables; raises its error."""
     # A process of its own: it imports torch, and needs the job's variables from the start.
     # -P: do not import from the current folder, which may have a `trainer` of its own.
-    command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
+    command = [sys.executable, "-P", "-m", "samestep.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode < 0:
         raise LaunchError(

@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from launch.credentials import has_key
-from trainer.errors import LaunchError
-from trainer.untrusted import read_regular
+from samestep.errors import LaunchError
+from samestep.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 

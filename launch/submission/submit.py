@@ -20,14 +20,14 @@ import yaml
 from launch import records
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from launch.submission import snapshot
-from trainer.addresses import credential_in
-from trainer.config import Tree, decode, read_tree, to_tree
-from trainer.errors import ConfigError, LaunchError, fix_of
+from samestep.addresses import credential_in
+from samestep.config import Tree, decode, read_tree, to_tree
+from samestep.errors import ConfigError, LaunchError, fix_of
 
 logger = logging.getLogger(__name__)
 
 _CLUSTER = "cluster."
-_PACKAGES = ("trainer", "data_pipeline", "launch")
+_PACKAGES = ("samestep", "trainer", "data_pipeline", "launch")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _check_names(files: Sequence[Path]) -> None:
     """Rejects code with the names of this program's packages, unless it is this program."""
     names = {path.parts[0].removesuffix(".py") for path in files}
     clash = [name for name in _PACKAGES if name in names]
-    if clash and Path("trainer/cli.py") not in files:
+    if clash and Path("samestep/cli.py") not in files:
         raise ConfigError(
             f"the folder that you submit from has a {clash[0]} of its own, which would hide "
             "samestep's module of that name from the job. Rename it, or set cluster.code=installed."

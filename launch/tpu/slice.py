@@ -24,8 +24,8 @@ from typing import (
 
 from launch import command_line
 from launch.job import EXIT
-from trainer.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
-from trainer.stored_json import Count, JsonError, Matching, Seconds, parse_json, read_json
+from samestep.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
+from samestep.stored_json import Count, JsonError, Matching, Seconds, parse_json, read_json
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launch.environment import exports
 from launch.tpu.slice import WORK
-from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE
+from samestep.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE
 
 PORT = 29400  # of the rendezvous, as in docs/tpu.md
 # Of a run that was stopped for an unknown reason, or has waited in vain for others, per boot.

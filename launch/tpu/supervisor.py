@@ -26,8 +26,8 @@ from typing import IO, Literal, TypeAlias
 
 from launch.tpu import slice as tpu_slice
 from launch.tpu.slice import Slice
-from trainer.errors import EXIT_DONE, EXIT_FAILED, LaunchError
-from trainer.stored_json import JsonError, read_json
+from samestep.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from samestep.stored_json import JsonError, read_json
 
 logger = logging.getLogger("launch.tpu.supervisor")  # also when this module is run as __main__
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.settings import chips_of
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 # By kind: what its number counts per XLA device, and the image. On v2 and v3 every core is a
 # device. On v4 and v5p a chip is one, and the number counts its two cores: v4-8 has 4 devices.

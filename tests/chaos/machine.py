@@ -29,7 +29,7 @@ def main() -> int:
     for name, seconds in json.loads(os.environ.get("CHAOS_SECONDS", "{}")).items():
         module, _, constant = name.rpartition(".")
         setattr(importlib.import_module(module), constant, seconds)
-    from trainer.cli import main as samestep
+    from samestep.cli import main as samestep
 
     return samestep(sys.argv[1:])
 

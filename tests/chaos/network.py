@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-SAMESTEP = (sys.executable, "-m", "trainer.cli")
+SAMESTEP = (sys.executable, "-m", "samestep.cli")
 SUBNET = "10.231.77"
 PORT = 29400
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from samestep.examples import Vocabulary
 from tests import sick_objective
-from trainer.examples import Vocabulary
 from trainer.objectives import Loss
 from trainer.partition import local_parts
 

@@ -92,7 +92,7 @@ def write_texts(folder: Path) -> None:
 
 def samestep(*arguments: object) -> str:
     """Runs a command of the installed commit; returns what it printed."""
-    command = [sys.executable, "-m", "trainer.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "samestep.cli", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from samestep.config import load
 from tests.conformance.worker import (
     FAMILIES,
     STRATEGIES,
@@ -16,7 +17,6 @@ from tests.conformance.worker import (
 )
 from tests.processes import run_ranks
 from trainer.accelerators.detect import detect
-from trainer.config import load
 from trainer.partition import flat_start, local_parts
 from trainer.strategies.world import World
 from trainer.training.digests import Row

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from rich.progress import track
 
+from samestep.terminal import Console
 from tests.conformance.exact import run, task
 from tests.conformance.matrix import code_digest
 from tests.conformance.worker import TEXT_TASKS
 from tests.conftest import make_dataset, write_experiment, write_t5_experiment
-from trainer.terminal import Console
 from trainer.training.arithmetic import processor
 
 PAGE = Path("docs/conformance_bitwise.md")

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from samestep.terminal import Console
 from tests.conformance.worker import FAMILIES, TEXT_TASKS, Case, Record, run_cases
 from tests.conftest import make_dataset, write_experiment, write_t5_experiment
 from tests.processes import run_ranks
-from trainer.terminal import Console
 
 Group: TypeAlias = tuple[str, int, str]
 """An objective, a world size and a strategy."""

@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.cli import main
+from samestep.terminal import Console
 from tests.integration.commands import Samestep, Start
 from tests.processes import run_ranks
-from trainer.accelerators import cpu, detect
-from trainer.cli import main
+from trainer.accelerators import detect
+from trainer.accelerators.kinds import cpu
 from trainer.elastic import agent
 from trainer.inspect.certify import collectives, layouts, problem
 from trainer.inspect.certify import run as certifying
 from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.inspect.certify.run import certify
-from trainer.strategies import single
+from trainer.strategies.kinds import single
 from trainer.strategies.world import World
-from trainer.terminal import Console
 
 
 class _Wrong(TorchDispatchMode):

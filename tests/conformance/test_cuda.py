@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.config import load
 from tests.conformance.test_phases import SETTINGS as TWO_PHASES
 from tests.conformance.worker import (
     FAMILIES,
@@ -27,8 +28,7 @@ from tests.conformance.worker import (
     recorded,
 )
 from tests.processes import run_ranks
-from trainer.accelerators import cuda
-from trainer.config import load
+from trainer.accelerators.kinds import cuda
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.strategies.world import World

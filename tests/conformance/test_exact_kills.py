@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.errors import EXIT_DONE, EXIT_PREEMPTED
 from tests.conformance.exact import BITWISE, DROPOUT
 from tests.integration.commands import Process, Start
 from trainer.checkpoint import integrity, layout
-from trainer.errors import EXIT_DONE, EXIT_PREEMPTED
 
 STEPS = 60
 

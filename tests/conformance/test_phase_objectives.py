@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from samestep.cli import main
 from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import run_once
 from tests.processes import run_ranks
-from trainer.cli import main
 from trainer.training.ledger import intact_rows
 
 SETTINGS = [

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import run_once
 from tests.processes import run_ranks
-from trainer.errors import CheckpointError, ConfigError
 
 PHASES = (
     "phases=[{steps: 8, sequence_length: 16, global_batch_size: 12},"

@@ -19,7 +19,7 @@ from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import STRATEGIES
 from tests.processes import run_ranks
 from tests.unit.strategies.test_world import timeouts
-from trainer.accelerators.cpu import CpuAccelerator
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
 from trainer.training import own_loop

@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from data_pipeline.reading.loader import StreamingLoader
+from samestep.config import load
+from samestep.hashing import combine
 from trainer.accelerators.detect import detect
-from trainer.config import load
-from trainer.hashing import combine
 from trainer.models import generator
 from trainer.models.sampling import gumbel
 from trainer.monitoring import Tracker

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.objectives import mlm
+from trainer.objectives.kinds import mlm
 from trainer.partition import local_parts
 
 FOREVER = 1000.0

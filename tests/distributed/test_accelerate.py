@@ -20,13 +20,14 @@ import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
 
+from samestep.config import load, to_tree
+from samestep.errors import ConfigError
 from tests.conformance.worker import losses
 from tests.integration.commands import SAMESTEP, Samestep
 from tests.processes import run_ranks
-from trainer.accelerators import cpu
-from trainer.config import load, to_tree
-from trainer.errors import ConfigError
-from trainer.strategies import Strategy, accelerate, deepspeed, fsdp
+from trainer.accelerators.kinds import cpu
+from trainer.strategies import Strategy
+from trainer.strategies.kinds import accelerate, deepspeed, fsdp
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 

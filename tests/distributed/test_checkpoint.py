@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint import Checkpointer, Config
-from trainer.errors import CheckpointError
 
 
 class Tiny(nn.Module):

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 
+from samestep.config import dump, load
 from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import Losses, make_trainer
 from tests.integration.commands import Samestep
-from trainer.accelerators import cpu
-from trainer.config import dump, load
+from trainer.accelerators.kinds import cpu
 from trainer.inspect.audit.batches import Run
 from trainer.inspect.audit.verify import verify
 from trainer.partition import SegmentParameter, whole_shape
-from trainer.strategies import deepspeed
+from trainer.strategies.kinds import deepspeed
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_weights

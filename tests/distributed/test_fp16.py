@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from samestep.config import load
 from tests.conformance.worker import make_trainer, run_once
 from tests.processes import run_ranks
-from trainer.config import load
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment

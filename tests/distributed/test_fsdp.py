@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.config import load
 from tests.conformance.worker import losses, make_trainer
 from tests.processes import run_ranks
-from trainer.config import load
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 

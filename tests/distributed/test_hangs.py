@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.config import load
 from tests.processes import run_ranks
-from trainer.config import load
 from trainer.training.experiment import Experiment
 from trainer.training.run import train as train_run
 

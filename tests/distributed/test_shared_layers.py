@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.outputs import predict
 from tests.processes import run_ranks
-from trainer.models import albert, t5
 from trainer.models.base import TransformerModel
+from trainer.models.families import albert, t5
 
 
 def build(family: str) -> TransformerModel:

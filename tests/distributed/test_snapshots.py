@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from samestep.errors import CheckpointError
+from samestep.storage import keeper
+from samestep.storage import write as write_object
+from samestep.storage.keeper import Keeper
 from tests.processes import run_ranks
 from trainer.checkpoint import Checkpointer, Config
 from trainer.checkpoint.files import Url
-from trainer.errors import CheckpointError
-from trainer.storage import keeper
-from trainer.storage import write as write_object
-from trainer.storage.keeper import Keeper
 from trainer.training.checkpoints import Checkpoints
 
 ELEMENTS = 10_000

@@ -23,11 +23,8 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from data_pipeline.format import shards
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
-from data_pipeline.sources import (
-    BadRecord,
-    PairSource,
-    Source,
-    TaskSource,
+from data_pipeline.sources import BadRecord, PairSource, Source, TaskSource
+from data_pipeline.sources.kinds import (
     classification,
     jsonl,
     parquet,
@@ -37,9 +34,9 @@ from data_pipeline.sources import (
     text,
     webdataset,
 )
+from samestep.examples import TaskRow
 from tests.fuzz.mutations import blobs, jsons, named, one_of, trees, values
 from tests.fuzz.trial import Files, Target
-from trainer.examples import TaskRow
 
 _SHA = "0" * 64
 _TOKENIZER = "tokenizer/tokenizer.json"

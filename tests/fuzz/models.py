@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from safetensors.torch import save
 
+from samestep import addresses, storage
+from samestep.config import read_tree
 from tests.fuzz.mutations import blobs, jsons, named, one_of, trees
 from tests.fuzz.trial import Files, Target
-from trainer import addresses, storage
 from trainer.checkpoint import files, layout
-from trainer.config import read_tree
-from trainer.models import bert, gpt2, t5
+from trainer.models.families import bert, gpt2, t5
 from trainer.training.weights import load_weights
 
 _SMALL = {"vocab_size": 20, "layers": 1, "width": 8, "heads": 2, "ffn_width": 8}

@@ -15,19 +15,19 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from samestep.errors import SamestepError
+from samestep.storage.channel import SECRET_BYTES, Channel
+from samestep.storage.keeper import Keeper
+from samestep.untrusted import read_stored
 from tests.fuzz.mutations import blobs, jsons, named, one_of, trees
 from tests.fuzz.trial import Files, Target
 from tests.integration.test_hostile_json import SMALL
 from trainer.checkpoint.lock import Owner
 from trainer.elastic import rounds
 from trainer.elastic.rendezvous import Rendezvous, RunEnded
-from trainer.errors import SamestepError
 from trainer.monitoring.report import Report, page
-from trainer.storage.channel import SECRET_BYTES, Channel
-from trainer.storage.keeper import Keeper
 from trainer.strategies.agreement import Machine
 from trainer.training.ledger import GENESIS, Ledger, chain, intact_rows
-from trainer.untrusted import read_stored
 
 _CONFIG = {
     "output": "x", "seed": 1, "data": {"path": "d", "batch_tokens": 64},

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, configuration
 from hypothesis.strategies import SearchStrategy
 
 from data_pipeline.sources import BadRecord
-from trainer.errors import SamestepError
+from samestep.errors import SamestepError
 
 Files = Mapping[str, bytes]
 """An example: contents by name in its folder."""

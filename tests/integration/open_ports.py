@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from threading import Thread
 
+from samestep.storage import channel
+from samestep.storage.keeper import Keeper
 from trainer.elastic.rendezvous import Rendezvous
 from trainer.inspect.watch import Server
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.report import Report
-from trainer.storage import channel
-from trainer.storage.keeper import Keeper
 
 if __name__ == "__main__":
     channel.HANDSHAKE_SECONDS = 1.0

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from samestep.cli import main
 from tests.integration.commands import Start
-from trainer.cli import main
 
 NAMES = ("class", "file", "list", "name", "number", "object", "string", "type", "value", "function")
 FILL = ("the", "a", "of", "is", "to", "with", "in", "for", "and", "not")

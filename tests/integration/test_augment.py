@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from samestep.hashing import combine
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.hashing import combine
 from trainer.inference import augment
 from trainer.inference.augment import Augmenter
 from trainer.training.weights import load_weights

@@ -20,7 +20,7 @@ from trainer.training.weights import Weights, load_weights
 @pytest.fixture(scope="module")
 def run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of the steps 3, 6, 9 and 12."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     folder = tmp_path_factory.mktemp("averaged") / "run"
     settings = ["checkpoint={every: 3, keep_last: 9}", "training.evaluate_every=12"]

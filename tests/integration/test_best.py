@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from samestep.cli import main
+from samestep.errors import CheckpointError
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
 from trainer.checkpoint import integrity, retention, writer
 from trainer.checkpoint.files import Location
-from trainer.cli import main
-from trainer.errors import CheckpointError
 from trainer.strategies.world import World
 from trainer.training.weights import load_weights
 

@@ -27,7 +27,7 @@ def runs(
     experiment_file: str, finished_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """A BERT, and an LSTM and a biLM of a few steps."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     found = {"bert": finished_run}
     for kind in MODELS:

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from data_pipeline.reading.dataset import PackedSplit
+from samestep import storage
+from samestep.cli import main
+from samestep.config import load
+from samestep.errors import CheckpointError, StorageError
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer import storage
 from trainer.checkpoint import files
-from trainer.cli import main
-from trainer.config import load
 from trainer.elastic import agent
-from trainer.errors import CheckpointError, StorageError
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.run import open_checkpointer

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.building.config import Config as BuildConfig
+from samestep.config import Kinds, decode, dump, load, to_tree
 from tests.integration.commands import SAMESTEP, Samestep, Start, losses
-from trainer.config import Kinds, decode, dump, load, to_tree
 from trainer.studies.finetune.task import Task
 from trainer.training.experiment import Experiment
 
@@ -24,13 +24,13 @@ CONFIGS = sorted(
 )
 PACKAGES = [
     *(
-        "trainer.models",
-        "trainer.objectives",
-        "trainer.optim",
-        "trainer.strategies",
-        "trainer.accelerators",
+        "trainer.models.families",
+        "trainer.objectives.kinds",
+        "trainer.optim.kinds",
+        "trainer.strategies.kinds",
+        "trainer.accelerators.kinds",
     ),
-    "data_pipeline.sources",
+    "data_pipeline.sources.kinds",
 ]
 KINDS = [(package, kind) for package in PACKAGES for kind in Kinds(package).available()]
 
@@ -197,7 +197,7 @@ def test_kind(package: str, kind: str) -> None:
     }
     of = "prefix_lm" if kind == "multi_task" else "classification"
     required |= {"teacher": "runs/teacher", "of": of, "scheme": "bert"}
-    if package == "data_pipeline.sources":
+    if package == "data_pipeline.sources.kinds":
         required |= {"labels": ["O", "B-X"], "choices": ["a", "b"]}
     config = decode(
         schema, {f.name: required[f.name] for f in dataclasses.fields(schema) if f.name in required}

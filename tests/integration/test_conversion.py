@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.errors import CheckpointError
 from tests.integration.commands import Samestep, losses
 from tests.outputs import predict
 from trainer.checkpoint import Checkpointer, Config, deepspeed
-from trainer.errors import CheckpointError
-from trainer.models import bert
-from trainer.optim import adamw, groups
+from trainer.models.families import bert
+from trainer.optim import groups
+from trainer.optim.kinds import adamw
 from trainer.publish.step_zero import StepZero
 from trainer.training.weights import load_weights
 

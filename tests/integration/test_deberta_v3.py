@@ -24,7 +24,7 @@ LORA = "model.peft={kind: lora, rank: 4, targets: [query, value, up, down]}"
 
 @pytest.fixture(scope="module")
 def run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trainer.cli import main
+    from samestep.cli import main
 
     folder = tmp_path_factory.mktemp("deberta_v3") / "run"
     settings = (MODEL, "objective=replaced_tokens", "training.evaluate_every=12")

@@ -15,15 +15,15 @@ import pytest
 import torch
 import yaml
 
+from samestep.config import load
+from samestep.errors import ConfigError
 from tests.conformance.worker import run_once
 from tests.conftest import make_dataset
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.checkpoint.huggingface import load_folder
-from trainer.config import load
-from trainer.errors import ConfigError
-from trainer.models.peft import prompt
+from trainer.models.peft.kinds import prompt
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import Task
 from trainer.training.experiment import Experiment

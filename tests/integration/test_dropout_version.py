@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import samestep
+from samestep.config.tree import read_tree
 from trainer.checkpoint import integrity
-from trainer.config.tree import read_tree
 from trainer.training.starting import load_experiment
 
 DROPOUT = ("model.attention_dropout=0.3", "checkpoint.every=6", "training.log_every=1")

@@ -21,7 +21,7 @@ MODEL = (
 
 @pytest.fixture(scope="module")
 def run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trainer.cli import main
+    from samestep.cli import main
 
     folder = tmp_path_factory.mktemp("electra") / "run"
     settings = (MODEL, "objective=replaced_tokens", "training.evaluate_every=12")

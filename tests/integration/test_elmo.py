@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.cli import main
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
 from tests.outputs import outputs
-from trainer.cli import main
 from trainer.training.weights import load_weights
 
 MODEL = (

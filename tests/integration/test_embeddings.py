@@ -11,11 +11,11 @@ import pytest
 import yaml
 from sentence_transformers import SentenceTransformer
 
+from samestep.cli import main
 from tests.conformance.worker import run_once
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer.cli import main
 
 STUDENT = {
     "kind": "bert",

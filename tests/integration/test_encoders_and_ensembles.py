@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.cli import main
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.cli import main
 from trainer.inspect.distance import by_group, left_out
 from trainer.training.initial_weights import with_encoder
 from trainer.training.weights import load_weights

@@ -13,7 +13,7 @@ WITHOUT_POSIX = """
 import sys
 for module in ("fcntl", "grp", "pwd", "resource", "termios"):
     sys.modules[module] = None
-from trainer.cli import main
+from samestep.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

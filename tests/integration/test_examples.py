@@ -215,7 +215,7 @@ def test_an_own_package_is_found_where_it_is_installed(
     (site / "parent.pth").write_text(sysconfig.get_path("purelib"))
     python = tmp_path / "venv" / "bin" / "python"
     train = (
-        *(python, "-m", "trainer.cli", "train", tmp_path / "own_package" / "recipe.yaml"),
+        *(python, "-m", "samestep.cli", "train", tmp_path / "own_package" / "recipe.yaml"),
         *(f"data.path={dataset_folder}", f"output={tmp_path}/run", *SMALL),
     )
     refused = command(*train)

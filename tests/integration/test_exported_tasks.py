@@ -18,7 +18,7 @@ from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.models import bart
+from trainer.models.families import bart
 from trainer.objectives.rows import logits as logits_of
 from trainer.publish.tokenizer import adapt
 from trainer.strategies import Replica

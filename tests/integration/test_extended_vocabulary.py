@@ -13,10 +13,10 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.cli import main
 from tests.conftest import VOCAB_SIZE
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
-from trainer.cli import main
 from trainer.training.weights import load_weights
 
 NEW = ["metaclass", "<place>", "the", "namespace"]  # "the" is in the vocabulary already

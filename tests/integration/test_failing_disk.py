@@ -15,9 +15,9 @@ from typing import TypeVar
 import pytest
 
 from data_pipeline.building import pool
+from samestep.errors import fix_of
 from tests.failing_files import contents, each_failure
 from tests.integration.commands import Result, Samestep, losses
-from trainer.errors import fix_of
 from trainer.monitoring import tensorboard
 from trainer.monitoring.jsonl import read_rows
 

@@ -30,12 +30,12 @@ TORCHRUN = (
     "--nproc-per-node",
     "2",
     "-m",
-    "trainer.cli",
+    "samestep.cli",
 )
 OBJECTIVE = """
 import os, time
 from dataclasses import dataclass
-from trainer.errors import DataError
+from samestep.errors import DataError
 from trainer.objectives import mlm
 
 @dataclass(frozen=True)

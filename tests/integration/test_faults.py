@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from samestep.config import load
 from tests.conformance.worker import make_trainer
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer.config import load
 from trainer.strategies.world import World
 from trainer.training import run
 from trainer.training.experiment import Experiment

@@ -16,10 +16,10 @@ from huggingface_hub import constants
 from pyarrow import parquet as pq
 
 from data_pipeline.format.manifest import Manifest
+from samestep import storage
+from samestep.storage import attempts
 from tests.hub import Hub, running_hub
 from tests.integration.commands import Result, Samestep
-from trainer import storage
-from trainer.storage import attempts
 from trainer.training.weights import load_weights
 
 TWO_STEPS = ("training.steps=2", "schedule.warmup_steps=0")

@@ -15,8 +15,8 @@ import pytest
 
 from data_pipeline.order.example_order import Order
 from data_pipeline.reading.config import Config as DataConfig
+from samestep.errors import ConfigError
 from tests.integration import tasks
-from trainer.errors import ConfigError
 from trainer.studies.finetune.page import write_page
 from trainer.studies.finetune.runs import Run, list_runs
 from trainer.studies.finetune.suite import Result, Suite

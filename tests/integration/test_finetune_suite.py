@@ -20,7 +20,7 @@ from tests.waiting import until
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import find_tasks
 
-MODULE = (sys.executable, "-m", "trainer.cli")
+MODULE = (sys.executable, "-m", "samestep.cli")
 
 
 def results(folder: Path) -> list[dict[str, object]]:

@@ -18,12 +18,12 @@ import yaml
 from seqeval.metrics import f1_score
 
 from data_pipeline.sources import fault
+from samestep.cli import main
+from samestep.config import load
 from tests.conformance.worker import Losses, make_trainer, run_once
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
 from tests.processes import run_ranks
-from trainer.cli import main
-from trainer.config import load
 from trainer.metrics import squad
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment

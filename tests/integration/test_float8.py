@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.config import load
+from samestep.errors import ConfigError, MissingExtra
 from tests.conformance import worker
 from tests.processes import run_ranks
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.config import load
-from trainer.errors import ConfigError, MissingExtra
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.inference.evaluate import evaluate
 from trainer.models import Model
-from trainer.models.peft import lora
+from trainer.models.peft.kinds import lora
 from trainer.models.projections import Projection
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment

@@ -18,7 +18,7 @@ OPTIONS = ("--max-new-tokens", 8, "--prefix", "say: ", "--beams", 2)
 @pytest.fixture(scope="module")
 def t5_run(t5_experiment: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few steps of the small T5."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     run = tmp_path_factory.mktemp("generate") / "run"
     assert main(["train", t5_experiment, f"output={run}", "training.steps=4"]) == 0

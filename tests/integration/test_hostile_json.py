@@ -21,12 +21,13 @@ from launch import records
 from launch.tpu.slice import FILE as SLICE
 from launch.tpu.slice import Slice
 from launch.tpu.supervisor import Memory
+from samestep.errors import DataError, SamestepError
+from samestep.stored_json import parse_json
 from tests.hostile_json import variants
 from trainer.checkpoint.files import seal
 from trainer.checkpoint.history import read_record
 from trainer.checkpoint.lock import Owner
 from trainer.elastic.host import Records
-from trainer.errors import DataError, SamestepError
 from trainer.inference.candidates import read_probes
 from trainer.inference.resumable import Resumable
 from trainer.inspect.audit.batches import Run
@@ -36,7 +37,6 @@ from trainer.inspect.replay.diff import _recorded
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 from trainer.monitoring.report import Report, page
 from trainer.monitoring.wandb import _read_note
-from trainer.stored_json import parse_json
 from trainer.strategies.heartbeat import Beat
 from trainer.studies.finetune.suite import read_results
 from trainer.studies.row_scores import read_row_score

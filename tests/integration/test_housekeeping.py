@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from samestep import storage
 from tests.integration.commands import Samestep
 from tests.integration.test_strange_folders import seal
-from trainer import storage
 from trainer.checkpoint import Checkpointer, Config, files, integrity
 from trainer.checkpoint.lock import only_writer
 

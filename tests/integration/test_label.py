@@ -202,7 +202,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
 HELD = """
 import sys
 import time
-from trainer import cli
+from samestep import cli
 from trainer.inference import label, resumable
 
 add = resumable.Resumable.add

@@ -77,7 +77,7 @@ def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: st
     wrong = "        raise ConfigError('no such weights')\n"
     text = (
         PACED.replace("        time.sleep(0.2)\n", wrong)
-        + "\nfrom trainer.errors import ConfigError\n"
+        + "\nfrom samestep.errors import ConfigError\n"
     )
     (project / "own" / "slow.py").write_text(text)
     result = samestep(

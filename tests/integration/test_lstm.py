@@ -30,7 +30,7 @@ TEXTS = ("the class statement defines a class object", "a", "names in the body")
 @pytest.fixture(scope="module")
 def runs(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A few steps of each kind."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     found = {}
     for kind in MODELS:

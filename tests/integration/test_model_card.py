@@ -19,7 +19,7 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.models import bert, gpt2, roberta, t5
+from trainer.models.families import bert, gpt2, roberta, t5
 from trainer.publish import model_card
 from trainer.training.weights import load_weights
 

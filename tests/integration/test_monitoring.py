@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from data_pipeline.reading.dataset import Dataset
+from samestep.config import load
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
-from trainer.config import load
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
 from trainer.training.run import open_loader, train

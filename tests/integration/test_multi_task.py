@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
+from samestep.cli import main
 from tests.integration.commands import Samestep, Start, losses
 from tests.integration.test_seq2seq import PREFIX, sentences
-from trainer.cli import main
 
 FEW, MANY, TEXTS = 60, 240, 300
 

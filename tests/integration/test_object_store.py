@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.format.manifest import Manifest
+from samestep import storage
 from tests.faulty_proxy import FaultyProxy
 from tests.integration.commands import Samestep, Start, losses
-from trainer import storage
 from trainer.checkpoint import files, integrity
 
 

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from data_pipeline.reading.dataset import Dataset
+from samestep.config import to_tree
+from samestep.storage import write_text
 from tests.integration import tasks
 from tests.integration.commands import Result, Samestep
 from trainer.checkpoint import files, history, integrity
-from trainer.config import to_tree
-from trainer.storage import write_text
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import Task
 from trainer.training.weights import load_weights

@@ -22,13 +22,13 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from benchmarks import peft as benchmark
+from samestep.cli import main
+from samestep.config import load
 from tests.conformance.worker import STRATEGIES, make_trainer, run_once
 from tests.conformance.worker import losses as train_and_note
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer.cli import main
-from trainer.config import load
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer

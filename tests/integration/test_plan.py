@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.collectives import Kind, count_fake, count_step
 from benchmarks.memory import STRATEGIES, held
+from samestep.config import load
 from tests.processes import run_ranks
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.config import load
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.plan import divide
 from trainer.inspect.plan.strategies import Collective

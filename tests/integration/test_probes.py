@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
+from samestep.cli import main
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
-from trainer.cli import main
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config import kind_name, load
-from trainer.examples import Examples, PackSpec, Vocabulary
+from samestep.config import kind_name, load
+from samestep.examples import Examples, PackSpec, Vocabulary
 from trainer.optim import Structure
 from trainer.training.experiment import Experiment
 from trainer.training.phases import phase_of

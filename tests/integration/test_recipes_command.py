@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.config import read_tree, recipes
 from tests.integration.commands import Samestep
-from trainer.config import read_tree, recipes
 from trainer.inspect.recipes import copy as copy_of
 from trainer.inspect.recipes import file_of
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.config import load
+from samestep.errors import ConfigError
 from tests.conformance import worker
 from tests.processes import run_ranks
-from trainer.config import load
-from trainer.errors import ConfigError
 from trainer.models import Model
 from trainer.models.capabilities import FeedsResidual
 from trainer.strategies.world import World

@@ -20,15 +20,15 @@ from safetensors.torch import save_file
 
 from data_pipeline.building.verify import verify
 from data_pipeline.reading.dataset import Dataset
+from samestep import storage
+from samestep.cli import build_parser
+from samestep.errors import CheckpointError, SamestepError
+from samestep.storage import Digest
 from tests.conftest import Samestep
 from tests.damage import KINDS, time_limit, with_unreadable_files
-from trainer import storage
 from trainer.checkpoint import files, integrity
-from trainer.cli import build_parser
-from trainer.errors import CheckpointError, SamestepError
 from trainer.inspect.audit.batches import Run
 from trainer.monitoring.report import write_report
-from trainer.storage import Digest
 from trainer.training.weights import load_config, load_weights
 
 LOOKING = {
@@ -290,7 +290,7 @@ def test_an_adapter_leads_to_no_code_and_no_address(
     strange_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("trainer.storage.attempts._open", asked.append)
+    monkeypatch.setattr("samestep.storage.attempts._open", asked.append)
     bases = {
         "samestep export": (strange_run, strange_run / "checkpoints" / "step-00000012", "adapter"),
         "names no model": (

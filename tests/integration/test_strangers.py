@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from samestep.storage.keeper import Upload, request
 from tests.integration import open_ports
 from tests.strangers import Stranger, record
 from tests.waiting import until
 from trainer.elastic import secret
 from trainer.elastic.rendezvous import Rendezvous
-from trainer.storage.keeper import Upload, request
 
 MOST_GROWTH = 24 * 2**20  # of the memory of a process
 

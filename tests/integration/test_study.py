@@ -14,7 +14,7 @@ from tests.integration import tasks
 from tests.integration.commands import Samestep, Start, data_of
 from tests.waiting import until
 
-MODULE = (sys.executable, "-m", "trainer.cli")
+MODULE = (sys.executable, "-m", "samestep.cli")
 EXPERIMENT = """
 data: {path: stage:corpus, sequence_length: 32, packing: best_fit}
 model: {kind: bert, vocab_size: 300, layers: 1, width: 16, heads: 2, ffn_width: 32, max_positions: 64}

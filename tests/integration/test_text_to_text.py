@@ -14,9 +14,9 @@ import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.config import load
 from tests.conformance.worker import TASKS
 from tests.integration.commands import Samestep
-from trainer.config import load
 from trainer.training.experiment import Experiment
 from trainer.training.run import train
 

@@ -11,10 +11,10 @@ import pytest
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard, write_shard
+from samestep.config import load
 from tests.conformance import worker
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer.config import load
 from trainer.inference.evaluate import evaluate
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment

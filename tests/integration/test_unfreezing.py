@@ -30,7 +30,7 @@ def folder(
     dataset_folder: Path, finished_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The data of a classification, and an experiment that starts from a BERT of two layers."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     folder = tmp_path_factory.mktemp("unfreezing")
     build = tasks.write_build("classification", folder, dataset_folder / "tokenizer")

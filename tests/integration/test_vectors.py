@@ -16,11 +16,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.reading.dataset import Dataset
+from samestep.errors import CheckpointError, DataError
 from tests.integration.commands import Samestep, Start, losses
 from tests.unit.vectors.corpora import write_dataset
 from trainer.checkpoint.integrity import read_meta, step_folder
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import CheckpointError, DataError
 from trainer.publish.step_zero import StepZero
 from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
@@ -150,7 +150,7 @@ def test_the_same_bytes_again(
 
 HELD = """
 import sys, time
-from trainer import cli
+from samestep import cli
 from trainer.vectors import word2vec, glove, work
 
 word2vec.BLOCK, glove.BLOCK = 1000, 100
@@ -249,7 +249,7 @@ def test_wrong_datasets_and_folders(planted: Path, tmp_path: Path, samestep: Sam
 @pytest.fixture(scope="module")
 def of_tokens(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Vectors of the tokens of the dataset of `finished_run`, as wide as its model."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     folder = tmp_path_factory.mktemp("vectors") / "tokens"
     options = ["--units", "tokens", "--dimensions", "32", "--min-count", "3", "--epochs", "1"]
@@ -410,7 +410,7 @@ def test_two_processes_start_alike(
     of_tokens: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:
     """Each process initializes only the elements that it holds."""
-    from trainer.models import bert
+    from trainer.models.families import bert
     from trainer.training.initial_embeddings import with_embeddings
 
     vectors = WordVectors.load(of_tokens)

@@ -97,7 +97,7 @@ def test_the_script_of_a_strangers_study_does_not_run(browser: Any, tmp_path: Pa
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_the_page_follows_runs_and_stays_as_a_file(browser: Any, tmp_path: Path, width: int):
     first, second, page = tmp_path / "first", tmp_path / "second", tmp_path / "out" / "page.html"
-    command = [sys.executable, "-m", "trainer.cli", "watch", str(first), str(second)]
+    command = [sys.executable, "-m", "samestep.cli", "watch", str(first), str(second)]
     watching = subprocess.Popen(
         [*command, "--port", "0", "--output", str(page)], stdout=subprocess.PIPE, text=True
     )

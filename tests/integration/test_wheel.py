@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import recipes
+from samestep.config import recipes
 
 pytestmark = pytest.mark.long
 
@@ -27,7 +27,7 @@ build_meta.build_sdist(folder)
 # The packages that samestep needs come from this environment, and samestep itself does not.
 RUN = """
 import sys
-from trainer import cli
+from samestep import cli
 assert cli.__file__.startswith(sys.argv[1]), cli.__file__
 sys.exit(cli.main(sys.argv[2:]))
 """

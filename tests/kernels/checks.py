@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.accelerators.flash import attention, supports
-from trainer.models import modernbert
 from trainer.models.attention import segment_mask
 from trainer.models.dropout import attention_dropout, split_key
+from trainer.models.families import modernbert
 from trainer.models.relative import RelativeBias
 from trainer.models.rotary import RotaryAttention
 

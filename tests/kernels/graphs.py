@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.config import load
 from tests.conformance import worker
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.config import load
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 from trainer.training import compiled

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.kernels.lowering import Kernel, Lowering
-from trainer.models import bert, modernbert, t5
 from trainer.models.base import TransformerModel
 from trainer.models.dropout import split_key
+from trainer.models.families import bert, modernbert, t5
 from trainer.models.stack import Context
 
 ROWS, LENGTH, WIDTH, HEADS = 8, 64, 128, 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.fusion import EAGER, FUSED, Kernel, kernels
 from trainer.inspect.plan.trace import Step

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining, AutoModelForPreTraining
 
+from samestep.errors import ConfigError
 from tests.outputs import fill, outputs, parameters
 from tests.unit.objectives.test_mlm_nsp import VOCABULARY, random_pairs
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
-from trainer.models import albert
+from trainer.models.families import albert
 from trainer.models.transformer import Transformer
-from trainer.objectives import mlm_sop
+from trainer.objectives.kinds import mlm_sop
 
 SHAPE = {
     "vocab_size": 100,

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import fill, parameters, predict
 from tests.parity import heads
 from tests.parity.heads import (
@@ -23,8 +24,7 @@ from tests.parity.heads import (
     text_pairs,
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import bart
+from trainer.models.families import bart
 from trainer.models.inputs import Inputs
 from trainer.training.weights import load_weights
 

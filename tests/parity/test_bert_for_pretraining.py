@@ -15,14 +15,14 @@ from transformers import (
     BertForPreTraining,
 )
 
+from samestep.errors import ConfigError
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import mix
 from tests.outputs import fill, outputs, parameters, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import mix
-from trainer.models import bert, roberta
+from trainer.models.families import bert, roberta
 from trainer.models.transformer import Transformer
-from trainer.objectives import mlm_nsp
+from trainer.objectives.kinds import mlm_nsp
 from trainer.training.weights import load_weights
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3

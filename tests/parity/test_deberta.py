@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import DebertaConfig, DebertaV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import fill, outputs, parameters
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import deberta, deberta_v2
 from trainer.models.disentangled import place_table
+from trainer.models.families import deberta, deberta_v2
 
 SHAPE = {
     "vocab_size": 100,

@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
+from samestep.errors import ConfigError
 from tests.outputs import parameters
 from tests.parity.test_electra import randomized
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import save_folder
-from trainer.errors import ConfigError
-from trainer.models import Stored, deberta_v2, deberta_v3
+from trainer.models import Stored
+from trainer.models.families import deberta_v2, deberta_v3
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
-from trainer.objectives import replaced_tokens
+from trainer.objectives.kinds import replaced_tokens
 
 CONFIG = deberta_v3.Config(
     vocab_size=100,

@@ -18,13 +18,14 @@ from transformers import (
     ElectraForPreTraining,
 )
 
+from samestep.errors import ConfigError
 from tests.outputs import fill, outputs, parameters
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
-from trainer.models import Stored, electra
+from trainer.models import Stored
+from trainer.models.families import electra
 from trainer.models.sampling import sample
-from trainer.objectives import replaced_mlm, replaced_tokens
+from trainer.objectives.kinds import replaced_mlm, replaced_tokens
 
 SHAPE = {
     "vocab_size": 100,

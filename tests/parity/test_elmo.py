@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.errors import ConfigError
 from tests.outputs import outputs
-from trainer.errors import ConfigError
-from trainer.models import Stored, bilm, lstm
+from trainer.models import Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.characters import Characters, spell
+from trainer.models.families import bilm, lstm
 from trainer.models.recurrent import RecurrentConfig
 
 WORDS = ["[PAD]", "a", "cat", "cats", "naïve", "zyzzyva", "unbelievably", "."]

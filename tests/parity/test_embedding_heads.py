@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from samestep.config import Kinds, decode
 from tests.outputs import outputs, parameters
 from tests.unit.models.test_embedding_heads import ENCODERS
 from trainer.checkpoint.huggingface import save_folder
-from trainer.config import Kinds, decode
 from trainer.models.config import ModelConfig
 
 
@@ -21,7 +21,7 @@ from trainer.models.config import ModelConfig
 def test_transformers_loads_an_encoder_that_embeds(kind: str, tmp_path: Path) -> None:
     tree = {"kind": kind, "vocab_size": 40, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32}
     tree |= {"max_positions": 32, "head": "embedding", **ENCODERS[kind]}
-    config = decode(Annotated[ModelConfig, Kinds("trainer.models")], tree, "model")
+    config = decode(Annotated[ModelConfig, Kinds("trainer.models.families")], tree, "model")
     model, generator = config.build().eval(), torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))

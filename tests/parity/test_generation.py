@@ -17,8 +17,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from samestep.examples import Vocabulary
 from tests.outputs import fill
-from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
 from trainer.training.weights import load_weights
 

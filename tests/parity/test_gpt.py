@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, OpenAIGPTConfig, PreTrainedModel
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import gpt2, openai_gpt
+from trainer.models.families import gpt2, openai_gpt
 from trainer.models.inputs import Inputs
 from trainer.models.transformer import Transformer
 from trainer.training.weights import load_weights

@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.errors import ConfigError
 from tests.outputs import outputs, predict
 from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
-from trainer.models import gpt2, openai_gpt
+from trainer.models.families import gpt2, openai_gpt
 from trainer.models.transformer import Transformer
-from trainer.objectives import classification
+from trainer.objectives.kinds import classification
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import load_weights
 

@@ -22,10 +22,10 @@ from transformers import (
     RobertaConfig,
 )
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import fill, parameters, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import albert, bert, distilbert, roberta
+from trainer.models.families import albert, bert, distilbert, roberta
 from trainer.models.transformer import Transformer
 
 FAMILIES = {

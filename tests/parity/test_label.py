@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from data_pipeline.building import task_rows
+from samestep.examples import TaskRow
 from tests.outputs import fill, random_parameters
-from trainer.examples import TaskRow
 from trainer.inference.label import Labeler
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.outputs import outputs
-from trainer.models import bilm, lstm
+from trainer.models.families import bilm, lstm
 from trainer.models.inputs import Inputs
 from trainer.models.recurrent import RecurrentConfig
 

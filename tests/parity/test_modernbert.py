@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor
 from transformers import ModernBertConfig
 
+from samestep.errors import ConfigError
 from tests.outputs import fill, parameters, predict
 from tests.parity.heads import TASKS, names_of
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
-from trainer.models import modernbert
-from trainer.objectives import mlm
+from trainer.models.families import modernbert
+from trainer.objectives.kinds import mlm
 
 SHAPE = {
     "vocab_size": 300,

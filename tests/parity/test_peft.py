@@ -16,11 +16,11 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor
 
+from samestep.config import kind_name
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import fill, predict
 from trainer.checkpoint.huggingface import save_folder
-from trainer.config import kind_name
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import (
+from trainer.models.families import (
     albert,
     bart,
     bert,
@@ -35,8 +35,8 @@ from trainer.models import (
     t5,
     xlnet,
 )
-from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.peft.huggingface import export_adapter
+from trainer.models.peft.kinds import adapters, lora, prefix, prompt
 from trainer.training.weights import load_weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 100, "layers": 2, "width": 32, "heads": 2, "ffn_width": 128}

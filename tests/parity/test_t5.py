@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import t5
 from trainer.models.encoder_decoder import EncoderDecoder
+from trainer.models.families import t5
 from trainer.models.inputs import Inputs
 from trainer.training.weights import load_weights
 

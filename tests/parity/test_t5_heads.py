@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict
 from tests.parity import heads
 from tests.parity.heads import (
@@ -28,10 +29,9 @@ from tests.parity.heads import (
     text_pairs,
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import t5
 from trainer.models.config import Head
 from trainer.models.encoder_decoder import EncoderDecoder
+from trainer.models.families import t5
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
 

@@ -19,6 +19,7 @@ from transformers import (
     RobertaConfig,
 )
 
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import parameters, predict
 from tests.parity import heads
 from tests.parity.heads import (
@@ -31,8 +32,7 @@ from tests.parity.heads import (
     names_of,
 )
 from trainer.checkpoint.huggingface import load_folder
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import albert, bert, distilbert, electra, roberta
+from trainer.models.families import albert, bert, distilbert, electra, roberta
 from trainer.training.weights import load_weights
 
 FAMILIES: dict[str, Any] = {

@@ -19,8 +19,8 @@ import transformers
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 
+from samestep.errors import CheckpointError
 from tests.outputs import predict
-from trainer.errors import CheckpointError
 from trainer.training.weights import load_weights
 
 BERT = {

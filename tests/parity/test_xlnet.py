@@ -14,12 +14,12 @@ import transformers
 from torch import Tensor
 from transformers import XLNetConfig, XLNetLMHeadModel
 
+from samestep.errors import ConfigError
 from tests.outputs import fill, outputs, parameters
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import ConfigError
-from trainer.models import xlnet
-from trainer.objectives import permutation_lm
+from trainer.models.families import xlnet
+from trainer.objectives.kinds import permutation_lm
 
 SHAPE = {"vocab_size": 100, "d_model": 48, "n_layer": 3, "n_head": 4, "d_inner": 96}
 CONFIG = xlnet.Config(vocab_size=100, layers=3, width=48, heads=4, ffn_width=96, max_positions=64)

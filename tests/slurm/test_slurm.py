@@ -64,7 +64,7 @@ def nodes(run: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of the same run in one process."""
-    from trainer.cli import main
+    from samestep.cli import main
 
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     assert main(["train", experiment_file, f"output={run}", f"training.steps={STEPS}"]) == 0

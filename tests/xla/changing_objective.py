@@ -11,8 +11,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from trainer.examples import Vocabulary
-from trainer.objectives import Loss, mlm
+from samestep.examples import Vocabulary
+from trainer.objectives import Loss
+from trainer.objectives.kinds import mlm
 
 _SOUND_CALLS = 3
 

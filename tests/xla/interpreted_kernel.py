@@ -14,9 +14,9 @@ from jax._src import cloud_tpu_init
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 from torch_xla import _XLAC
 
+from samestep import cli
 from tests.xla import worker
-from trainer import cli
-from trainer.accelerators import xla
+from trainer.accelerators.kinds import xla
 from trainer.strategies.xla import flash, split
 from trainer.strategies.xla.trial import XlaTrial
 

@@ -6,7 +6,7 @@ import sys
 
 from torch import Tensor
 
-from trainer.cli import main
+from samestep.cli import main
 from trainer.strategies.xla.trial import XlaTrial
 
 sound = XlaTrial._parts

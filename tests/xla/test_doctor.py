@@ -12,7 +12,7 @@ def words(text: str) -> str:
 
 
 def test_a_healthy_machine(xla: Xla) -> None:
-    done = xla("trainer.cli", "doctor", COLUMNS="200")
+    done = xla("samestep.cli", "doctor", COLUMNS="200")
     said = words(done.stdout)
     assert done.returncode == 0, said
     assert re.search(r"ok software samestep \S+ torch 2\.9\S+ .*, torch-xla 2\.9", said)
@@ -34,13 +34,15 @@ def test_a_strategy_that_does_not_fit_is_found_before_the_run(
     xla: Xla, experiment_file: str
 ) -> None:
     done = xla(
-        "trainer.cli", "doctor", experiment_file, "accelerator=xla", "strategy=fsdp", COLUMNS="200"
+        "samestep.cli", "doctor", experiment_file, "accelerator=xla", "strategy=fsdp", COLUMNS="200"
     )
     assert done.returncode == 1
     assert "failed topology 1 machine, 4 devices; the strategy is for other devices" in words(
         done.stdout
     )
-    done = xla("trainer.cli", "doctor", experiment_file, *XLA, "strategy.replicas=3", COLUMNS="200")
+    done = xla(
+        "samestep.cli", "doctor", experiment_file, *XLA, "strategy.replicas=3", COLUMNS="200"
+    )
     assert done.returncode == 1
     assert (
         "failed topology strategy.replicas=3 on 1 machine, 4 devices → use a divisor of 4"
@@ -49,6 +51,6 @@ def test_a_strategy_that_does_not_fit_is_found_before_the_run(
 
 
 def test_no_chip_is_a_failure_and_no_crash(xla: Xla, experiment_file: str) -> None:
-    done = xla("trainer.cli", "doctor", experiment_file, *XLA, COLUMNS="200", PJRT_DEVICE="TPU")
+    done = xla("samestep.cli", "doctor", experiment_file, *XLA, COLUMNS="200", PJRT_DEVICE="TPU")
     assert done.returncode == 1
     assert re.search("failed devices .*(TPU|libtpu)", words(done.stdout))

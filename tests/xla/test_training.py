@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from samestep.errors import EXIT_PREEMPTED
 from tests.integration.commands import Samestep, losses
 from tests.xla.conftest import PYTHON, XLA, Work, Xla, environment
-from trainer.errors import EXIT_PREEMPTED
 
 RELATIVE = 1e-4
 SAVED, STEPS = 5, 35
@@ -200,7 +200,7 @@ def test_from_fsdp_to_xla_to_ddp(
     assert (
         samestep("train", *common, "training.steps=10", "strategy=fsdp", "--processes", 3).code == 0
     )
-    done = xla("trainer.cli", "train", *common, "training.steps=20", *XLA)
+    done = xla("samestep.cli", "train", *common, "training.steps=20", *XLA)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (
         samestep("train", *common, "training.steps=30", "strategy=ddp", "--processes", 2).code == 0
@@ -210,7 +210,7 @@ def test_from_fsdp_to_xla_to_ddp(
         samestep(
             "evaluate", tmp_path / "run", "--step", 20, "strategy=single", "accelerator=cpu"
         ).out,
-        xla("trainer.cli", "evaluate", tmp_path / "run", "--step", 20, *XLA).stdout,
+        xla("samestep.cli", "evaluate", tmp_path / "run", "--step", 20, *XLA).stdout,
     ]
     theirs, ours = (
         {line.split()[0]: float(line.split()[1]) for line in each.splitlines()[-4:]}
@@ -260,14 +260,14 @@ def test_asked_to_stop_on_one_device_it_goes_on_on_four(
     expected = on_cpu(samestep, t5_experiment, tmp_path / "cpu", *common)
     command = ("train", t5_experiment, f"output={tmp_path / 'run'}", *common, *XLA)
     with subprocess.Popen(
-        [PYTHON, "-m", "trainer.cli", *command], env=environment(CPU_NUM_DEVICES="1")
+        [PYTHON, "-m", "samestep.cli", *command], env=environment(CPU_NUM_DEVICES="1")
     ) as process:
         while not losses(tmp_path / "run"):
             assert process.poll() is None
             time.sleep(0.1)
         process.terminate()
     assert process.returncode == EXIT_PREEMPTED
-    done = xla("trainer.cli", *command, "strategy.replicas=2")
+    done = xla("samestep.cli", *command, "strategy.replicas=2")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "step 60" in done.stderr
     np.testing.assert_allclose(list(losses(tmp_path / "run").values()), expected, rtol=RELATIVE)
@@ -311,7 +311,7 @@ def test_a_graph_that_changes_ends_the_run(
     xla: Xla, experiment_file: str, tmp_path: Path, changes: str, said: str
 ) -> None:
     objective = f"objective={{kind: tests.xla.changing_objective, changes: {changes}}}"
-    done = xla("trainer.cli", "train", experiment_file, f"output={tmp_path}", *XLA, objective)
+    done = xla("samestep.cli", "train", experiment_file, f"output={tmp_path}", *XLA, objective)
     assert done.returncode == 1
     assert re.search(said, " ".join(done.stderr.split())), done.stderr
     assert "Traceback" not in done.stderr
@@ -359,7 +359,7 @@ def test_what_does_not_fit_is_refused(
     said: str,
 ) -> None:
     done = xla(
-        "trainer.cli", "train", experiment_file, f"output={tmp_path}", *XLA, *settings, **changes
+        "samestep.cli", "train", experiment_file, f"output={tmp_path}", *XLA, *settings, **changes
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

@@ -12,8 +12,8 @@ import torch_xla
 from torch import Tensor
 from torch_xla.debug import metrics as xla_metrics
 
+from samestep.config import load
 from tests.conformance.worker import Losses, make_trainer
-from trainer.config import load
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 

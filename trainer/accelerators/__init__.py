@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.config import kind_name
-from trainer.environment import number
-from trainer.errors import ConfigError
+from samestep.config import kind_name
+from samestep.environment import number
+from samestep.errors import ConfigError
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

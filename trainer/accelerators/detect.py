@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from samestep.errors import install_command
 from trainer import accelerators
-from trainer.accelerators import Accelerator, chips, cpu, cuda, tpu, version_of, xla
-from trainer.errors import install_command
+from trainer.accelerators import Accelerator, chips, version_of
+from trainer.accelerators.kinds import cpu, cuda, tpu, xla
 
 logger = logging.getLogger(__name__)
 

@@ -9,19 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.errors import install_command
+from samestep.findings import Finding
 from trainer import accelerators
-from trainer.accelerators import (
-    DTYPES,
-    Accelerator,
-    Precision,
-    chips,
-    cpu,
-    cuda,
-    detect,
-    version_of,
-)
-from trainer.errors import install_command
-from trainer.findings import Finding
+from trainer.accelerators import DTYPES, Accelerator, Precision, chips, detect, version_of
+from trainer.accelerators.kinds import cpu, cuda
 
 OWN_ENVIRONMENT = ("tpu",)
 """Extras of samestep that need another torch, and so an environment of their own."""

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
-from trainer.errors import CheckpointError
 
 APPEAR_SECONDS = 60.0  # network file systems cache for so long that a name does not exist
 

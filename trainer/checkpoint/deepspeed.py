@@ -27,10 +27,10 @@ from typing import Any, SupportsFloat, TypeAlias
 import torch
 from torch import Tensor
 
+from samestep.errors import CheckpointError
+from samestep.storage import new_folder
+from samestep.untrusted import inside, regular
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
-from trainer.errors import CheckpointError
-from trainer.storage import new_folder
-from trainer.untrusted import inside, regular
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "fp32"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.errors import CheckpointError, MissingExtra
+from samestep.errors import CheckpointError, MissingExtra
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Rows of their table of characters: 256 bytes, begin and end of a sentence, of a word, and padding.

@@ -27,12 +27,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer import storage
-from trainer.config import Tree
-from trainer.errors import CheckpointError, ObjectNotFoundError, fix_of
-from trainer.storage import Digest, keeper
-from trainer.stored_json import parse_json
-from trainer.untrusted import NotRegularError, inside, open_regular, read_regular, regular
+from samestep import storage
+from samestep.config import Tree
+from samestep.errors import CheckpointError, ObjectNotFoundError, fix_of
+from samestep.storage import Digest, keeper
+from samestep.stored_json import parse_json
+from samestep.untrusted import NotRegularError, inside, open_regular, read_regular, regular
 
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""

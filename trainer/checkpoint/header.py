@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from trainer.stored_json import MOST_BYTES, Count, JsonError, checked, parse_json
+from samestep.stored_json import MOST_BYTES, Count, JsonError, checked, parse_json
 
 
 class Entry(TypedDict):

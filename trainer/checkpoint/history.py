@@ -29,10 +29,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from samestep.errors import CheckpointError
+from samestep.stored_json import checked
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
-from trainer.errors import CheckpointError
-from trainer.stored_json import checked
 
 NUMBER = "LEASE"
 """File in the folder of a step with the number of the lease whose holder writes there."""

@@ -20,11 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from samestep.errors import CheckpointError
+from samestep.storage import flock
+from samestep.untrusted import open_regular
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location, Url
-from trainer.errors import CheckpointError
-from trainer.storage import flock
-from trainer.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from samestep.config import Tree
+from samestep.errors import CheckpointError, fix_of
+from samestep.storage import new_folder
+from samestep.storage.hub import TOKENIZER_FILES
+from samestep.untrusted import is_plain, read_regular, regular
 from trainer.checkpoint import files
-from trainer.config import Tree
-from trainer.errors import CheckpointError, fix_of
-from trainer.storage import new_folder
-from trainer.storage.hub import TOKENIZER_FILES
-from trainer.untrusted import is_plain, read_regular, regular
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Required, TypedDict
 
+from samestep.config import Tree, renamed
+from samestep.errors import CheckpointError, ObjectNotFoundError, StorageError
+from samestep.storage import Digest
+from samestep.stored_json import Count, JsonError, Matching, Measure, checked, parse_json
+from samestep.untrusted import is_plain
 from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
-from trainer.config import Tree, renamed
-from trainer.errors import CheckpointError, ObjectNotFoundError, StorageError
-from trainer.storage import Digest
-from trainer.stored_json import Count, JsonError, Matching, Measure, checked, parse_json
-from trainer.untrusted import is_plain
 
 logger = logging.getLogger(__name__)
 

@@ -46,13 +46,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from samestep.errors import CheckpointError
+from samestep.stored_json import JsonError
 from trainer.accelerators import host_memory
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.header import Entry, Place, read_header
-from trainer.errors import CheckpointError
 from trainer.partition import SegmentParameter, is_dtensor, local_rectangles, whole_shape
-from trainer.stored_json import JsonError
 
 _DTYPES = {
     "F64": torch.float64,

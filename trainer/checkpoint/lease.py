@@ -22,10 +22,10 @@ import os
 import uuid
 from typing import NoReturn
 
-from trainer import log
+from samestep import log
+from samestep.errors import EXIT_REGROUP, SupersededError
 from trainer.checkpoint import files, history, integrity
 from trainer.checkpoint.files import Location
-from trainer.errors import EXIT_REGROUP, SupersededError
 
 logger = logging.getLogger(__name__)
 

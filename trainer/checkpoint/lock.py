@@ -30,12 +30,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+from samestep.errors import EXIT_CRASHED, CheckpointError, ConfigError, fix_of
+from samestep.storage import flock
+from samestep.stored_json import Seconds, checked
 from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
-from trainer.errors import EXIT_CRASHED, CheckpointError, ConfigError, fix_of
-from trainer.storage import flock
-from trainer.stored_json import Seconds, checked
 
 logger = logging.getLogger(__name__)
 

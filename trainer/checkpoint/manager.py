@@ -12,6 +12,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from samestep.config import Tree
+from samestep.errors import CheckpointError, ConfigError
+from samestep.storage import is_url, is_writable, shown
 from trainer.checkpoint import files, history, integrity, layout, restoring, writer
 from trainer.checkpoint.collective import (
     await_everywhere,
@@ -26,9 +29,6 @@ from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.removal import Removal
-from trainer.config import Tree
-from trainer.errors import CheckpointError, ConfigError
-from trainer.storage import is_url, is_writable, shown
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import logging
 import time
 from collections.abc import Sequence
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint import files, history, holding, integrity, retention
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
-from trainer.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ from datetime import UTC, datetime
 
 import torch
 
-import trainer
+from samestep.errors import CheckpointError
+from samestep.storage import Digest
+from samestep.stored_json import checked
+from samestep.version import __version__
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
-from trainer.errors import CheckpointError
-from trainer.storage import Digest
-from trainer.stored_json import checked
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def describe(step: int, world_size: int, meta: Mapping[str, object]) -> bytes:
         "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": world_size,
         "versions": {
-            "samestep": trainer.__version__,
+            "samestep": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

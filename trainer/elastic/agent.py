@@ -16,13 +16,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainer.checkpoint.files import Location
-from trainer.checkpoint.lock import GROUP, Group
-from trainer.elastic.rendezvous import Rendezvous, RunEnded
-from trainer.elastic.rounds import Round
-from trainer.elastic.workers import Exit, Main, Workers
-from trainer.environment import launcher_rank, omp_threads
-from trainer.errors import (
+from samestep.environment import launcher_rank, omp_threads
+from samestep.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
     EXIT_FAILED,
@@ -31,8 +26,13 @@ from trainer.errors import (
     ConfigError,
     LaunchError,
 )
-from trainer.storage import keeper
-from trainer.storage.keeper import Keeper
+from samestep.storage import keeper
+from samestep.storage.keeper import Keeper
+from trainer.checkpoint.files import Location
+from trainer.checkpoint.lock import GROUP, Group
+from trainer.elastic.rendezvous import Rendezvous, RunEnded
+from trainer.elastic.rounds import Round
+from trainer.elastic.workers import Exit, Main, Workers
 from trainer.strategies.agreement import Facts
 from trainer.strategies.neighbor import interface_of, loopback_only, own_address
 from trainer.strategies.world import FAILURE, PROGRESS

@@ -23,9 +23,9 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from samestep.stored_json import JsonError, checked, parse_json
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
-from trainer.stored_json import JsonError, checked, parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -25,19 +25,19 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import TypedDict
 
-from trainer.checkpoint.files import Location
-from trainer.elastic import rounds, secret
-from trainer.elastic.host import Records, Renewal
-from trainer.elastic.rounds import Event, Host, Round
-from trainer.errors import CheckpointError, ConfigError, LaunchError, RendezvousError
-from trainer.storage.channel import (
+from samestep.errors import CheckpointError, ConfigError, LaunchError, RendezvousError
+from samestep.storage.channel import (
     SECRET_BYTES,
     Channel,
     WrongSecretError,
     connect,
     derive,
 )
-from trainer.stored_json import JsonError, checked
+from samestep.stored_json import JsonError, checked
+from trainer.checkpoint.files import Location
+from trainer.elastic import rounds, secret
+from trainer.elastic.host import Records, Renewal
+from trainer.elastic.rounds import Event, Host, Round
 from trainer.strategies.agreement import Facts, Machine
 from trainer.strategies.neighbor import interface_of, keep_alive, own_address
 

@@ -20,10 +20,10 @@ from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from samestep.environment import open_files
+from samestep.storage.channel import Channel, Listener, Message
+from samestep.stored_json import Between, checked
 from trainer.elastic.host import Renewal
-from trainer.environment import open_files
-from trainer.storage.channel import Channel, Listener, Message
-from trainer.stored_json import Between, checked
 from trainer.strategies.agreement import Machine, disagreement
 from trainer.strategies.neighbor import keep_alive
 

@@ -9,11 +9,11 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from samestep.errors import ConfigError, ObjectNotFoundError, StorageError, fix_of
+from samestep.storage import make_folder, sync_folder
+from samestep.storage.channel import SECRET_BYTES
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location, Url
-from trainer.errors import ConfigError, ObjectNotFoundError, StorageError, fix_of
-from trainer.storage import make_folder, sync_folder
-from trainer.storage.channel import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
 

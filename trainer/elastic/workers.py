@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from trainer.errors import EXIT_CRASHED
+from samestep.errors import EXIT_CRASHED
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.hashing import combine, name_key, uniform
 from trainer.generation.config import Config as Config
 from trainer.generation.generates import Generates
 from trainer.generation.search import beam_search, one_by_one
-from trainer.hashing import combine, name_key, uniform
 from trainer.models.cache import Cache
 from trainer.models.inputs import Inputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.generation.generates import Generates
 from trainer.models import Model, ModelConfig
 from trainer.models.cache import Cache

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import Tokens
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
+from samestep.progress import Progress
+from samestep.storage import write_text
+from samestep.terminal import Console
 from trainer.inference.attention_patterns import Patterns
 from trainer.inference.features import check_new, chosen_layers, new_array, tokenize
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
-from trainer.progress import Progress
-from trainer.storage import write_text
-from trainer.terminal import Console
 
 logger = logging.getLogger(__name__)
 

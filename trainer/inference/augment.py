@@ -21,15 +21,15 @@ from torch.nn.utils.rnn import pad_sequence
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabeled import Unlabeled
+from samestep.errors import ConfigError, DataError
+from samestep.hashing import U64, combine, name_key, uniform
+from samestep.progress import Progress
+from samestep.storage import json_lines, shown
 from trainer.accelerators.detect import for_any_shapes
-from trainer.errors import ConfigError, DataError
-from trainer.hashing import U64, combine, name_key, uniform
 from trainer.inference.fill import join_by_masks, load_masked_lm
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable, with_sizes
 from trainer.models.inputs import Inputs
-from trainer.progress import Progress
-from trainer.storage import json_lines, shown
 from trainer.vectors.corpus import MARKS
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from rich.table import Table
 from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 
+from samestep.errors import ConfigError, DataError
+from samestep.storage import write_text
+from samestep.stored_json import JsonError, parse_json
+from samestep.terminal import Console
 from trainer.accelerators.detect import for_any_shapes
-from trainer.errors import ConfigError, DataError
 from trainer.inference.fill import masked_lm_tokens
 from trainer.inference.hidden_states import batches, padded_inputs, special_tokens
-from trainer.storage import write_text
-from trainer.stored_json import JsonError, parse_json
-from trainer.terminal import Console
 from trainer.training.weights import Weights, load_weights
 
 Floats: TypeAlias = npt.NDArray[np.float64]

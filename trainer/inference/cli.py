@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, ConfigError
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE, ConfigError
 
 _CHECKPOINT = (
     "a run (its newest checkpoint), RUN/best, or the folder or address of a step; or a Hugging "
@@ -75,7 +75,7 @@ def register_generate(commands: Commands) -> None:
 def _generate(args: argparse.Namespace) -> int:
     import yaml
 
-    from trainer.config import decode
+    from samestep.config import decode
     from trainer.generation.config import Config
     from trainer.inference import generate
     from trainer.inference.hidden_states import read_texts

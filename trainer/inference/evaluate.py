@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from samestep.errors import ConfigError, SamestepError
+from samestep.progress import Progress
+from samestep.storage import json_lines
 from trainer.checkpoint import integrity
-from trainer.errors import ConfigError, SamestepError
 from trainer.metrics import check_installed
 from trainer.objectives import Objective, Predictions, Task
-from trainer.progress import Progress
-from trainer.storage import json_lines
 from trainer.strategies import Strategy
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment

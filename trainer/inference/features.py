@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from data_pipeline.format.shards import Tokens
-from trainer.errors import ConfigError, SamestepError, fix_of
+from samestep.errors import ConfigError, SamestepError, fix_of
+from samestep.progress import Progress
+from samestep.storage.local import temporary_name
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
-from trainer.progress import Progress
-from trainer.storage.local import temporary_name
 
 logger = logging.getLogger(__name__)
 

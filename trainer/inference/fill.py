@@ -11,11 +11,11 @@ from rich.text import Text
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.terminal import Console
 from trainer.models import Model
 from trainer.models.inputs import Inputs
-from trainer.terminal import Console
 from trainer.training.weights import Weights, load_weights
 
 

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TextIO
 
+from samestep.errors import ConfigError, DataError
+from samestep.progress import Progress
 from trainer.accelerators.detect import for_any_shapes
-from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config
-from trainer.progress import Progress
 from trainer.training.weights import load_weights
 
 # The generator sorts the texts of a call by length. More batches per call mean less padding, and

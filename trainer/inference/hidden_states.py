@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 from data_pipeline.format.shards import Tokens
 from data_pipeline.sources import BadRecord, Record, Source
 from data_pipeline.sources.files import read_records, uncompressed
-from data_pipeline.sources.jsonl import JsonLines, lines
+from data_pipeline.sources.kinds.jsonl import JsonLines, lines
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Vocabulary
+from samestep.storage import shown
 from trainer.accelerators.detect import for_any_shapes
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Vocabulary
 from trainer.models import ModelConfig, Outputs
 from trainer.models.inputs import Inputs
-from trainer.storage import shown
 from trainer.training.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)

@@ -22,20 +22,20 @@ from data_pipeline.packing.task_rows import filled, wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabeled import Unlabeled
+from samestep.config import decode
+from samestep.errors import ConfigError, DataError
+from samestep.examples import TaskRow, Vocabulary
+from samestep.progress import Progress
+from samestep.storage import json_lines, shown
 from trainer.accelerators import Precision
 from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint import integrity
-from trainer.config import decode
-from trainer.errors import ConfigError, DataError
-from trainer.examples import TaskRow, Vocabulary
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable, with_sizes
 from trainer.models import Outputs
-from trainer.objectives import classification, regression
+from trainer.objectives.kinds import classification, regression
 from trainer.objectives.task_rows import Pooled, means_of_rows
-from trainer.progress import Progress
 from trainer.publish.model_card import manifests_of
-from trainer.storage import json_lines, shown
 from trainer.training.experiment import Experiment
 from trainer.training.phases import phase_of
 from trainer.training.weights import Weights, load_weights

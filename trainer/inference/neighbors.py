@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
+from samestep.terminal import Console
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
-from trainer.terminal import Console
 from trainer.vectors.corpus import MARKS, WORD
 from trainer.vectors.folder import WordVectors, nearest
 

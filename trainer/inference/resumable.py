@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
-from trainer.errors import ConfigError
-from trainer.storage import flock, json_lines, write_text
-from trainer.stored_json import Count, damage_of, read_json
+from samestep.errors import ConfigError
+from samestep.storage import flock, json_lines, write_text
+from samestep.stored_json import Count, damage_of, read_json
 
 
 class _Progress(TypedDict):

@@ -14,17 +14,17 @@ from data_pipeline.packing import text_pairs
 from data_pipeline.reading.concat_dataset import ConcatDataset
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources import BadRecord, PairSource
+from samestep.config import Kinds, decode
+from samestep.config.tree import merge_overrides
+from samestep.errors import ConfigError, DataError
+from samestep.storage import shown
 from trainer.accelerators.detect import for_any_shapes
-from trainer.config import Kinds, decode
-from trainer.config.tree import merge_overrides
-from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
 from trainer.generation.ensemble import Ensemble
 from trainer.inference.evaluate import Member, Step
 from trainer.metrics import texts
-from trainer.objectives import multi_task, seq2seq
-from trainer.storage import shown
+from trainer.objectives.kinds import multi_task, seq2seq
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
@@ -33,7 +33,7 @@ from trainer.training.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = Annotated[Any, Kinds("data_pipeline.sources")]
+_SOURCES = Annotated[Any, Kinds("data_pipeline.sources.kinds")]
 
 
 def evaluate(

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.inference.fill import Candidate, check_masked_lm, fill_masks
 from trainer.inference.hidden_states import TextEncoder, batches
 from trainer.models import Model

@@ -1,4 +1,4 @@
-"""The commands `samestep fetch`, `report`, `watch`, `doctor` and `recipes`."""
+"""The commands `samestep config`, `fetch`, `report`, `watch`, `doctor` and `recipes`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,41 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from trainer.command import OVERRIDES, Commands, add_command, add_processes
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from samestep.command import OVERRIDES, Commands, add_command
+from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 
-def add_fetch(commands: Commands) -> None:
+def register_config(commands: Commands) -> None:
+    """Adds `config` to the `samestep` command."""
+    config = add_command(
+        commands,
+        "config",
+        _config,
+        "print an experiment with every setting resolved",
+        "With --devices it also checks what would keep the run from starting there: a batch\n"
+        "that is too small, an incompatible strategy or model, a dataset or weights that cannot\n"
+        "be read, a folder that cannot be written.\n\n"
+        "examples:\n  samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3\n"
+        "  samestep config configs/pretrain/bert_large_lamb.yaml --devices 256",
+    )
+    config.add_argument("file", metavar="EXPERIMENT", help="the experiment, a YAML file")
+    config.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    config.add_argument(
+        "--devices",
+        metavar="N[,N]|here",
+        help="check the run for this number of devices (or each of several numbers), or for the "
+        "devices of this machine",
+    )
+    config.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run's folders are not on this machine: check data only if it has an address",
+    )
+
+
+def register_fetch(commands: Commands) -> None:
     """Adds `fetch` to the `samestep` command."""
     fetch = add_command(
         commands,
@@ -34,7 +61,7 @@ def add_fetch(commands: Commands) -> None:
     )
 
 
-def add_report(commands: Commands) -> None:
+def register_report(commands: Commands) -> None:
     """Adds `report` to the `samestep` command."""
     report = add_command(
         commands,
@@ -54,7 +81,7 @@ def add_report(commands: Commands) -> None:
     report.add_argument("-o", "--output", metavar="HTML", help=help_)
 
 
-def add_watch(commands: Commands) -> None:
+def register_watch(commands: Commands) -> None:
     """Adds `watch` to the `samestep` command."""
     watch = add_command(
         commands,
@@ -79,39 +106,7 @@ def add_watch(commands: Commands) -> None:
     watch.add_argument("-o", "--output", metavar="HTML", help=help_)
 
 
-def add_certify(commands: Commands, run: Callable[[argparse.Namespace], int]) -> None:
-    """Adds `certify` to the `samestep` command; `run` starts the processes."""
-    certify = add_command(
-        commands,
-        "certify",
-        run,
-        "prove that the devices here compute the same bits, or name the one that does not",
-        "examples:\n  samestep certify\n"
-        "  samestep certify --processes 4 --against one.json\n"
-        "  torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 "
-        "--no-python samestep certify",
-        "Checks matrix products, kernels and the passes of a model on each device, the collectives "
-        "between them, and training under DDP, FSDP2 and HSDP, in fp32 and bf16: bit for bit among "
-        "ranks and strategies, and against losses of a CPU. Takes a minute. Exits with 1 if a "
-        "check fails.",
-    )
-    add_processes(certify, without_gpus="two")
-    certify.add_argument(
-        "--output",
-        type=Path,
-        default=Path("certificate.json"),
-        metavar="FILE",
-        help="the certificate to write (default: certificate.json)",
-    )
-    certify.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE",
-        help="a certificate of any number of devices, whose bits must be the same",
-    )
-
-
-def add_doctor(commands: Commands) -> None:
+def register_doctor(commands: Commands) -> None:
     """Adds `doctor` to the `samestep` command."""
     doctor = add_command(
         commands,
@@ -131,7 +126,7 @@ def add_doctor(commands: Commands) -> None:
     doctor.add_argument("--processes", type=int, metavar="N", help=help_)
 
 
-def add_recipes(commands: Commands) -> None:
+def register_recipes(commands: Commands) -> None:
     """Adds `recipes` to the `samestep` command."""
     recipes = add_command(
         commands,
@@ -194,9 +189,9 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from trainer import findings
+    from samestep import findings
+    from samestep.terminal import Console
     from trainer.inspect import doctor
-    from trainer.terminal import Console
     from trainer.training.starting import load_experiment
 
     if args.processes is not None and args.processes < 1:
@@ -232,4 +227,22 @@ def _copy_recipe(args: argparse.Namespace) -> int:
     from trainer.inspect import recipes
 
     sys.stdout.write(f"{recipes.copy(args.name, args.folder)}\n")
+    return EXIT_DONE
+
+
+def _config(args: argparse.Namespace) -> int:
+    from samestep.config import dump
+    from trainer.training.starting import load_experiment
+
+    experiment = load_experiment(args.file, args.overrides, args.elsewhere, offline=True)
+    if args.devices is not None:
+        from trainer.accelerators import detect
+        from trainer.inspect import preflight
+
+        here = str(len(detect.processes(experiment.accelerator)))
+        numbers = args.devices.replace("here", here).split(",")
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            raise ConfigError(f"--devices must be at least 1, or here, not {args.devices}")
+        preflight.check(experiment, [int(number) for number in numbers], elsewhere=args.elsewhere)
+    sys.stdout.write(dump(experiment))
     return EXIT_DONE

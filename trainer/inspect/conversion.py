@@ -15,17 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from samestep.config import Tree, kind_name, to_tree
+from samestep.errors import CheckpointError, ConfigError
+from samestep.storage import is_url, shown
 from trainer.checkpoint import deepspeed, elmo, files, integrity, layout, writer
 from trainer.checkpoint.deepspeed import KINDS, MOMENTS, WEIGHTS, ImportedState
 from trainer.checkpoint.deferred import Deferred, defer, stored
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
-from trainer.config import Tree, kind_name, to_tree
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Model, bilm
-from trainer.optim import adamw
-from trainer.storage import is_url, shown
+from trainer.models import Model
+from trainer.models.families import bilm
+from trainer.optim.kinds import adamw
 from trainer.strategies import Replica
 from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment

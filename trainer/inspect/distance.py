@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.errors import CheckpointError
+from samestep.errors import CheckpointError
 from trainer.models import Model
 from trainer.training.weights import Weights
 

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 
 from data_pipeline.reading.cache import ShardCache
-from trainer import __version__, storage
+from samestep import storage
+from samestep.errors import fix_of, install_command
+from samestep.findings import Check, Finding, State, tried
+from samestep.version import __version__
 from trainer.accelerators import version_of
 from trainer.accelerators.trial import OWN_ENVIRONMENT, software
-from trainer.errors import fix_of, install_command
-from trainer.findings import Check, Finding, State, tried
 from trainer.inspect import preflight
 from trainer.metrics import check_installed
 from trainer.monitoring import wandb

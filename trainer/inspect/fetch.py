@@ -13,17 +13,18 @@ from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.recipe import load_recipe
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.remote import fetch_tokenizer
-from data_pipeline.sources import Source, huggingface
+from data_pipeline.sources import Source
+from data_pipeline.sources.kinds import huggingface
 from data_pipeline.sources.table import TableConfig
-from trainer import storage
+from samestep import storage
+from samestep.config import decode, read_tree, to_tree
+from samestep.errors import ConfigError, DataError
+from samestep.storage import Digest
+from samestep.storage.hub import is_hub_path, model_folder, tokenizer_folder
+from samestep.untrusted import inside
 from trainer.checkpoint import files, integrity
-from trainer.config import decode, read_tree, to_tree
-from trainer.errors import ConfigError, DataError
-from trainer.storage import Digest
-from trainer.storage.hub import is_hub_path, model_folder, tokenizer_folder
 from trainer.training.experiment import Experiment
 from trainer.training.weights import BASE, Weights, load_weights
-from trainer.untrusted import inside
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.command import Commands, add_command, add_group
-from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError
+from samestep.command import Commands, add_command, add_group
+from samestep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from samestep.config import Tree
+    from samestep.terminal import Console
     from trainer.checkpoint.files import Location
     from trainer.checkpoint.integrity import Check
-    from trainer.config import Tree
-    from trainer.terminal import Console
 
 
 def register(commands: Commands) -> None:
@@ -173,9 +173,9 @@ def _examine(root: Location, step: int, check: Check) -> tuple[Tree, str | None]
 def _gc(args: argparse.Namespace) -> int:
     from rich.filesize import decimal
 
+    from samestep.config import decode
     from trainer.checkpoint import Config, holding, integrity, retention
     from trainer.checkpoint.lock import only_writer
-    from trainer.config import decode
 
     root = _root(args)
     # As in the run that saved the newest checkpoint, unless the command line says otherwise.
@@ -215,8 +215,8 @@ def _distance(args: argparse.Namespace) -> int:
 
     from rich.table import Table
 
+    from samestep.storage import write_text
     from trainer.inspect import distance
-    from trainer.storage import write_text
     from trainer.training.weights import load_weights
 
     before, after = load_weights(args.folder), load_weights(args.other)
@@ -238,8 +238,8 @@ def _distance(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from samestep.config import recipes
     from trainer.checkpoint import elmo
-    from trainer.config import recipes
     from trainer.inspect import conversion
     from trainer.training.starting import load_experiment
 
@@ -292,6 +292,6 @@ def _age(saved: str) -> str:
 
 
 def _console() -> Console:
-    from trainer.terminal import Console
+    from samestep.terminal import Console
 
     return Console(soft_wrap=True, highlight=False, markup=False)

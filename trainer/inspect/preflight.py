@@ -11,10 +11,10 @@ from pathlib import Path
 
 from data_pipeline.reading.batches import check_batch
 from data_pipeline.reading.concat_dataset import AnyDataset
+from samestep.errors import CheckpointError, fix_of
+from samestep.storage import is_url
+from samestep.storage.hub import is_hub_path
 from trainer.checkpoint import files, integrity
-from trainer.errors import CheckpointError, fix_of
-from trainer.storage import is_url
-from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
 from trainer.training import starting
 from trainer.training.experiment import Experiment

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.config import recipes
-from trainer.errors import ConfigError
+from samestep.config import recipes
+from samestep.errors import ConfigError
 
 
 def listing() -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 
 def register(commands: Commands) -> None:

@@ -25,10 +25,10 @@ from types import FrameType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from trainer.config import Tree
-from trainer.errors import ConfigError, SamestepError
+from samestep.config import Tree
+from samestep.errors import ConfigError, SamestepError
+from samestep.storage import write_text
 from trainer.monitoring.report import Report, as_json, has_metrics, page, policy
-from trainer.storage import write_text
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 
 def check_names(names: Sequence[str], known: Iterable[str]) -> None:

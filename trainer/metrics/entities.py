@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.errors import MissingExtra
-from trainer.tasks import TASKS
+from samestep.errors import MissingExtra
+from samestep.tasks import TASKS
 
 METRICS = TASKS["tagging"].metrics
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import ConfigError, MissingExtra
+from samestep.errors import ConfigError, MissingExtra
 
 Array: TypeAlias = npt.NDArray[np.number]
 

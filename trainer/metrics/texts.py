@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from trainer.errors import ConfigError, MissingExtra
+from samestep.errors import ConfigError, MissingExtra
+from samestep.tasks import TASKS
 from trainer.metrics import labels as label_metrics
 from trainer.metrics import squad
 from trainer.metrics.labels import Array
-from trainer.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 

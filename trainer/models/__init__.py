@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.models.capabilities import FeedsResidual, Recomputes
 from trainer.models.fused import FusedAttention
 from trainer.models.inputs import Inputs

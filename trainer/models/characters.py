@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.models.embeddings import look_up
 
 _BEGIN, _END = 257, 258

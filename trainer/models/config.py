@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import Kinds
-from trainer.errors import ConfigError
+from samestep.config import Kinds
+from samestep.errors import ConfigError
 from trainer.models import Model, ModelConfig, Outputs
 from trainer.models.peft import Peft
 
@@ -123,7 +123,7 @@ class TransformerConfig(ModelConfig):
     attention_dropout: float = 0.1
     norm_eps: float = 1e-5
     activation: Activation = "gelu"
-    peft: Annotated[Peft, Kinds("trainer.models.peft")] | None = None
+    peft: Annotated[Peft, Kinds("trainer.models.peft.kinds")] | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "ffn_width"):

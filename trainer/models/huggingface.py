@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.errors import CheckpointError, ConfigError
+from samestep.errors import CheckpointError, ConfigError
 from trainer.models.config import FEWEST_LABELS, Activation, Head, TransformerConfig
 
 ConfigJson: TypeAlias = dict[str, Any]

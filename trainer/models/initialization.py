@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.hashing import combine, name_key, uniform
+from samestep.hashing import combine, name_key, uniform
 
 # Elements at a time: bounds the memory of the 64-bit intermediates, and keeps them in the cache.
 _BLOCK = 2**18

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.errors import ConfigError
 from trainer.accelerators.kernels import autocast_dtype, is_eager, without_autocast
-from trainer.errors import ConfigError
 from trainer.models.cache import Cache, LayerCache
 from trainer.models.dropout import dropout
 from trainer.models.norms import LayerNorm

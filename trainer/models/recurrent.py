@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.models import Model, ModelConfig, Outputs, Role, Start, Stored
 from trainer.models.base import layer_numbers, matrix_flops
 from trainer.models.characters import CharacterEmbeddings, Characters

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import DataError, MissingExtra
+from samestep.errors import DataError, MissingExtra
 from trainer.monitoring.jsonl import read_rows
 
 

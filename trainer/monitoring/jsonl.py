@@ -14,10 +14,9 @@ from operator import ne
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypedDict, cast
 
-from trainer.errors import DataError, SamestepError, StorageError, fix_of
-from trainer.monitoring import Level, Tracker
-from trainer.storage import write_text
-from trainer.stored_json import (
+from samestep.errors import DataError, SamestepError, StorageError, fix_of
+from samestep.storage import write_text
+from samestep.stored_json import (
     Between,
     Count,
     JsonError,
@@ -27,7 +26,8 @@ from trainer.stored_json import (
     parse_json,
     read_lines,
 )
-from trainer.untrusted import open_regular
+from samestep.untrusted import open_regular
+from trainer.monitoring import Level, Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import TypedDict
 import numpy as np
 import torch
 
+from samestep.errors import ConfigError
 from trainer.accelerators.events import is_collective, is_compute, on_device
-from trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

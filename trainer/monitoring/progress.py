@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from samestep.progress import Progress, ends_in
+from samestep.terminal import Console
 from trainer.monitoring import Tracker
-from trainer.progress import Progress, ends_in
-from trainer.terminal import Console
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from trainer.config import Tree
-from trainer.errors import MissingExtra
+from samestep.config import Tree
+from samestep.errors import MissingExtra
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import read_rows
 

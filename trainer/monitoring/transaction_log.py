@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from trainer.errors import MissingExtra
-from trainer.untrusted import open_regular, read_regular
+from samestep.errors import MissingExtra
+from samestep.untrusted import open_regular, read_regular
 
 _FORMAT = b":W&B\xe1\xbe\x00"
 _BLOCK_BYTES = 32768

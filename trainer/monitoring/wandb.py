@@ -35,13 +35,13 @@ from types import ModuleType
 from typing import Any, Literal, TypedDict
 from urllib.parse import urlparse
 
-from trainer import storage
-from trainer.config import Tree
-from trainer.errors import ConfigError, MissingExtra, StorageError
+from samestep import storage
+from samestep.config import Tree
+from samestep.errors import ConfigError, MissingExtra, StorageError
+from samestep.stored_json import damage_of, read_json
 from trainer.monitoring import Level, Tracker, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
-from trainer.stored_json import damage_of, read_json
 
 logger = logging.getLogger(__name__)
 

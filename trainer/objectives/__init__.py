@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from trainer.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
+from samestep.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
 from trainer.models import Outputs
 
 Tensors: TypeAlias = Mapping[str, Tensor]

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
-from trainer.hashing import U64, combine, name_key
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.hashing import U64, combine, name_key
 from trainer.objectives.rows import Bools, Int32, Int64, Rows, TokenObjective
 from trainer.objectives.whole_words import COLUMN_BITS, NEVER, choose_words, columns_of
 from trainer.objectives.word_spans import choose_spans, ngram_probabilities
@@ -24,7 +24,7 @@ _CHOOSE = name_key("mlm.choose")
 
 
 class Choice(Protocol):
-    """How many tokens are predicted, and which together; see `trainer.objectives.mlm.Config`."""
+    """How many tokens are predicted, and which together; see `kinds.mlm.Config`."""
 
     @property
     def mask_fraction(self) -> float: ...

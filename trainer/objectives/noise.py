@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trainer.hashing import U64, combine, mix, name_key, uniform
+from samestep.hashing import U64, combine, mix, name_key, uniform
 from trainer.objectives.rows import Bools, Int32, Int64, fill_spans
 from trainer.objectives.text_to_text import Ragged
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.examples import TaskRow
+from samestep.examples import TaskRow
 from trainer.objectives import Predictions, Tensors
 from trainer.objectives.rows import Int64
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.examples import Examples, PackSpec, Vocabulary
+from samestep.errors import ConfigError
+from samestep.examples import Examples, PackSpec, Vocabulary
 from trainer.models import scores_of
 from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target, TokenScore, score_logits

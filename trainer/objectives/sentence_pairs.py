@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, Vocabulary
+from samestep.errors import ConfigError
+from samestep.examples import Batch, Examples, Vocabulary
 from trainer.models.inputs import Inputs
 from trainer.objectives import ObjectiveConfig, Tensors
 from trainer.objectives.task_rows import RowTask, single_labels

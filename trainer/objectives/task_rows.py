@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, Labels, PackSpec, Parts, TaskRow, Vocabulary
+from samestep.errors import ConfigError
+from samestep.examples import Batch, Examples, Labels, PackSpec, Parts, TaskRow, Vocabulary
+from samestep.tasks import TaskKind
 from trainer.metrics import labels as metrics
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, rows
 from trainer.objectives.rows import Float32, Int64, Rows, fill_spans
-from trainer.tasks import TaskKind
 
 Pooled: TypeAlias = Literal["first", "last"]
 """The pooled position of a sequence: the one that a head reads to score it as a whole."""

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, PackSpec, Sides, Vocabulary
-from trainer.hashing import U64, combine
+from samestep.errors import ConfigError
+from samestep.examples import Batch, Examples, PackSpec, Sides, Vocabulary
+from samestep.hashing import U64, combine
 from trainer.models import Outputs
 from trainer.objectives.rows import Bools, Int32, Int64, TokenObjective, ZLossConfig
 

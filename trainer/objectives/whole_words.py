@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trainer.hashing import U64, combine, name_key
+from samestep.hashing import U64, combine, name_key
 from trainer.objectives.rows import Bools, Int64
 
 _WORD = name_key("mlm.word")

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.hashing import U64, combine, name_key, uniform
+from samestep.hashing import U64, combine, name_key, uniform
 from trainer.objectives.rows import Bools, Int32, Int64
 
 Probabilities: TypeAlias = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.partition import layer_shape, state_like
 
 Group: TypeAlias = dict[str, Any]

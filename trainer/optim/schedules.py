@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 
 @dataclass(frozen=True)

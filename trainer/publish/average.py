@@ -13,13 +13,13 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
+from samestep.errors import CheckpointError, ConfigError, fix_of
+from samestep.progress import Progress
+from samestep.storage import new_folder
+from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.errors import CheckpointError, ConfigError, fix_of
-from trainer.progress import Progress
-from trainer.storage import new_folder
 from trainer.training.weights import Weights, checkpoints_of, load_weights, warn_of_not_finite
-from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE
 
 
 def register_publish(commands: Commands) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from samestep.config import kind_name
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.storage.hub import name_and_revision
 from trainer.checkpoint import huggingface
-from trainer.config import kind_name
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
 from trainer.models import ModelConfig
 from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card, sentence_transformers
 from trainer.publish import tokenizer as exported_tokenizer
-from trainer.storage.hub import name_and_revision
 from trainer.training.weights import Weights, load_weights, warn_of_not_finite
 
 logger = logging.getLogger(__name__)

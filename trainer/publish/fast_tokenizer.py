@@ -15,9 +15,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.tokenizers.sentencepiece import MODEL, is_of_t5, parse
 from data_pipeline.tokenizers.tokenizer import CONVERTED_FROM
-from trainer.errors import DataError
-from trainer.examples import Vocabulary
-from trainer.stored_json import damage_of, read_json
+from samestep.errors import DataError
+from samestep.examples import Vocabulary
+from samestep.stored_json import damage_of, read_json
 
 _SPACE = "▁"
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from samestep.errors import CheckpointError, ConfigError, MissingExtra, SamestepError, StorageError
+from samestep.storage.hub import MODEL_FILES
+from samestep.stored_json import JsonError, read_json
 from trainer.checkpoint import files, integrity, retention
 from trainer.checkpoint.files import Location
-from trainer.errors import CheckpointError, ConfigError, MissingExtra, SamestepError, StorageError
 from trainer.publish import sentence_transformers
 from trainer.publish.export import export, export_weights
 from trainer.publish.step_zero import StepZero
-from trainer.storage.hub import MODEL_FILES
-from trainer.stored_json import JsonError, read_json
 from trainer.training.weights import checkpoints_of
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ import yaml
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.reading.remote import load_manifest
+from samestep.config import Tree
+from samestep.errors import SamestepError
+from samestep.storage import shown
+from samestep.storage.hub import is_hub_path, name_and_revision
+from samestep.tasks import facts_of_head
 from trainer.checkpoint import integrity
-from trainer.config import Tree
-from trainer.errors import SamestepError
 from trainer.models import ModelConfig
 from trainer.monitoring.jsonl import read_rows, scores_of
-from trainer.storage import shown
-from trainer.storage.hub import is_hub_path, name_and_revision
-from trainer.tasks import facts_of_head
 from trainer.training.weights import Weights
 
 _SECRET = re.compile(

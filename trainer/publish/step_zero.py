@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.config import Tree
+from samestep.errors import CheckpointError
+from samestep.hashing import json_hash
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Tree
-from trainer.errors import CheckpointError
-from trainer.hashing import json_hash
 from trainer.strategies import InitialValues
 from trainer.training.initial_embeddings import with_embeddings
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values

@@ -11,12 +11,12 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from data_pipeline.tokenizers.sentencepiece import T5_CLASSES
-from trainer.config import Tree
-from trainer.errors import DataError
-from trainer.examples import Vocabulary
+from samestep.config import Tree
+from samestep.errors import DataError
+from samestep.examples import Vocabulary
+from samestep.stored_json import damage_of, read_json
 from trainer.models import ModelConfig
 from trainer.publish import fast_tokenizer
-from trainer.stored_json import damage_of, read_json
 
 PADDING = "<|pad|>"
 _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

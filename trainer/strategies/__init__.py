@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.config import Tree
+from samestep.errors import ConfigError
 from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision
-from trainer.config import Tree
-from trainer.errors import ConfigError
 from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.world import World

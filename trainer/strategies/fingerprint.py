@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.errors import SamestepError
-from trainer.hashing import odd_factors
+from samestep.errors import SamestepError
+from samestep.hashing import odd_factors
 from trainer.partition import local_parts
 from trainer.strategies import Strategy
 

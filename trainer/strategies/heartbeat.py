@@ -23,9 +23,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainer import log, storage
-from trainer.errors import EXIT_FAILED, HangError
-from trainer.stored_json import JsonError, parse_json
+from samestep import log, storage
+from samestep.errors import EXIT_FAILED, HangError
+from samestep.stored_json import JsonError, parse_json
 from trainer.strategies.stacks import ELSEWHERE, PARTS, Place, all_stacks, place_of
 from trainer.strategies.world import World
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError, SamestepError
+from samestep.errors import ConfigError, SamestepError
 
 _INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # as torch.amp.GradScaler
 

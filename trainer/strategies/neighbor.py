@@ -13,7 +13,7 @@ from ipaddress import IPv4Address
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ PARTS = {
     ("trainer.strategies.xla.spmd", "XlaSpmd.backward"): "backward",
     ("trainer.strategies", "Strategy.clip_grad_norm"): "optimizer",
     ("trainer.strategies", "Strategy.step"): "optimizer",
-    ("trainer.accelerators.xla", "XlaAccelerator._compile"): "compilation",
+    ("trainer.accelerators.kinds.xla", "XlaAccelerator._compile"): "compilation",
     ("trainer.training.loop", "Trainer._log_training"): "logging",
     ("trainer.training.loop", "Trainer.evaluate"): "evaluation",
     ("trainer.training.loop", "Trainer.save"): "checkpoint",

@@ -14,10 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from samestep.findings import Check, Finding
 from trainer import accelerators, strategies
-from trainer.accelerators import Accelerator, Precision, cpu, cuda, detect, tpu, trial, xla
+from trainer.accelerators import Accelerator, Precision, detect, trial
+from trainer.accelerators.kinds import cpu, cuda, tpu, xla
 from trainer.accelerators.trial import REDUCE_BYTES
-from trainer.findings import Check, Finding
 from trainer.strategies.world import World
 from trainer.strategies.xla import checks as xla_checks
 

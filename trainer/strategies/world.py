@@ -27,10 +27,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainer import log
-from trainer.environment import launcher_rank, number
-from trainer.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
-from trainer.stored_json import JsonError, parse_json
+from samestep import log
+from samestep.environment import launcher_rank, number
+from samestep.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
+from samestep.stored_json import JsonError, parse_json
 from trainer.strategies.agreement import Facts, Machine, disagreement
 from trainer.strategies.neighbor import (
     INTERFACE,

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, MissingExtra
-from trainer.progress import Progress
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE, MissingExtra
+from samestep.progress import Progress
 
 if TYPE_CHECKING:
     from trainer.studies.execution import Slot
@@ -95,7 +95,8 @@ def _study(args: argparse.Namespace) -> int:
 
 def _slots(parallel: int | None) -> Sequence[Slot]:
     """One for each GPU; without GPUs, one for each core."""
-    from trainer.accelerators import cpu, detect
+    from trainer.accelerators import detect
+    from trainer.accelerators.kinds import cpu
     from trainer.studies import execution
 
     if isinstance(detect.best(), cpu.Config):
@@ -145,9 +146,9 @@ def _print(found: Results, folder: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from samestep.terminal import Console
     from trainer.monitoring.report.study import PAGE
     from trainer.studies import page
-    from trainer.terminal import Console
 
     table = Table(*page.headings(found), box=box.SIMPLE)
     for line in page.lines(found):

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from samestep.progress import Progress, ends_in
 from trainer.monitoring.costs import Usage
 from trainer.monitoring.forecast import Range
-from trainer.progress import Progress, ends_in
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Execution(Generic[J, R]):
         if self._stopped:
             raise SamestepError(f"{job.folder} was stopped; run the same command again")
         # -P: a folder trainer/ in the working folder is a user's own.
-        command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
+        command = [sys.executable, "-P", "-m", "samestep.cli", *arguments]
         if setpriv := shutil.which("setpriv"):
             # If this process is killed, its children end with it, or they would hold devices.
             command = [setpriv, "--pdeathsig", "TERM", *command]
@@ -177,7 +177,8 @@ def slots(parallel: int | None, on_cpu: bool) -> list[Slot]:
         parallel: number of slots; None is one for each GPU, or one.
         on_cpu: leave the GPUs alone.
     """
-    from trainer.accelerators import cpu, detect
+    from trainer.accelerators import detect
+    from trainer.accelerators.kinds import cpu
 
     devices = detect.processes(cpu.Config() if on_cpu else None)
     # More slots than GPUs go around: 3 slots on GPUs 4 and 6 get 4, 6 and 4.

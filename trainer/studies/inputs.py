@@ -11,13 +11,13 @@ from typing import Annotated, Any
 from data_pipeline.format.manifest import MANIFEST
 from data_pipeline.reading.cache import default_folder
 from data_pipeline.sources import SourceConfig
-from trainer.config import Kinds, Tree, decode, to_tree
-from trainer.config.tree import merge
-from trainer.errors import StorageError
-from trainer.storage.local import write_text
+from samestep.config import Kinds, Tree, decode, to_tree
+from samestep.config.tree import merge
+from samestep.errors import StorageError
+from samestep.storage.local import write_text
 from trainer.training.weights import load_weights
 
-_SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
+_SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
 
 _LARGE = 64 * 2**20
 """Bytes of a file whose hash is worth keeping: about a tenth of a second of reading."""

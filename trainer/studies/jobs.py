@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Tree, kind_name
-from trainer.errors import ConfigError, DataError
-from trainer.hashing import json_hash
+from samestep.config import Tree, kind_name
+from samestep.errors import ConfigError, DataError
+from samestep.hashing import json_hash
+from samestep.storage import write_text
+from samestep.stored_json import Measure, damage_of, read_json
 from trainer.monitoring.costs import Usage
 from trainer.monitoring.report.study import RESULT
-from trainer.storage import write_text
-from trainer.stored_json import Measure, damage_of, read_json
 from trainer.studies.stages import StageConfig
 from trainer.studies.study import REFERENCE, Study
 

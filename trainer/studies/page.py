@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import ConfigError
-from trainer.storage import write_text
+from samestep.errors import ConfigError
+from samestep.storage import write_text
 from trainer.studies.results import Cost, Results, Row
 from trainer.studies.statistics import Estimate, Share, detectable
 from trainer.studies.study import Comparison, Measure

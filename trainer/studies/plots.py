@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import MissingExtra
-from trainer.storage import write_text
+from samestep.errors import MissingExtra
+from samestep.storage import write_text
 from trainer.studies.jobs import Job, Jobs
 from trainer.studies.results import Results, Row, curve
 from trainer.studies.study import Curves, Measure, Relation

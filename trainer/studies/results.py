@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from trainer.config import Tree
-from trainer.errors import DataError
+from samestep.config import Tree
+from samestep.errors import DataError
+from samestep.storage import write_text
+from samestep.stored_json import finite
 from trainer.monitoring.costs import Usage, total
-from trainer.storage import write_text
-from trainer.stored_json import finite
 from trainer.studies.jobs import Job, Jobs, Result
 from trainer.studies.row_scores import RowScore, read_row_score
 from trainer.studies.statistics import (

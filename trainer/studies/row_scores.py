@@ -15,10 +15,10 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import DataError
+from samestep.errors import DataError
+from samestep.stored_json import JsonError, Measure, checked, parse_json, read_lines
+from samestep.untrusted import open_regular
 from trainer.metrics import squad
-from trainer.stored_json import JsonError, Measure, checked, parse_json, read_lines
-from trainer.untrusted import open_regular
 
 Floats: TypeAlias = NDArray[np.float64]
 _Line: TypeAlias = dict[str, Any]

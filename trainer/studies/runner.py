@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 
+from samestep.storage import write_text
 from trainer.monitoring.costs import CpuEnergy, total
 from trainer.monitoring.jsonl import read_rows
 from trainer.monitoring.report.study import STUDY_PLAN, PlannedJob
-from trainer.storage import write_text
 from trainer.studies.execution import Execution, Slot
 from trainer.studies.jobs import Job, Jobs, Result
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainer.config import Kinds, Tree, decode, read_tree, recipes
-from trainer.config.tree import merge, merge_overrides
-from trainer.errors import ConfigError
+from samestep.config import Kinds, Tree, decode, read_tree, recipes
+from samestep.config.tree import merge, merge_overrides
+from samestep.errors import ConfigError
 from trainer.monitoring import costs
 from trainer.studies.stages import StageConfig
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from samestep.errors import ConfigError
 from trainer.checkpoint.collective import gather
-from trainer.errors import ConfigError
 from trainer.models import Model
 from trainer.strategies import Strategy
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 They are durable checkpoints and in-memory snapshots. A snapshot is a checkpoint in the memory of
 two machines, taken every few steps between the durable ones. The agents of an elastic run keep it
-outside of the workers (`trainer.storage.keeper`), so restarted workers find it; it is lost when
+outside of the workers (`samestep.storage.keeper`), so restarted workers find it; it is lost when
 both machines are.
 """
 
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from data_pipeline.order.exclusions import merged
+from samestep.config import Tree, decode, differences, to_tree
+from samestep.config.tree import of_kinds
+from samestep.errors import CheckpointError, ConfigError
+from samestep.examples import LoaderState
+from samestep.storage import keeper
 from trainer.checkpoint import integrity
 from trainer.checkpoint.collective import gather
 from trainer.checkpoint.files import Url
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.config import Tree, decode, differences, to_tree
-from trainer.config.tree import of_kinds
-from trainer.errors import CheckpointError, ConfigError
-from trainer.examples import LoaderState
 from trainer.optim import groups
-from trainer.storage import keeper
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment

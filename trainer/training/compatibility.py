@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from data_pipeline.packing.policy import check_rows
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
-from trainer.config import kind_name, to_tree
-from trainer.errors import ConfigError
+from samestep.config import kind_name, to_tree
+from samestep.errors import ConfigError
 from trainer.models import Model, Outputs
 from trainer.models.config import FEWEST_LABELS
 from trainer.objectives import Objective, Task

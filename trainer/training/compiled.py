@@ -24,9 +24,9 @@ from typing import Any
 
 from torch import nn
 
+from samestep.environment import number
+from samestep.errors import ConfigError, SamestepError
 from trainer.accelerators import Accelerator
-from trainer.environment import number
-from trainer.errors import ConfigError, SamestepError
 from trainer.models import Model
 
 LIMIT = 64

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from data_pipeline.reading.config import Config as DataConfig
+from samestep.config import Kinds
+from samestep.errors import ConfigError
 from trainer import accelerators, optim, strategies
 from trainer.checkpoint import manager
-from trainer.config import Kinds
-from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.monitoring import profiler, tensorboard, wandb
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
 from trainer.partition import exact
-from trainer.strategies import fsdp, single
+from trainer.strategies.kinds import fsdp, single
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
 from trainer.training.probes import Config as ProbeConfig
@@ -74,18 +74,18 @@ class Experiment:
     """
 
     output: str
-    model: Annotated[ModelConfig, Kinds("trainer.models")]
-    objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives")]
+    model: Annotated[ModelConfig, Kinds("trainer.models.families")]
+    objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives.kinds")]
     data: DataConfig
     training: TrainingConfig
-    optimizer: Annotated[optim.Config, Kinds("trainer.optim")]
+    optimizer: Annotated[optim.Config, Kinds("trainer.optim.kinds")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()
     probes: dict[str, ProbeConfig] = field(default_factory=dict)
-    strategy: Annotated[strategies.Config, Kinds("trainer.strategies")] = field(
+    strategy: Annotated[strategies.Config, Kinds("trainer.strategies.kinds")] = field(
         default_factory=fsdp.Config
     )
-    accelerator: Annotated[accelerators.Config, Kinds("trainer.accelerators")] | None = None
+    accelerator: Annotated[accelerators.Config, Kinds("trainer.accelerators.kinds")] | None = None
     checkpoint: manager.Config = field(default_factory=manager.Config)
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0

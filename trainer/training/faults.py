@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.errors import ConfigError, SamestepError
+from samestep.errors import ConfigError, SamestepError
 from trainer.training.state import Meta
 
 _PER = 1000

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from samestep.config import Tree, differences, to_tree
+from samestep.config.tree import of_kinds
+from samestep.errors import ConfigError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import Tree, differences, to_tree
-from trainer.config.tree import of_kinds
-from trainer.errors import ConfigError
 from trainer.training.best import Best
 from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment

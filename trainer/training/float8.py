@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainer.errors import ConfigError, MissingExtra
+from samestep.errors import ConfigError, MissingExtra
 from trainer.models.projections import Projection, WrappedProjection
 
 try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
-from trainer.config import kind_name
+from samestep.config import kind_name
 from trainer.models import Model
 from trainer.monitoring.forecast import Schedule, TimeLeft
 from trainer.monitoring.throughput import Throughput

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.models import Model
 from trainer.strategies import InitialValues
 from trainer.training.initial_weights import HasTokenizer

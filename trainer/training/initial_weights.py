@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.config import Kinds, differences, kind_name, to_tree
+from samestep.config.tree import of_kinds
+from samestep.errors import CheckpointError, ConfigError
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Kinds, differences, kind_name, to_tree
-from trainer.config.tree import of_kinds
-from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
 from trainer.training.added_tokens import ExtendedRows, extended_rows

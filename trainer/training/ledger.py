@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from data_pipeline.order.exclusions import merged
+from samestep.storage import atomic_write
+from samestep.stored_json import JsonError, read_lines
+from samestep.untrusted import open_regular
 from trainer.monitoring.jsonl import JsonlTracker, parse_ledger_row
-from trainer.storage import atomic_write
-from trainer.stored_json import JsonError, read_lines
-from trainer.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from samestep.config import Tree
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import Tree
 from trainer.monitoring import Tracker
 from trainer.monitoring.profiler import Config as ProfilerConfig
 from trainer.monitoring.profiler import Profiler

@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.config import to_tree
-from trainer.errors import SamestepError
-from trainer.hashing import json_hash
+from samestep.config import to_tree
+from samestep.errors import SamestepError
+from samestep.hashing import json_hash
+from samestep.storage.local import write_text
+from samestep.stored_json import Count, read_json
 from trainer.objectives import Objective
-from trainer.storage.local import write_text
-from trainer.stored_json import Count, read_json
 from trainer.strategies import Strategy
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Loader, accumulate_gradients

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset
+from samestep.errors import ConfigError
 from trainer.accelerators import DTYPES, Accelerator
-from trainer.errors import ConfigError
 from trainer.models import Model
 from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from data_pipeline.reading.concat_dataset import AnyDataset
+from samestep.errors import ConfigError, SamestepError
+from samestep.examples import LoaderState
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import ConfigError, SamestepError
-from trainer.examples import LoaderState
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.partition import whole_norms

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import DataError
-from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
+from samestep.errors import DataError
+from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
+from samestep.progress import Progress
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch, Predictions, Task
 from trainer.objectives.predictions import Gatherer
 from trainer.partition import exact
-from trainer.progress import Progress
 from trainer.strategies import Strategy
 
 Batch: TypeAlias = Mapping[str, Tensor]

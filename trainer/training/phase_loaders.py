@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from data_pipeline.order.exclusions import merged
-from trainer.errors import CheckpointError
-from trainer.examples import LoaderState
+from samestep.errors import CheckpointError
+from samestep.examples import LoaderState
 from trainer.training.passes import Loader
 from trainer.training.phases import Phase, examples_after, phase_of
 

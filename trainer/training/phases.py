@@ -13,9 +13,9 @@ from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 
-from trainer.config import Kinds
-from trainer.errors import ConfigError
-from trainer.hashing import combine, name_key
+from samestep.config import Kinds
+from samestep.errors import ConfigError
+from samestep.hashing import combine, name_key
 from trainer.objectives import ObjectiveConfig
 from trainer.optim.schedules import Schedule, lr_fraction
 
@@ -45,7 +45,7 @@ class Config:
     micro_batch_size: MicroBatchSize | None = None
     lr: float | None = None
     schedule: Schedule | None = None
-    objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives")] | None = None
+    objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives.kinds")] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "sequence_length", "global_batch_size"):

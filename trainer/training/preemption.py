@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer import log
+from samestep import log
+from samestep.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError, DataError
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError, DataError
 from trainer.strategies.world import World
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.reading.concat_dataset import AnyDataset
-from trainer.errors import ConfigError, MissingExtra, SamestepError
+from samestep.errors import ConfigError, MissingExtra, SamestepError
 from trainer.models import Model, ModelConfig
 from trainer.models.inputs import Inputs
 from trainer.objectives import Objective
-from trainer.objectives.classification import Config as Classification
+from trainer.objectives.kinds.classification import Config as Classification
 from trainer.strategies import Replica, Strategy
 from trainer.training.passes import Loader, on_device
 

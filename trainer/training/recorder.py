@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.errors import SamestepError
-from trainer.examples import LoaderState
+from samestep.errors import SamestepError
+from samestep.examples import LoaderState
 from trainer.monitoring import Level, Tracker, stragglers
 from trainer.monitoring.clock import Clock
 from trainer.monitoring.jsonl import Row

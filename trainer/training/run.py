@@ -17,15 +17,16 @@ from torch import nn
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
-from trainer import storage
+from samestep import storage
+from samestep.config import dump, to_tree
+from samestep.environment import number
+from samestep.errors import EXIT_DONE, ConfigError, DataError, SamestepError
+from samestep.untrusted import MOST_STORED_BYTES
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import dump, to_tree
-from trainer.environment import number
-from trainer.errors import EXIT_DONE, ConfigError, DataError, SamestepError
 from trainer.metrics import check_installed
 from trainer.models import Model
 from trainer.monitoring import Tracker
@@ -55,7 +56,6 @@ from trainer.training.shared_facts import facts_of
 from trainer.training.start_record import start_of
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
-from trainer.untrusted import MOST_STORED_BYTES
 from trainer.vectors.folder import WordVectors
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-import trainer
+from samestep.config import kind_name, to_tree
+from samestep.errors import SamestepError
+from samestep.version import __version__
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
-from trainer.config import kind_name, to_tree
-from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 from trainer.monitoring.progress import ProgressTracker
@@ -139,7 +139,7 @@ def _record_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict
             "strategy": kind_name(experiment.strategy),
             "precision": experiment.training.precision,
             "micro_batch": ", ".join(str(phase.micro_batch_size) for phase in driver.phases),
-            "samestep": trainer.__version__,
+            "samestep": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             **start,

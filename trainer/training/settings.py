@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from samestep.errors import ConfigError
 from trainer.accelerators import Precision
-from trainer.errors import ConfigError
 from trainer.training.best import Config as BestConfig
 from trainer.training.faults import Config as FaultsConfig
 from trainer.training.phases import MicroBatchSize, check_micro_batch_size

@@ -20,14 +20,14 @@ import torch
 from data_pipeline.order.example_order import ORDER_VERSION
 from data_pipeline.packing.plan import PACKING_VERSION
 from data_pipeline.reading.remote import load_manifest
-from trainer import __version__
+from samestep.config import to_tree
+from samestep.errors import SamestepError, UnreachableError
+from samestep.untrusted import regular
+from samestep.version import __version__
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
-from trainer.config import to_tree
-from trainer.errors import SamestepError, UnreachableError
 from trainer.training.experiment import Experiment
 from trainer.training.weights import checkpoints_of, is_step, resolve
-from trainer.untrusted import regular
 
 logger = logging.getLogger(__name__)
 

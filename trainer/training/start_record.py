@@ -10,7 +10,7 @@ import hashlib
 import json
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
-from trainer.config import Tree, to_tree
+from samestep.config import Tree, to_tree
 from trainer.training.experiment import Experiment
 
 INITIAL = ("initialization", "initializer_range")

@@ -9,20 +9,20 @@ from typing import Annotated, Any
 
 from data_pipeline.reading.concat_dataset import named_sources
 from data_pipeline.reading.config import Config as DataConfig
+from samestep.config import Kinds, Tree, decode, read_tree, to_tree
+from samestep.config.tree import merge
+from samestep.errors import ConfigError
+from samestep.storage import is_url
+from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
-from trainer.config import Kinds, Tree, decode, read_tree, to_tree
-from trainer.config.tree import merge
-from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.models.config import FEWEST_LABELS
-from trainer.storage import is_url
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_config
-from trainer.untrusted import read_stored
 
-_OBJECTIVES = Kinds("trainer.objectives")
-_MODELS = Kinds("trainer.models")
+_OBJECTIVES = Kinds("trainer.objectives.kinds")
+_MODELS = Kinds("trainer.models.families")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset
+from samestep.errors import ConfigError
 from trainer.accelerators import Accelerator
-from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective, Taught

@@ -19,26 +19,26 @@ import torch
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.config import Kinds, Tree, decode
+from samestep.errors import CheckpointError, ConfigError
+from samestep.storage.hub import is_hub_path, model_folder
+from samestep.untrusted import read_stored
 from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
-from trainer.config import Kinds, Tree, decode
-from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
-from trainer.storage.hub import is_hub_path, model_folder
 from trainer.training.label_order import is_reordered, with_label_order
-from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
 
 BASE = "base"
 """Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
-_MODELS = Kinds("trainer.models")
+_MODELS = Kinds("trainer.models.families")
 # Settings that are numbers of modules, each with tensors of its own; but a model that shares its
 # layers, as ALBERT does, has few tensors for many of them.
 _COUNTS = ("layers", "decoder_layers", "generator_layers", "groups", "head_lstm")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, ConfigError
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE, ConfigError
 from trainer.vectors.settings import METHODS, UNITS, WIDEST_WINDOW, Settings
 
 
@@ -106,7 +106,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _vectors(args: argparse.Namespace) -> int:
-    from trainer.config.sizes import parse_size
+    from samestep.config.sizes import parse_size
     from trainer.vectors import train
 
     if args.workers < 1:

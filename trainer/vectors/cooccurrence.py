@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.progress import Progress
-from trainer.storage import atomic_write
+from samestep.progress import Progress
+from samestep.storage import atomic_write
 from trainer.vectors.corpus import END, Ids
 from trainer.vectors.windows import Int64
 

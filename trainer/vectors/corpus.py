@@ -28,11 +28,11 @@ from data_pipeline.format.shards import Shard
 from data_pipeline.packing.plan import Int64, ranges
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
-from trainer.hashing import U64, mix
-from trainer.progress import Progress
-from trainer.storage import atomic_write, write_text
-from trainer.stored_json import Count, JsonError, damage_of, read_json
+from samestep.errors import ConfigError, DataError
+from samestep.hashing import U64, mix
+from samestep.progress import Progress
+from samestep.storage import atomic_write, write_text
+from samestep.stored_json import Count, JsonError, damage_of, read_json
 from trainer.vectors.settings import Units
 
 Ids: TypeAlias = npt.NDArray[np.int32]

@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
-from trainer.storage import atomic_write, write_text
-from trainer.stored_json import Count, read_json
-from trainer.untrusted import open_regular, read_regular, regular
+from samestep.errors import ConfigError, DataError
+from samestep.storage import atomic_write, write_text
+from samestep.stored_json import Count, read_json
+from samestep.untrusted import open_regular, read_regular, regular
 from trainer.vectors.corpus import words_in
 
 DESCRIPTION = "vectors.json"

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.hashing import combine, name_key, uniform
-from trainer.progress import Progress
-from trainer.storage import atomic_write
+from samestep.hashing import combine, name_key, uniform
+from samestep.progress import Progress
+from samestep.storage import atomic_write
 from trainer.vectors.cooccurrence import Cooccurrences
 from trainer.vectors.settings import Settings
 from trainer.vectors.work import State, check_finite, random_table

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.hashing import combine, name_key, uniform
-from trainer.progress import Progress
+from samestep.hashing import combine, name_key, uniform
+from samestep.progress import Progress
 from trainer.vectors.cooccurrence import Cooccurrences, Float64s
 
 _SMOOTHING = 0.75

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 Method: TypeAlias = Literal["skipgram", "cbow", "glove", "ppmi"]
 Units: TypeAlias = Literal["words", "tokens"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.reading.dataset import Dataset
-from trainer.errors import ConfigError, DataError
-from trainer.progress import Progress
+from samestep.errors import ConfigError, DataError
+from samestep.progress import Progress
 from trainer.vectors import cooccurrence, glove, ppmi, word2vec
 from trainer.vectors.corpus import Ids, Splitter, Words, count_words, write_numbers
 from trainer.vectors.folder import WordVectors

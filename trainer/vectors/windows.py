@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.hashing import U64, combine, name_key, uniform
+from samestep.hashing import U64, combine, name_key, uniform
 from trainer.vectors.corpus import END, Ids
 
 Int64: TypeAlias = npt.NDArray[np.int64]

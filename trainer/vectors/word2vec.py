@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.hashing import combine, name_key
+from samestep.hashing import combine, name_key
 from trainer.vectors.corpus import Ids, Words
 from trainer.vectors.settings import Settings
 from trainer.vectors.windows import (

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer.errors import ConfigError, DataError, StorageError, fix_of
-from trainer.hashing import U64, uniform
-from trainer.storage import atomic_write, flock, make_folder, write_text
-from trainer.stored_json import Count, JsonError, damage_of, parse_json, read_json
+from samestep.errors import ConfigError, DataError, StorageError, fix_of
+from samestep.hashing import U64, uniform
+from samestep.storage import atomic_write, flock, make_folder, write_text
+from samestep.stored_json import Count, JsonError, damage_of, parse_json, read_json
 from trainer.vectors.settings import Settings
 
 _SAVE_EVERY = 60.0  # seconds

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.accelerators import cuda, host_memory, kernels
+from trainer.accelerators import host_memory, kernels
+from trainer.accelerators.kinds import cuda
 from trainer.models import embeddings
 from trainer.strategies.world import World
 

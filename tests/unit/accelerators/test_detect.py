@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.accelerators.cpu import CpuAccelerator
 from trainer.accelerators.detect import detect
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="is about machines where torch finds no GPU"

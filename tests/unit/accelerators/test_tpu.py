@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.accelerators import chips, cpu, detect, tpu, trial, xla
-from trainer.errors import ConfigError
-from trainer.findings import Finding
+from samestep.errors import ConfigError
+from samestep.findings import Finding
+from trainer.accelerators import chips, detect, trial
+from trainer.accelerators.kinds import cpu, tpu, xla
 from trainer.inspect import doctor
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +43,7 @@ TRY_OUT = """
 import json, os, torch
 from trainer.accelerators import detect
 from trainer.accelerators import tpu
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.strategies import deepspeed, single, xla_spmd
 from trainer.strategies.world import World
 

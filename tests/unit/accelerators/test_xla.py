@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.accelerators import xla
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
+from trainer.accelerators.kinds import xla
 
 
 def test_without_torch_xla_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.errors import CheckpointError
 from tests.damage import damaged
 from trainer.checkpoint import Checkpointer, Config, integrity
-from trainer.errors import CheckpointError
 
 
 def open_at(folder: Path) -> Checkpointer:

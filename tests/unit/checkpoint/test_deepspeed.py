@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint.deepspeed import open_checkpoint, step_folder, write_universal
-from trainer.errors import CheckpointError
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (3,), "scale": ()}
 

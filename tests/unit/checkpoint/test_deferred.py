@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.checkpoint.deferred import defer, stored
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
-from trainer.models import bert, gpt2, t5
+from trainer.models.families import bert, gpt2, t5
 
 MODELS = {
     "bert": bert.Config(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint import Checkpointer, Config, files, history, integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.history import Stretch
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import only_writer
-from trainer.errors import CheckpointError
 
 WEIGHTS = {"w": torch.ones(3)}
 

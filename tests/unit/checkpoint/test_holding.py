@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.storage import local
 from tests.processes import fork
 from trainer.checkpoint import Checkpointer, Config, files, holding, integrity, removal
 from trainer.checkpoint.files import Location, Url
 from trainer.checkpoint.lease import Lease
-from trainer.storage import local
 
 
 @pytest.fixture(params=["disk", "store"])

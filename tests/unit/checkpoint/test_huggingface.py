@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
 

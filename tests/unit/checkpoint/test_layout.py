@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from samestep.errors import CheckpointError
 from tests.processes import run_ranks
 from trainer import partition
 from trainer.accelerators import host_memory
 from trainer.checkpoint import Checkpointer, Config, files, layout
 from trainer.checkpoint.layout import Piece, StoredPiece
-from trainer.errors import CheckpointError
 from trainer.partition import Segment, SegmentParameter
 
 

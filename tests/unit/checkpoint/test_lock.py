@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from samestep.config import load
+from samestep.errors import ConfigError, SupersededError
 from tests.processes import fork
 from trainer.checkpoint import files, history, lock
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import Group, Lock, Owner, only_writer
-from trainer.config import load
-from trainer.errors import ConfigError, SupersededError
 from trainer.training import run
 from trainer.training.experiment import Experiment
 

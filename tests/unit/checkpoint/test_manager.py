@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from samestep.errors import CheckpointError, ConfigError
 from trainer.checkpoint import Checkpointer, Config, files, integrity, read_meta, retention
-from trainer.errors import CheckpointError, ConfigError
 
 
 def tensors(value: float = 0.0) -> dict[str, Tensor]:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from samestep import storage
+from samestep.errors import CheckpointError, ConfigError
 from tests.faulty_proxy import FaultyProxy
 from tests.processes import run_ranks
-from trainer import storage
 from trainer.checkpoint import Checkpointer, Config, files
-from trainer.errors import CheckpointError, ConfigError
 
 WHOLE = torch.arange(7 * 3.0).view(7, 3)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from samestep import storage
+from samestep.errors import CheckpointError
 from tests.faulty_proxy import FaultyProxy
-from trainer import storage
 from trainer.checkpoint import files, integrity, layout, restoring, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import Piece
-from trainer.errors import CheckpointError
 
 SHAPES = {"matrix": (64, 3), "uneven": (37, 2), "short": (5, 4), "bias": (64,), "scalar": ()}
 

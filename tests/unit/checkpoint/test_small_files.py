@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.errors import CheckpointError
 from trainer.checkpoint import Checkpointer, Config, files, history, integrity, retention
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lock import Owner, only_writer
-from trainer.errors import CheckpointError
 
 WEIGHTS = {"w": torch.ones(3)}
 KEPT = Config(keep_last=2, keep_every=4)

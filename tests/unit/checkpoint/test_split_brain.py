@@ -19,11 +19,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from samestep.errors import CheckpointError, SupersededError
+from samestep.storage import attempts, objects
 from trainer.checkpoint import Checkpointer, Config, files, integrity, lease
 from trainer.checkpoint.files import Url
 from trainer.checkpoint.lease import Lease
-from trainer.errors import CheckpointError, SupersededError
-from trainer.storage import attempts, objects
 
 Line = list[list[Any]]
 """What a training has gone through: the step and the name of the training that took it."""

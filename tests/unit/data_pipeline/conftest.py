@@ -9,7 +9,7 @@ import pytest
 
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import write_shard
-from trainer.hashing import combine
+from samestep.hashing import combine
 
 VOCAB_SIZE = 40_000
 

@@ -12,7 +12,7 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import MicroBatch, SplitOrder, StreamingLoader
-from trainer.examples import Batch, Examples, PackSpec
+from samestep.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
 
 SPEC = PackSpec(32, 1, 1)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from data_pipeline.dedup import Config, exact, minhash
-from trainer.errors import ConfigError
+from data_pipeline.dedup import Config
+from data_pipeline.dedup.kinds import exact, minhash
+from samestep.errors import ConfigError
 
 TEXT = " ".join(f"w{i}" for i in range(100))
 

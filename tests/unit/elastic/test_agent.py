@@ -23,12 +23,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import tests.processes  # noqa: F401 sets up the fork server
-from tests.ports import free_port
-from trainer.elastic import workers
-from trainer.elastic.agent import Elastic, _Agent, run_workers
-from trainer.elastic.rounds import Round
-from trainer.elastic.workers import Exit, Workers
-from trainer.errors import (
+from samestep.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
     EXIT_FAILED,
@@ -38,6 +33,11 @@ from trainer.errors import (
     ConfigError,
     LaunchError,
 )
+from tests.ports import free_port
+from trainer.elastic import workers
+from trainer.elastic.agent import Elastic, _Agent, run_workers
+from trainer.elastic.rounds import Round
+from trainer.elastic.workers import Exit, Workers
 from trainer.strategies.world import FAILURE, World
 
 CONTEXT = multiprocessing.get_context("forkserver")

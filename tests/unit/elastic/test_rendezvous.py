@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from samestep.environment import open_files
+from samestep.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
+from samestep.storage.channel import Channel
 from tests.ports import free_port
 from tests.waiting import until
 from trainer.elastic import host, rendezvous, rounds, secret
 from trainer.elastic.host import Records, Renewal
 from trainer.elastic.rendezvous import Rendezvous, RunEnded
 from trainer.elastic.rounds import Event, Round
-from trainer.environment import open_files
-from trainer.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
-from trainer.storage.channel import Channel
 
 Join = Callable[[Rendezvous, int], "Future[Round | None]"]
 

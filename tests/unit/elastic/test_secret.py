@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from samestep.errors import ConfigError, StorageError
 from trainer.checkpoint.files import Url
 from trainer.elastic import secret
-from trainer.errors import ConfigError, StorageError
 
 
 @pytest.fixture(autouse=True)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.hashing import mix, uniform
 from tests.outputs import predict
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
 from trainer.generation.ensemble import Ensemble
 from trainer.generation.sampling import sample
-from trainer.hashing import mix, uniform
-from trainer.models import bart, bert, bilm, gpt2, modernbert, t5
-from trainer.models.peft import prefix, prompt
+from trainer.models.families import bart, bert, bilm, gpt2, modernbert, t5
+from trainer.models.peft.kinds import prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)

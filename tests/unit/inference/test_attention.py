@@ -12,8 +12,8 @@ import torch
 from tests.outputs import outputs, random_parameters
 from trainer.checkpoint.layout import StoredTensors
 from trainer.inference.hidden_states import TextEncoder
-from trainer.models import bert, gpt2
-from trainer.models.peft import prefix, prompt
+from trainer.models.families import bert, gpt2
+from trainer.models.peft.kinds import prefix, prompt
 from trainer.training.weights import Weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 2, "ffn_width": 24}

@@ -16,7 +16,7 @@ from tests.unit.inference.conftest import WORDS
 from trainer.inference.augment import Augmenter
 from trainer.inference.candidates import CandidateScorer, Cloze
 from trainer.inference.fill import fill_masks
-from trainer.models import bert
+from trainer.models.families import bert
 from trainer.training.weights import load_weights
 
 CONFIG = bert.Config(

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.inference.scores import evaluate
 
 

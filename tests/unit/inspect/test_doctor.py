@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainer.accelerators import cuda
+from samestep.config import load
+from samestep.findings import Finding, report, tried
+from samestep.terminal import Console
 from trainer.accelerators import trial as device_trial
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.config import load
-from trainer.findings import Finding, report, tried
+from trainer.accelerators.kinds import cuda
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.inspect import doctor
 from trainer.strategies import trial
-from trainer.terminal import Console
 from trainer.training.experiment import Experiment
 
 
@@ -147,7 +147,7 @@ def test_a_disk_that_is_full_or_read_only_is_found(tmp_path: Path):
 
 
 def test_an_object_store_is_written_to_and_left_clean(s3_folder: str, experiment_file: str):
-    from trainer import storage
+    from samestep import storage
 
     assert states(doctor._object_store(s3_folder)) == {"checkpoints": "ok"}
     assert storage.names(s3_folder) == []

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from samestep.errors import ConfigError, StorageError
 from tests.servers import serve
-from trainer.errors import ConfigError, StorageError
 from trainer.inspect import watch as watch_module
 from trainer.inspect.plan import plan
 from trainer.inspect.watch import Server, watch

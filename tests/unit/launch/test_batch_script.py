@@ -14,12 +14,12 @@ import pytest
 
 from launch import job, logs, records
 from launch.job import Record
-from launch.slurm import Config
+from launch.kinds.slurm import Config
 from launch.submission import checks, submit
+from samestep.errors import ConfigError, LaunchError, fix_of
 from tests.failing_files import each_failure
 from tests.integration.commands import Samestep
 from tests.waiting import until
-from trainer.errors import ConfigError, LaunchError, fix_of
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
     )
     code = (
         "import sys; from launch.submission import checks; checks.require = lambda launch: None; "
-        "from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from samestep.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, "launch", "slurm.yaml", "run.yaml"],

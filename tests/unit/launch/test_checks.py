@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from launch import experiment
-from launch.kubernetes import Config as Kubernetes
+from launch.kinds.kubernetes import Config as Kubernetes
 from launch.submission import checks, submit
+from samestep.config import to_tree
+from samestep.errors import ConfigError, LaunchError
 from tests.integration.commands import Samestep
-from trainer.config import to_tree
-from trainer.errors import ConfigError, LaunchError
 
 SBATCH = """#!/bin/bash
 cat > '{folder}/script'

@@ -21,17 +21,17 @@ import yaml
 from google.cloud import tpu_v2, tpu_v2alpha1
 
 from launch import records
-from launch.cloud_tpu import Config
 from launch.job import EXIT, JobSpec, Record
+from launch.kinds.cloud_tpu import Config
 from launch.submission import checks, submit
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu.slice import FILE, HINTS, STARTUP, Slice
 from launch.tpu.supervisor import Memory
+from samestep.config import decode, to_tree
+from samestep.errors import ConfigError, LaunchError
 from tests.unit.launch.tpu_control_plane import REAL_GCLOUD, TOKEN, ControlPlane, install
 from tests.waiting import until
-from trainer.config import decode, to_tree
-from trainer.errors import ConfigError, LaunchError
 
 STRANGE = 'it\'s a "run" $(touch pwned) `touch pwned`\n; touch pwned & %s \\ end'
 CLUSTER = Config("v4-8", "my-project", "us-central2-b", "gs://bucket/a folder")

@@ -9,7 +9,7 @@ import pytest
 
 from launch.credentials import secret_in
 from launch.environment import Environment, check_variables
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 # {} is a word that nobody could tell from other words by its form.
 PLACES = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.environment import Environment, check_variables
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 KEY = "0123456789abcdef"
 

@@ -27,10 +27,10 @@ from launch.job import JobSpec, Record
 from launch.k8s import kubectl as client
 from launch.k8s import manifest
 from launch.k8s.parts import Tpu, Volume
-from launch.kubernetes import MANIFEST, Config
+from launch.kinds.kubernetes import MANIFEST, Config
 from launch.submission import checks, submit
-from trainer.config import decode, to_tree
-from trainer.errors import ConfigError, LaunchError
+from samestep.config import decode, to_tree
+from samestep.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,9 +15,9 @@ from launch.job import JobSpec
 from launch.k8s import manifest
 from launch.k8s.parts import Volume, amount
 from launch.k8s.patch import merge
-from launch.kubernetes import MANIFEST, Config
+from launch.kinds.kubernetes import MANIFEST, Config
 from launch.submission import submit
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 GPU = Config(

@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 import pytest
 
-from launch import local
 from launch.environment import Environment
 from launch.job import JobSpec, Record
-from launch.local import Config
+from launch.kinds import local
+from launch.kinds.local import Config
+from samestep.errors import ConfigError, LaunchError
 from tests.waiting import until
-from trainer.errors import ConfigError, LaunchError
 
 Start: TypeAlias = Callable[..., Record]
 

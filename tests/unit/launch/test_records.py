@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import local, records
+from launch import records
 from launch.job import Record
+from launch.kinds import local
+from samestep.errors import LaunchError
 from tests.integration.commands import Samestep
-from trainer.errors import LaunchError
 
 
 @pytest.fixture

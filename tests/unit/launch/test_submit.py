@@ -12,11 +12,11 @@ import pytest
 
 from launch import records
 from launch.environment import Environment
-from launch.slurm import Config as Slurm
+from launch.kinds.slurm import Config as Slurm
 from launch.submission import submit
+from samestep.config import decode, to_tree
+from samestep.errors import ConfigError, LaunchError
 from tests.integration.commands import Samestep
-from trainer.config import decode, to_tree
-from trainer.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[3]
 STRANGE = 'it\'s a "run" $(touch pwned) `touch pwned`\n; touch pwned & %j'
@@ -50,7 +50,7 @@ def options(*overrides: str, **more: str) -> list[str]:
 
 def test_rendering_imports_no_torch_and_writes_nothing(project: Path) -> None:
     code = (
-        "import sys; from trainer.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from samestep.cli import main; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'numpy', 'fsspec', 'rich', 'tokenizers', 'wandb'} & set(sys.modules); "
         "sys.exit(code or ' '.join(heavy) or 0)"
     )

@@ -17,7 +17,7 @@ from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu.slice import FILE, Kept, Slice, outcome
 from launch.tpu.supervisor import Memory, Sight, Supervisor, decide
-from trainer.errors import LaunchError
+from samestep.errors import LaunchError
 
 LIVE = Sight("ACTIVE", node="READY")
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from trainer.errors import ConfigError, MissingExtra
+from samestep.errors import ConfigError, MissingExtra
+from samestep.tasks import TASKS
 from trainer.metrics import check_installed, check_names, entities, labels, squad
-from trainer.tasks import TASKS
 
 
 def score(name: str, predicted: np.ndarray, true: np.ndarray) -> float:

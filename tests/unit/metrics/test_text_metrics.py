@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer import cli
-from trainer.errors import ConfigError
+from samestep import cli
+from samestep.errors import ConfigError
+from samestep.tasks import TASKS
 from trainer.metrics import texts
-from trainer.tasks import TASKS
 
 LABELS = ("no", "yes")
 REFERENCES = ["yes", "yes", "no", "no", "yes"]

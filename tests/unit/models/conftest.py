@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainer.models import bert
+from trainer.models.families import bert
 from trainer.models.transformer import Transformer
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.outputs import predict
-from trainer.models import Model, bart, gpt2, modernbert, openai_gpt, t5
+from trainer.models import Model
+from trainer.models.families import bart, gpt2, modernbert, openai_gpt, t5
 from trainer.models.inputs import Inputs
 
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.models import ModelConfig, bert, t5
+from trainer.models import ModelConfig
+from trainer.models.families import bert, t5
 from trainer.models.inputs import Inputs
 from trainer.models.stack import Context
 

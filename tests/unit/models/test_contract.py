@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.outputs import outputs, predict
-from trainer.models import (
-    Model,
-    Start,
-    Stored,
+from trainer.models import Model, Start, Stored
+from trainer.models.config import TransformerConfig
+from trainer.models.families import (
     albert,
     bart,
     bert,
@@ -31,9 +30,8 @@ from trainer.models import (
     t5,
     xlnet,
 )
-from trainer.models.config import TransformerConfig
 from trainer.models.inputs import Inputs
-from trainer.models.peft import adapters, lora, prefix, prompt
+from trainer.models.peft.kinds import adapters, lora, prefix, prompt
 from trainer.models.stack import LayerPlace, Stack
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 3, "width": 16, "heads": 2, "ffn_width": 24}

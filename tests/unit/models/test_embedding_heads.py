@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 import torch
 
-from trainer.config import Kinds, decode
+from samestep.config import Kinds, decode
 from trainer.models.config import ModelConfig
 from trainer.models.inputs import Inputs
 
@@ -29,7 +29,11 @@ ENCODERS: dict[str, dict[str, Any]] = {
 def test_embeddings_have_the_models_width(kind: str) -> None:
     tree = {"kind": kind, "vocab_size": 40, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32}
     tree |= {"max_positions": 32, "head": "embedding", **ENCODERS[kind]}
-    model = decode(Annotated[ModelConfig, Kinds("trainer.models")], tree, "model").build().eval()
+    model = (
+        decode(Annotated[ModelConfig, Kinds("trainer.models.families")], tree, "model")
+        .build()
+        .eval()
+    )
     for name, parameter in model.named_parameters():
         values = model.initial_values(name, 0, parameter.numel(), seed=1)
         parameter.data.copy_(values.view(parameter.shape))

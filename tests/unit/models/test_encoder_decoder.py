@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from samestep.errors import ConfigError
 from tests.outputs import predict
-from trainer.errors import ConfigError
-from trainer.models import Model, bart, gpt2, openai_gpt, t5
+from trainer.models import Model
+from trainer.models.families import bart, gpt2, openai_gpt, t5
 
 Build = Callable[..., Model]
 Batch = dict[str, Tensor]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tests.outputs import predict
 from tests.unit.models.test_contract import BART, GPT2, MODELS, SHAPE, T5, columns, make
-from trainer.models import (
-    Outputs,
+from trainer.models import Outputs
+from trainer.models.config import TransformerConfig
+from trainer.models.dropout import attention_dropout
+from trainer.models.families import (
     albert,
     deberta,
     deberta_v2,
@@ -21,10 +23,8 @@ from trainer.models import (
     modernbert,
     xlnet,
 )
-from trainer.models.config import TransformerConfig
-from trainer.models.dropout import attention_dropout
 from trainer.models.inputs import Inputs
-from trainer.models.peft import lora, prefix
+from trainer.models.peft.kinds import lora, prefix
 
 LOCAL = modernbert.Config(**SHAPE, max_positions=24, local_window=4, global_every=2)
 FUSIBLE = {

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.errors import ConfigError
 from tests.outputs import outputs
 from tests.unit.models.test_scalar_mix import FAMILIES, SHAPE, make
-from trainer.errors import ConfigError
-from trainer.models import Stored, bert, xlnet
-from trainer.models.peft import prompt
+from trainer.models import Stored
+from trainer.models.families import bert, xlnet
+from trainer.models.peft.kinds import prompt
 
 LAYERS = 2
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.outputs import outputs, predict
-from trainer.models import bart, bert, gpt2, t5
+from trainer.models.families import bart, bert, gpt2, t5
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,

@@ -3,8 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from trainer.errors import ConfigError
-from trainer.models import roberta
+from samestep.errors import ConfigError
+from trainer.models.families import roberta
 from trainer.models.initialization import initial_values
 
 NAME = "layers.0.ffn.up.weight"
@@ -83,7 +83,7 @@ def test_fairseq_initialization_is_not_truncated_and_has_a_row_of_zeros():
 
 
 def test_initialization_has_no_other_name():
-    from trainer.config import decode
+    from samestep.config import decode
 
     with pytest.raises(ConfigError, match="initialization must be one of bert, fairseq"):
         decode(roberta.Config, {"initialization": "plain"}, "model")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from samestep.errors import ConfigError
 from tests.outputs import predict
-from trainer.errors import ConfigError
-from trainer.models import bart, bert, gpt2, t5
+from trainer.models.families import bart, bert, gpt2, t5
 from trainer.models.inputs import Inputs
-from trainer.models.peft import adapters, lora, prefix, prompt
+from trainer.models.peft.kinds import adapters, lora, prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "width": 32, "heads": 2, "ffn_width": 64}
 CONFIGS: dict[str, Any] = {

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from samestep.errors import ConfigError
 from tests.outputs import outputs, predict
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.errors import ConfigError
-from trainer.models import Model, Start, Stored, bilm, lstm
+from trainer.accelerators.kinds.cpu import CpuAccelerator
+from trainer.models import Model, Start, Stored
+from trainer.models.families import bilm, lstm
 from trainer.models.lstm_layers import RecurrentLayer, drop, resets
 from trainer.models.recurrent import RecurrentConfig
 from trainer.models.stack import Context, LayerPlace

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from samestep.errors import ConfigError
 from tests.outputs import outputs
-from trainer.errors import ConfigError
-from trainer.models import (
-    Stored,
+from trainer.models import Stored
+from trainer.models.families import (
     albert,
     bert,
     deberta_v2,
@@ -20,7 +20,7 @@ from trainer.models import (
     modernbert,
     roberta,
 )
-from trainer.models.peft import prompt
+from trainer.models.peft.kinds import prompt
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 60,

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.config import Config as DataConfig
+from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
-from trainer.errors import CheckpointError, ConfigError
 from trainer.inference.fill import fill
-from trainer.models import bart, bert, gpt2, roberta, t5
+from trainer.models.families import bart, bert, gpt2, roberta, t5
 from trainer.models.heads import TokenHead
 from trainer.models.transformer import Transformer
 from trainer.training.initial_weights import stored_values

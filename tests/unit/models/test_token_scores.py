@@ -13,21 +13,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.models import (
+from trainer.models import heads, scores_of
+from trainer.models import token_scores as module
+from trainer.models.families import (
     bart,
     bert,
     bilm,
     deberta_v2,
     electra,
     gpt2,
-    heads,
     lstm,
     roberta,
-    scores_of,
     t5,
     xlnet,
 )
-from trainer.models import token_scores as module
 from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target, TokenScore, score_hidden, score_logits
 from trainer.objectives.rows import score_output

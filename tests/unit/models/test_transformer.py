@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from samestep.errors import ConfigError
 from tests.outputs import outputs, predict
-from trainer.errors import ConfigError
-from trainer.models import bert, roberta
+from trainer.models.families import bert, roberta
 from trainer.models.transformer import Transformer
 
 Build = Callable[..., Transformer]

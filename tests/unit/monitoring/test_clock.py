@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.accelerators import Accelerator
-from trainer.accelerators.cpu import CpuAccelerator
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring.clock import Clock
 
 
@@ -77,7 +77,7 @@ def test_steps_end_with_the_optimizer_and_pauses_are_apart():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_work_is_charged_to_the_lap_that_asked_for_it():
-    from trainer.accelerators.cuda import CudaAccelerator
+    from trainer.accelerators.kinds.cuda import CudaAccelerator
 
     accelerator: Accelerator = CudaAccelerator(0)
     matrix = torch.ones(8192, 8192, device="cuda")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.errors import DataError, MissingExtra
+from samestep.errors import DataError, MissingExtra
 from trainer.monitoring.curves import plot_loss
 from trainer.monitoring.jsonl import JsonlTracker
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.errors import SamestepError, fix_of
 from tests.failing_files import contents, each_failure
-from trainer.errors import SamestepError, fix_of
 from trainer.monitoring import Tracker, tensorboard, wandb
 from trainer.monitoring.jsonl import ALERTS, JsonlTracker, read_rows
 from trainer.training.ledger import GENESIS, Ledger, intact_rows

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import SamestepError
+from samestep.errors import SamestepError
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 
 

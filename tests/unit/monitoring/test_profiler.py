@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.monitoring.profiler import Config, communication
 
 

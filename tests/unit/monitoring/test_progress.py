@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from samestep.terminal import Console
 from trainer.monitoring.progress import ProgressTracker
-from trainer.terminal import Console
 
 ROW = {
     "train/loss": 6.54321,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError
 from trainer.monitoring.report import Report, write_report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.accelerators.cpu import CpuAccelerator
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring.resources import Resources
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import MissingExtra
+from samestep.errors import MissingExtra
 from trainer.monitoring import tensorboard as tracking
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 

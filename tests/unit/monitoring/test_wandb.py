@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from samestep.config import decode
+from samestep.errors import ConfigError, MissingExtra
 from tests.server import QuietServer
 from tests.unit.monitoring.offline_wandb import (
     ended,
@@ -29,8 +31,6 @@ from tests.unit.monitoring.offline_wandb import (
     offline_summary,
     wait_for,
 )
-from trainer.config import decode
-from trainer.errors import ConfigError, MissingExtra
 from trainer.monitoring import wandb as tracking
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import JsonlTracker, read_rows

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 
 from tests.outputs import outputs
 from tests.unit.objectives.test_causal_lm import VOCABULARY, _examples
-from trainer.models import Model, bilm, lstm
+from trainer.models import Model
+from trainer.models.families import bilm, lstm
 from trainer.models.recurrent import RecurrentConfig
-from trainer.objectives import Objective, causal_lm
-from trainer.objectives.bilm import Config
+from trainer.objectives import Objective
+from trainer.objectives.kinds import causal_lm
+from trainer.objectives.kinds.bilm import Config
 
 SIZES = {"layers": 2, "hidden_size": 16, "proj_size": 0, "embedding_width": 16}
 SHAPE: dict[str, Any] = {**SIZES, "vocab_size": 50, "dropout": 0.0}

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.errors import ConfigError
+from samestep.examples import Examples, Vocabulary
 from tests.outputs import predict
 from tests.unit.objectives.texts import pack
-from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
-from trainer.models import Outputs, bert
+from trainer.models import Outputs
+from trainer.models.families import bert
 from trainer.models.inputs import Inputs
-from trainer.objectives.causal_lm import Config
+from trainer.objectives.kinds.causal_lm import Config
 
 VOCABULARY = Vocabulary(size=50, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
 PAD, CLS, SEP = 0, 1, 2

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from trainer.examples import Vocabulary
-from trainer.objectives import crf, tagging
+from samestep.examples import Vocabulary
+from trainer.objectives import crf
+from trainer.objectives.kinds import tagging
 
 CLASSES, WORDS = 3, 4
 

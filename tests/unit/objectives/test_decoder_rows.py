@@ -13,20 +13,21 @@ from torch import Tensor
 
 from data_pipeline.format.manifest import TaskLabels
 from data_pipeline.reading.config import Config as DataConfig
+from samestep.errors import ConfigError
+from samestep.examples import TaskRow, Vocabulary
 from tests.unit.objectives import test_task_objectives as of_bert
 from tests.unit.objectives.test_task_objectives import make, predictions
-from trainer.errors import ConfigError
-from trainer.examples import TaskRow, Vocabulary
-from trainer.models import Outputs, bart, bert, gpt2, roberta, t5
+from trainer.models import Outputs
+from trainer.models.families import bart, bert, gpt2, roberta, t5
 from trainer.models.inputs import Inputs
-from trainer.objectives import (
+from trainer.objectives.kinds import (
     classification,
     multiple_choice,
     question_answering,
     regression,
     tagging,
 )
-from trainer.optim import adamw
+from trainer.optim.kinds import adamw
 from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment
 from trainer.training.settings import Config as TrainingConfig

@@ -16,13 +16,14 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.hashing import mix
 from tests.unit.objectives.test_span_corruption import restored
 from tests.unit.objectives.texts import EOS, PAD, SENTINELS, VOCABULARY, only, pack, pairs_of
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
-from trainer.hashing import mix
-from trainer.objectives import noise, span_corruption
-from trainer.objectives.denoising import Config, Scheme
+from trainer.objectives import noise
+from trainer.objectives.kinds import span_corruption
+from trainer.objectives.kinds.denoising import Config, Scheme
 from trainer.objectives.text_to_text import Ragged
 
 LAYOUTS = ("encoder_decoder", "prefix_lm", "language_model")

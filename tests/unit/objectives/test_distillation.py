@@ -12,20 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.config import decode
+from samestep.errors import ConfigError
+from samestep.examples import HOST_COLUMNS, Examples, Vocabulary
 from tests.outputs import outputs
 from tests.unit.objectives.texts import pack
-from trainer.config import decode
-from trainer.errors import ConfigError
-from trainer.examples import HOST_COLUMNS, Examples, Vocabulary
-from trainer.models import bert
-from trainer.objectives import (
-    Objective,
-    causal_lm,
-    classification,
-    distillation,
-    mlm,
-    regression,
-)
+from trainer.models.families import bert
+from trainer.objectives import Objective
+from trainer.objectives.kinds import causal_lm, classification, distillation, mlm, regression
 
 PAD, CLS, SEP, MASK = range(4)
 VOCABULARY = Vocabulary(1000, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK))

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.config import decode
-from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import mix
+from samestep.config import decode
+from samestep.errors import ConfigError
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import mix
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
-from trainer.objectives.mlm import Config
+from trainer.objectives.kinds.mlm import Config
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 VOCABULARY = Vocabulary(

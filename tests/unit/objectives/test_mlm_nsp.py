@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import mix
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import mix
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
-from trainer.objectives import mlm, mlm_nsp
+from trainer.objectives.kinds import mlm, mlm_nsp
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 VOCABULARY = Vocabulary(100, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK))

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import mix
-from trainer.models import bert
+from samestep.errors import ConfigError
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import mix
+from trainer.models.families import bert
 from trainer.models.inputs import Inputs
-from trainer.objectives import mlm_sbo
+from trainer.objectives.kinds import mlm_sbo
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 CONTINUING = tuple(range(70, 100))

@@ -8,7 +8,7 @@ import torch
 from tests.unit.objectives.test_mlm_nsp import VOCABULARY, random_pairs
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
-from trainer.objectives import mlm_nsp, mlm_sop
+from trainer.objectives.kinds import mlm_nsp, mlm_sop
 
 
 class Model(torch.nn.Module):

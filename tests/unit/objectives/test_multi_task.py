@@ -7,12 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from samestep.errors import ConfigError
+from samestep.examples import Examples
+from samestep.hashing import mix
 from tests.unit.objectives.test_seq2seq import pack as pack_pairs
 from tests.unit.objectives.texts import VOCABULARY, only, pack
-from trainer.errors import ConfigError
-from trainer.examples import Examples
-from trainer.hashing import mix
-from trainer.objectives import causal_lm, denoising, multi_task, prefix_lm, seq2seq, span_corruption
+from trainer.objectives.kinds import (
+    causal_lm,
+    denoising,
+    multi_task,
+    prefix_lm,
+    seq2seq,
+    span_corruption,
+)
 
 LENGTH = 48
 OF = {

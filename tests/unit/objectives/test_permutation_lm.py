@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from samestep.errors import ConfigError
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
-from trainer.errors import ConfigError
-from trainer.objectives.permutation_lm import Config
+from trainer.objectives.kinds.permutation_lm import Config
 
 
 def test_one_token_in_k_is_predicted_and_nothing_is_masked() -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.errors import ConfigError
 from tests.outputs import predict
 from tests.unit.objectives.texts import EOS, VOCABULARY, only, pack, pairs_of
-from trainer.errors import ConfigError
-from trainer.models import bert
-from trainer.objectives.prefix_lm import Config
+from trainer.models.families import bert
+from trainer.objectives.kinds.prefix_lm import Config
 
 LAYOUTS = ("encoder_decoder", "prefix_lm")
 LENGTHS = [1, 2, 3, 4, 5, 1, 700, *np.random.default_rng(0).integers(1, 90, 60)]

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_pipeline.building.task_rows import join, pack
-from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
-from trainer.models import bert
+from samestep.errors import ConfigError
+from samestep.examples import Examples, Vocabulary
+from trainer.models.families import bert
 from trainer.models.inputs import Inputs
-from trainer.objectives import contrastive, cosine
+from trainer.objectives.kinds import contrastive, cosine
 
 VOCABULARY = Vocabulary(100, 0, 1, 2, 3, (0, 1, 2, 3))
 LENGTH = 24

@@ -7,10 +7,10 @@ import pytest
 
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing.policy import plan_shard
+from samestep.errors import ConfigError
+from samestep.examples import Examples
 from tests.unit.objectives.texts import EOS, VOCABULARY, as_examples, only, pairs_of
-from trainer.errors import ConfigError
-from trainer.examples import Examples
-from trainer.objectives.seq2seq import Config
+from trainer.objectives.kinds.seq2seq import Config
 
 Pair = tuple[list[int], list[int]]
 LAYOUTS = ("encoder_decoder", "prefix_lm", "language_model")

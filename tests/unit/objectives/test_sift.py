@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
-from trainer.models import Model, bert, gpt2
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from trainer.models import Model
+from trainer.models.families import bert, gpt2
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import normal
-from trainer.objectives import classification, question_answering, regression, sift, tagging
+from trainer.objectives.kinds import classification, question_answering, regression, sift, tagging
 
 VOCABULARY = Vocabulary(100, 0, 1, 2, 3, (0, 1, 2, 3))
 LABELS = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchmarks import span_corruption as benchmark
+from samestep.errors import ConfigError
+from samestep.hashing import mix
 from tests.unit.objectives.texts import EOS, SENTINELS, VOCABULARY, only, pack, pairs_of
-from trainer.errors import ConfigError
-from trainer.hashing import mix
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
+from trainer.objectives.kinds.span_corruption import Config, SpanCorruption
 from trainer.objectives.noise import random_parts
-from trainer.objectives.span_corruption import Config, SpanCorruption
 
 LAYOUTS = ("encoder_decoder", "prefix_lm", "language_model")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.examples import Vocabulary
+from samestep.examples import Vocabulary
 from trainer.models import Outputs, scores_of
 from trainer.models.inputs import Inputs
 from trainer.models.token_scores import score_logits
 from trainer.monitoring.meter import Meter
-from trainer.objectives import (
+from trainer.objectives.kinds import (
     causal_lm,
     classification,
     distillation,

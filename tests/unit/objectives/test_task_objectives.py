@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, Labels, TaskRow, Vocabulary
-from trainer.hashing import mix
+from samestep.errors import ConfigError
+from samestep.examples import Batch, Examples, Labels, TaskRow, Vocabulary
+from samestep.hashing import mix
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
-from trainer.objectives import (
-    Predictions,
-    Task,
+from trainer.objectives import Predictions, Task
+from trainer.objectives.kinds import (
     classification,
     distillation,
     multiple_choice,
@@ -29,7 +28,7 @@ from trainer.objectives import (
     sift,
     tagging,
 )
-from trainer.objectives.question_answering import max_context
+from trainer.objectives.kinds.question_answering import max_context
 
 PAD, CLS, SEP = 0, 1, 2
 VOCABULARY = Vocabulary(100, PAD, CLS, SEP, None, (PAD, CLS, SEP))

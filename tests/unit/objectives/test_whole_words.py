@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import combine, mix, name_key
-from trainer.objectives import mlm
+from samestep.errors import ConfigError
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import combine, mix, name_key
+from trainer.objectives.kinds import mlm
 from trainer.objectives.whole_words import choose_words, columns_of
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
-from trainer.hashing import combine, mix, name_key, uniform
-from trainer.objectives import mlm
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from samestep.hashing import combine, mix, name_key, uniform
+from trainer.objectives.kinds import mlm
 from trainer.objectives.word_spans import (
     choose_spans,
     geometric_probabilities,

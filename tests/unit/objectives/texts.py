@@ -8,8 +8,8 @@ import numpy as np
 
 from data_pipeline.packing.documents import plan
 from data_pipeline.packing.plan import PackPlan
-from trainer.examples import Batch, Examples, PackSpec, Policy, Vocabulary
-from trainer.hashing import mix
+from samestep.examples import Batch, Examples, PackSpec, Policy, Vocabulary
+from samestep.hashing import mix
 
 PAD, EOS = 0, 1
 SENTINELS = tuple(range(1099, 999, -1))

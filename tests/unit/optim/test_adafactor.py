@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
-from trainer.config import decode
-from trainer.errors import ConfigError
+from samestep.config import decode
+from samestep.errors import ConfigError
 from trainer.optim import Structure, groups
-from trainer.optim.adafactor import Config
+from trainer.optim.kinds.adafactor import Config
 from trainer.optim.schedules import Schedule, lr_fraction
 from trainer.strategies.loss_scale import LossScale
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.config import decode
+from samestep.errors import ConfigError
 from trainer.accelerators import kernels
-from trainer.config import decode
-from trainer.errors import ConfigError
-from trainer.optim import Structure, adamw, adamw_scale, groups, lamb
-from trainer.optim.adamw import Config
+from trainer.optim import Structure, groups
+from trainer.optim.kinds import adamw, adamw_scale, lamb
+from trainer.optim.kinds.adamw import Config
 
 BERT_SHAPES = {
     "embeddings.tokens.weight": (50, 8),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.optim import Structure, groups
-from trainer.optim.adamw_scale import Config
+from trainer.optim.kinds.adamw_scale import Config
 
 SHAPES = {"table": (50, 8), "up": (31, 8), "bias": (31,), "zero": (8,)}
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.config import decode
-from trainer.errors import ConfigError
+from samestep.config import decode
+from samestep.errors import ConfigError
 from trainer.optim import Structure, groups
-from trainer.optim.lamb import Config
+from trainer.optim.kinds.lamb import Config
 
 SHAPES = {"table": (50, 8), "up": (31, 8), "bias": (31,), "norm": (8,), "zero": (8,)}
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accelerators import kernels
-from trainer.models import bert
-from trainer.optim import Structure, adamw, adamw_scale, groups, lamb, muon, stable_adamw
+from trainer.models.families import bert
+from trainer.optim import Structure, groups
+from trainer.optim.kinds import adamw, adamw_scale, lamb, muon, stable_adamw
 
 FUSED = {
     "adamw": adamw.Config(),

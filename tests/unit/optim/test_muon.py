@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.models import albert, bart, bert, electra, t5
+from samestep.errors import ConfigError
+from trainer.models.families import albert, bart, bert, electra, t5
 from trainer.optim import Structure, groups
 from trainer.optim.exchange import owners
-from trainer.optim.muon import Config, Muon
+from trainer.optim.kinds.muon import Config, Muon
 
 SHAPES = {"tall": (24, 10), "wide": (10, 24), "square": (16, 16), "vector": (7,), "table": (9, 4)}
 MATRICES = frozenset({"tall", "wide", "square"})

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from trainer.config import decode
-from trainer.errors import ConfigError
+from samestep.config import decode
+from samestep.errors import ConfigError
 from trainer.optim.schedules import Schedule, lr_fraction
 
 

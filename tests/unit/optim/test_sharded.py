@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.processes import run_ranks
 from trainer.checkpoint import layout
-from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, muon, stable_adamw
+from trainer.optim import Structure, groups
+from trainer.optim.kinds import adafactor, adamw, adamw_scale, lamb, muon, stable_adamw
 from trainer.partition import Segment, SegmentParameter, whole_shape
 
 STEPS = 80

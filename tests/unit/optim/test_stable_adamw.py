@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.optim.test_adamw_scale import gradients, make_parameters, rate
 from trainer.optim import Structure, groups
-from trainer.optim.stable_adamw import Config
+from trainer.optim.kinds.stable_adamw import Config
 
 
 def expected(

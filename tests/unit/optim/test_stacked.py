@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accelerators import kernels
-from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb, muon, stable_adamw
+from trainer.optim import Structure, groups
+from trainer.optim.kinds import adafactor, adamw, adamw_scale, lamb, muon, stable_adamw
 from trainer.partition import StackedParameter, squared_norms
 
 LAYERS, STEPS = 3, 12

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError
-from trainer.optim import Structure, adamw, adamw_scale, groups, lamb, muon, stable_adamw
+from samestep.errors import ConfigError
+from trainer.optim import Structure, groups
+from trainer.optim.kinds import adamw, adamw_scale, lamb, muon, stable_adamw
 
 EVERY = 3
 ABOVE = {"head.weight": 0, "head.bias": 0, "layers.1.weight": 1, "layers.0.weight": 2, "bottom": 3}

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.optim import Structure, adamw
+from trainer.optim import Structure
+from trainer.optim.kinds import adamw
 from trainer.partition import exact, exact_sums, whole_norms
 from trainer.strategies.exact import GradientSums
 

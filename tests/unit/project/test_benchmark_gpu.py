@@ -20,7 +20,7 @@ from benchmarks import gpu, gpu_tables
 from benchmarks.models import initialized
 from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
 from benchmarks.turn_record import ALLOCATOR, StepRecorder
-from trainer.accelerators import cuda
+from trainer.accelerators.kinds import cuda
 from trainer.strategies import Replica
 from trainer.training.model import build_objectives
 from trainer.training.run import open_loader

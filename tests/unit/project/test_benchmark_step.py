@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import step, step_encoders
 from benchmarks.dataset import write_dataset
+from samestep.cli import main
 from tests.integration import tasks
-from trainer.cli import main
 
 
 def test_their_batches_are_ours(tmp_path: Path):

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import pytest
 
-from trainer.config import recipes
+from samestep.config import recipes
 
 ROOT = Path(__file__).parents[3]
 ENTRYPOINT = ROOT / "docker" / "entrypoint.sh"
@@ -248,7 +248,7 @@ def test_wheel_of_the_image_has_the_recipes(dockerfile: Path, tmp_path: Path):
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".yaml")}
-    assert {f"trainer/{name}.yaml" for name in recipes.names()} <= inside
+    assert {f"samestep/{name}.yaml" for name in recipes.names()} <= inside
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 from data_pipeline.building.recipe import load_recipe
 from launch.submission import submit
-from trainer.cli import build_parser
-from trainer.config import load
+from samestep.cli import build_parser
+from samestep.config import load
 from trainer.studies.study import Study
 from trainer.training.experiment import Experiment
 

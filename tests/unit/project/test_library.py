@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -36,14 +37,20 @@ def test_the_names_stay():
 
 
 def test_type_checkers_see_what_is_imported():
-    tree = ast.parse(Path(samestep.__file__).read_text(encoding="utf-8"))
-    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
-    found = {
-        node.module: tuple(alias.name for alias in node.names)
-        for node in guarded.body
-        if isinstance(node, ast.ImportFrom)
-    }
+    stub = Path(samestep.__file__).with_suffix(".pyi")
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    found: dict[str, tuple[str, ...]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names = tuple(alias.asname or "" for alias in node.names)
+            found[node.module or ""] = (*found.get(node.module or "", ()), *names)
     assert found == _MODULES
+
+
+def test_every_name_is_in_its_module():
+    for module, names in _MODULES.items():
+        for name in names:
+            assert getattr(samestep, name) is getattr(importlib.import_module(module), name)
 
 
 def test_torch_is_imported_when_it_is_used():
@@ -68,7 +75,7 @@ def test_settings_in_the_table_of_callbacks_exist():
     (table,) = re.findall(r"^## What callbacks.*?\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
     keys = re.findall(r"`((?:training|checkpoint|tracking)\.\w+)", table)
     assert len(keys) > 10
-    from trainer.config.decode import _sections
+    from samestep.config.decode import _sections
     from trainer.training.experiment import Experiment
 
     sections = _sections(Experiment)

@@ -1,4 +1,4 @@
-"""Names and files from outside go through trainer.untrusted: a new join or read says why not.
+"""Names and files from outside go through samestep.untrusted: a new join or read says why not.
 
 Both searches read code, so they see neither types nor values: a join counts if the name on its
 right looks like one of a file, and a read if it is one of the usual calls.
@@ -40,7 +40,7 @@ JOINS: dict[str, tuple[str, ...]] = {
         *("folder / shard.name", "self.path / info.name", "self.path / name"),
         "self._dataset.path / name",
     ),
-    "trainer/untrusted.py": ("folder / name",),
+    "samestep/untrusted.py": ("folder / name",),
     # A name that a folder's own listing has, to read or remove it there.
     "trainer/checkpoint/collective.py": ("folder / name",),
     "trainer/checkpoint/holding.py": ("self._root / name",),
@@ -63,7 +63,7 @@ JOINS: dict[str, tuple[str, ...]] = {
         *("folder / name", "path / pointer", "folder / _UNIVERSAL / name"),
     ),
     "trainer/checkpoint/history.py": ("root / name",),
-    "trainer/config/recipes.py": ("(folder or Path.cwd()) / name",),
+    "samestep/config/recipes.py": ("(folder or Path.cwd()) / name",),
     "trainer/inspect/fetch.py": ("folder / path",),
     "trainer/inspect/recipes.py": ("folder / source.name",),
     "trainer/monitoring/report/__init__.py": (
@@ -71,7 +71,7 @@ JOINS: dict[str, tuple[str, ...]] = {
     ),
     "trainer/monitoring/report/run.py": ("folder / name",),
     "trainer/publish/model_card.py": ("run / name",),
-    "trainer/storage/hub.py": ("folder / name",),
+    "samestep/storage/hub.py": ("folder / name",),
     "trainer/studies/cli.py": ("args.output / study.name",),
     "trainer/studies/finetune/page.py": ("folder / file", "run.folder / name"),
     "trainer/studies/finetune/task.py": ("folder / name",),
@@ -84,7 +84,7 @@ JOINS: dict[str, tuple[str, ...]] = {
     "data_pipeline/reading/remote.py": (
         *("download / 'tokenizer' / name", "folder / 'tokenizer' / name", "folder / name"),
     ),
-    "data_pipeline/sources/python_docs.py": ("library() / name",),
+    "data_pipeline/sources/kinds/python_docs.py": ("library() / name",),
     "data_pipeline/tokenizers/tokenizer.py": ("folder / name",),
     "launch/cli.py": ("launch.job.folder / name",),
     "launch/submission/submit.py": (
@@ -97,24 +97,24 @@ READS = {
     # After a check that it is a regular file.
     *("trainer/checkpoint/deepspeed.py", "trainer/checkpoint/elmo.py"),
     *("trainer/checkpoint/files.py", "trainer/inspect/audit/batches.py"),
-    *("trainer/training/shared_facts.py", "trainer/untrusted.py"),
-    *("data_pipeline/format/shards.py", "trainer/storage/objects.py"),
+    *("trainer/training/shared_facts.py", "samestep/untrusted.py"),
+    *("data_pipeline/format/shards.py", "samestep/storage/objects.py"),
     *("data_pipeline/tokenizers/huggingface.py", "data_pipeline/tokenizers/settings.py"),
     "trainer/monitoring/report/study.py",
     # Of the system, or of samestep itself.
-    *("trainer/environment.py", "trainer/monitoring/costs.py", "launch/local.py"),
+    *("samestep/environment.py", "trainer/monitoring/costs.py", "launch/kinds/local.py"),
     *("trainer/checkpoint/lock.py", "trainer/training/arithmetic.py"),
     *("trainer/inspect/cli.py", "trainer/inspect/recipes.py", "trainer/studies/template.py"),
-    *("trainer/monitoring/report/__init__.py", "data_pipeline/sources/python_docs.py"),
+    *("trainer/monitoring/report/__init__.py", "data_pipeline/sources/kinds/python_docs.py"),
     # Named by the user for this command; may be a pipe.
-    *("trainer/config/tree.py", "trainer/elastic/secret.py", "trainer/inference/candidates.py"),
+    *("samestep/config/tree.py", "trainer/elastic/secret.py", "trainer/inference/candidates.py"),
     *("trainer/inspect/certify/layouts.py", "trainer/inspect/certify/run.py"),
     *("trainer/strategies/deepspeed/settings.py", "trainer/studies/inputs.py"),
     "data_pipeline/building/tokenizer_extension.py",
     # Work that this command, or an earlier one of the same user, has left in its own output.
     *("trainer/inference/resumable.py", "trainer/inference/features.py", "trainer/vectors/work.py"),
     *("trainer/monitoring/report/suite.py", "trainer/publish/fast_tokenizer.py"),
-    *("trainer/publish/hub.py", "trainer/publish/tokenizer.py", "trainer/storage/local.py"),
+    *("trainer/publish/hub.py", "trainer/publish/tokenizer.py", "samestep/storage/local.py"),
     *(
         "trainer/monitoring/profiler.py",
         "trainer/studies/execution.py",
@@ -126,7 +126,7 @@ READS = {
     "trainer/vectors/train.py",
     *("data_pipeline/building/build.py", "data_pipeline/building/duplicates.py"),
     *("data_pipeline/building/units.py", "data_pipeline/reading/cache.py"),
-    *("launch/logs.py", "launch/records.py", "launch/slurm.py", "launch/table.py"),
+    *("launch/logs.py", "launch/records.py", "launch/kinds/slurm.py", "launch/table.py"),
     *("launch/tpu/slice.py", "launch/tpu/supervisor.py"),
 }
 """Files with reads that may block, or may read for ever, if somebody else made the folder."""
@@ -199,7 +199,7 @@ def _found(search: Callable[[str], Iterator[str]]) -> Iterator[tuple[str, str]]:
 
 def test_a_name_from_outside_is_joined_by_inside() -> None:
     unknown = [(path, text) for path, text in _found(joins) if text not in JOINS.get(path, ())]
-    # Use trainer.untrusted.inside; or add the join, where the name cannot be a stranger's.
+    # Use samestep.untrusted.inside; or add the join, where the name cannot be a stranger's.
     assert unknown == []
 
 

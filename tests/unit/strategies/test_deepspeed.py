@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from trainer.accelerators import cpu
-from trainer.errors import ConfigError, MissingExtra
-from trainer.strategies.deepspeed import Config, settings
+from samestep.errors import ConfigError, MissingExtra
+from trainer.accelerators.kinds import cpu
+from trainer.strategies.kinds.deepspeed import Config, settings
 from trainer.strategies.world import World
 
 HUGGING_FACE: dict[str, Any] = {  # of the documentation of Hugging Face's Trainer

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from samestep import storage
+from samestep.storage.attempts import attempt
 from tests.processes import fork
-from trainer import storage
-from trainer.accelerators.xla import XlaAccelerator
+from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.checkpoint import Checkpointer, Config
-from trainer.storage.attempts import attempt
 from trainer.strategies import heartbeat
 from trainer.strategies.heartbeat import Beat, explain
 from trainer.strategies.stacks import PARTS, place_of

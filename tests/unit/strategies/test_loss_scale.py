@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.errors import SamestepError
-from trainer.optim import adafactor, adamw, adamw_scale, lamb
+from samestep.errors import SamestepError
+from trainer.optim.kinds import adafactor, adamw, adamw_scale, lamb
 from trainer.strategies.loss_scale import LossScale
 
 OPTIMIZERS = [

@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 from torch.distributed import HashStore
 
+from samestep.errors import ConfigError
 from tests.ports import free_port
-from trainer.errors import ConfigError
 from trainer.strategies.neighbor import (
     INTERFACE,
     Neighbor,

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
+from samestep.errors import EXIT_CRASHED, ConnectError, LaunchError
 from tests.ports import free_port
 from tests.processes import run_ranks
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.errors import EXIT_CRASHED, ConnectError, LaunchError
-from trainer.strategies import fsdp
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.strategies import world as module
+from trainer.strategies.kinds import fsdp
 from trainer.strategies.world import PROGRESS, World
 
 ROOT = Path(__file__).parents[3]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.partition import SegmentParameter, StackedParameter, layer_shape
 from trainer.strategies import Replica
-from trainer.strategies.xla_spmd import Config, XlaSpmd
+from trainer.strategies.kinds.xla_spmd import Config, XlaSpmd
 
 
 def held(rows: int, machines: int, devices: int, replicas: int = 1) -> list[tuple[int, int]]:

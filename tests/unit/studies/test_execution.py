@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import DataError
+from samestep.errors import DataError
 from trainer.studies.execution import Execution, Slot
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from samestep.errors import ConfigError
 from tests.unit.studies.test_study import content, read
-from trainer.errors import ConfigError
 from trainer.monitoring.costs import Usage
 from trainer.studies import page
 from trainer.studies.jobs import Result, list_jobs

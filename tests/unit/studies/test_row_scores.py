@@ -12,7 +12,7 @@ from scipy.stats import pearsonr, spearmanr
 from seqeval.metrics import f1_score as entity_f1
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from trainer.errors import DataError
+from samestep.errors import DataError
 from trainer.studies.row_scores import read_row_score
 
 RANDOM = np.random.Generator(np.random.PCG64(3))

@@ -15,11 +15,11 @@ import torch
 import yaml
 from transformers import BertConfig, BertForMaskedLM
 
+from samestep.cli import build_parser
+from samestep.errors import ConfigError
 from tests.waiting import until
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint import Config as Settings
-from trainer.cli import build_parser
-from trainer.errors import ConfigError
 from trainer.monitoring.costs import Config as Costs
 from trainer.monitoring.costs import CpuEnergy, Usage
 from trainer.studies import inputs, page, results

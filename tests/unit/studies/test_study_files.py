@@ -8,20 +8,20 @@ from typing import Annotated, Any
 
 import pytest
 
-from trainer.config import Kinds, Tree, decode, load, recipes, to_tree
-from trainer.models import lstm
+from samestep.config import Kinds, Tree, decode, load, recipes, to_tree
+from samestep.tasks import TASKS
+from trainer.models.families import lstm
 from trainer.studies.jobs import Job, list_jobs
 from trainer.studies.stages import task
 from trainer.studies.statistics import detectable
 from trainer.studies.study import Study
-from trainer.tasks import TASKS
 from trainer.training.experiment import Experiment
 
 FILES = sorted((recipes.FOLDER / "studies").glob("*.yaml"))
 SCALES = sorted(path.name for path in (recipes.FOLDER / "studies" / "scales").iterdir())
 # Files that are not free to copy; jobs are listed by their names and sizes.
 OWN_FILES = ("train.jsonl", "dev.jsonl", "train.conll", "valid.conll")
-_MODEL = Annotated[Any, Kinds("trainer.models")]
+_MODEL = Annotated[Any, Kinds("trainer.models.families")]
 PAGES = Path(__file__).parents[3] / "docs" / "studies"
 
 

@@ -14,12 +14,13 @@ import torch
 
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.errors import CheckpointError, ConfigError
 from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import ModelConfig, albert, bert, electra, gpt2, t5
+from trainer.models import ModelConfig
+from trainer.models.families import albert, bert, electra, gpt2, t5
 from trainer.models.inputs import Inputs
-from trainer.models.peft import lora
+from trainer.models.peft.kinds import lora
 from trainer.training.added_tokens import with_row_per_token
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from samestep.errors import ConfigError
 from tests.processes import run_ranks
 from trainer.accelerators.detect import detect
-from trainer.errors import ConfigError
 from trainer.strategies.world import World
 from trainer.training.arithmetic import arithmetic
 

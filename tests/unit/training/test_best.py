@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.training.best import Best, Config
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.config import Tree, to_tree
+from samestep.errors import ConfigError
 from trainer.checkpoint import writer
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.config import Tree, to_tree
-from trainer.errors import ConfigError
 from trainer.training.checkpoints import Checkpoints, changes_since
 from trainer.training.finished import reason_to_end
 from trainer.training.starting import load_experiment

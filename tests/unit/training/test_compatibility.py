@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from data_pipeline.reading.config import Config as DataConfig
-from trainer.errors import ConfigError
-from trainer.examples import Vocabulary
-from trainer.models import bart, bert, gpt2, roberta, t5
-from trainer.objectives import (
+from samestep.errors import ConfigError
+from samestep.examples import Vocabulary
+from trainer.models.families import bart, bert, gpt2, roberta, t5
+from trainer.objectives.kinds import (
     causal_lm,
     classification,
     contrastive,
@@ -24,7 +24,7 @@ from trainer.objectives import (
     span_corruption,
     tagging,
 )
-from trainer.optim import adamw
+from trainer.optim.kinds import adamw
 from trainer.training.best import Config as Best
 from trainer.training.compatibility import check_best, check_needs
 from trainer.training.experiment import Experiment

@@ -10,8 +10,8 @@ import pytest
 import torch._inductor.config as inductor
 from torch import nn
 
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.accelerators.tpu import TpuAccelerator
+from trainer.accelerators.kinds.cpu import CpuAccelerator
+from trainer.accelerators.kinds.tpu import TpuAccelerator
 from trainer.models import Model
 from trainer.training.compiled import compile_units
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.errors import ConfigError, SamestepError
+from samestep.errors import ConfigError, SamestepError
 from trainer.training.faults import Config, Faults
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.unit.models.test_contract import BERT, SHAPE, meta
 from tests.unit.models.test_fused_attention import attention
-from trainer.accelerators import cpu
-from trainer.models import deberta
+from trainer.accelerators.kinds import cpu
 from trainer.models.config import TransformerConfig
+from trainer.models.families import deberta
 from trainer.training.fused_attention import fuse_attention, largest_error
 
 

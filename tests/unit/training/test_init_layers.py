@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from data_pipeline.reading.dataset import Dataset
+from samestep.errors import ConfigError
 from tests.integration.commands import Samestep
 from trainer.checkpoint.layout import StoredTensors
-from trainer.errors import ConfigError
-from trainer.models import bert, t5
+from trainer.models.families import bert, t5
 from trainer.training.initial_weights import choose_layers, stored_values
 from trainer.training.weights import Weights, load_weights
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from samestep.errors import ConfigError
 from tests.outputs import fill, outputs, random_parameters
 from trainer.checkpoint.layout import StoredTensors
-from trainer.errors import ConfigError
-from trainer.models import (
+from trainer.models.families import (
     albert,
     bart,
     bert,

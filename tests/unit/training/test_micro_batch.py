@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.config import load
-from trainer.errors import SamestepError
+from samestep.config import load
+from samestep.errors import SamestepError
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.training import micro_batch, run
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import largest, without_probe
@@ -121,7 +121,7 @@ class LimitedMemory(CpuAccelerator):
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.accelerators.cpu.CpuAccelerator", LimitedMemory)
+    monkeypatch.setattr("trainer.accelerators.kinds.cpu.CpuAccelerator", LimitedMemory)
 
 
 def _run(file: str, output: Path, *overrides: str) -> None:
@@ -214,7 +214,7 @@ def test_measuring_changes_nothing(
 ) -> None:
     """Weights after two steps are equal to a run's without measuring."""
     _run(experiment_file, tmp_path / "without", "training.micro_batch_size=5")
-    monkeypatch.setattr("trainer.accelerators.cpu.CpuAccelerator", LimitedMemory)
+    monkeypatch.setattr("trainer.accelerators.kinds.cpu.CpuAccelerator", LimitedMemory)
     _run(experiment_file, tmp_path / "with", "training.micro_batch_size=5")
     name = "checkpoints/step-00000002/rank-00000.safetensors"
     assert (tmp_path / "without" / name).read_bytes() == (tmp_path / "with" / name).read_bytes()
@@ -251,7 +251,7 @@ def test_when_not_even_one_example_fits_the_rest_is_named(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.training.micro_batch.probe", _run_out)
-    monkeypatch.setattr("trainer.accelerators.cpu.CpuAccelerator", LimitedMemory)
+    monkeypatch.setattr("trainer.accelerators.kinds.cpu.CpuAccelerator", LimitedMemory)
     with pytest.raises(
         SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"
     ):

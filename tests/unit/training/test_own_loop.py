@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.errors import CheckpointError, ConfigError, DataError
 from tests.mixtures import sources
-from trainer.errors import CheckpointError, ConfigError, DataError
 from trainer.training.experiment import Experiment
 from trainer.training.own_loop import Batches, open_batches
 from trainer.training.starting import load_experiment

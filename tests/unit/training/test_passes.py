@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.objectives import Loss
-from trainer.strategies.single import Single
+from trainer.strategies.kinds.single import Single
 from trainer.training.passes import accumulate_gradients, score
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import ConfigError
-from trainer.objectives import causal_lm, mlm
+from samestep.errors import ConfigError
+from trainer.objectives.kinds import causal_lm, mlm
 from trainer.optim.schedules import Schedule
 from trainer.training.phases import Config, Phase, examples_after, phase_of, resolve
 

@@ -11,10 +11,10 @@ from typing import cast
 
 import pytest
 
+from samestep import log
+from samestep.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
 from tests.processes import run_ranks
-from trainer import log
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
 from trainer.strategies.world import World
 from trainer.training.preemption import TOGETHER_SECONDS, Config, StopRequest
 

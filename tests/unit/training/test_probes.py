@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.errors import SamestepError
+from samestep.errors import SamestepError
 from trainer.training.probes import Split, accuracy, rows_of
 
 

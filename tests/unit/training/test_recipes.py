@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.config import load, read_tree, recipes
+from samestep.config import load, read_tree, recipes
 from trainer.inspect.plan.batch import stand_in
 from trainer.training.compatibility import check_lengths, check_needs
 from trainer.training.experiment import Experiment

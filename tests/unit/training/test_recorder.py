@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from trainer.accelerators.cpu import CpuAccelerator
-from trainer.errors import SamestepError
+from samestep.errors import SamestepError
+from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring import Tracker
-from trainer.strategies.single import Config
+from trainer.strategies.kinds.single import Config
 from trainer.strategies.world import World
 from trainer.training.recorder import Recorder
 

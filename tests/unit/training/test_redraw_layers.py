@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError
-from trainer.models import bert, t5
+from samestep.errors import ConfigError
+from trainer.models.families import bert, t5
 from trainer.training.initial_weights import reinitialize_layers
 
 SHAPE = {"vocab_size": 40, "layers": 3, "width": 8, "heads": 2, "ffn_width": 16}

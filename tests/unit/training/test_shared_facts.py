@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from samestep.config import decode, load
+from samestep.errors import UnreachableError
 from tests.processes import run_ranks
-from trainer.config import decode, load
-from trainer.errors import UnreachableError
 from trainer.training import shared_facts
 from trainer.training.experiment import Experiment
 from trainer.training.run import open_strategy

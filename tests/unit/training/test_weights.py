@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.reading.dataset import Dataset
+from samestep.config import to_tree
+from samestep.errors import CheckpointError, ConfigError
 from tests.integration.commands import Samestep
 from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.config import to_tree
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Model, bert
+from trainer.models import Model
+from trainer.models.families import bert
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_config, load_weights
 

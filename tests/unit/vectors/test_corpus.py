@@ -11,8 +11,8 @@ import pytest
 
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
+from samestep.errors import ConfigError, DataError
 from tests.unit.vectors.corpora import Algorithm, write_dataset
-from trainer.errors import ConfigError, DataError
 from trainer.vectors import corpus
 from trainer.vectors.corpus import WORD, Splitter, Words, count_words, words_in, write_numbers
 from trainer.vectors.settings import Units

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
-from trainer.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError
 from trainer.vectors.folder import WordVectors, is_folder, nearest
 
 WORDS = ["play", "plays", "game", "theatre", "river"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.progress import Progress
 from tests.unit.vectors.corpora import random_text
-from trainer.progress import Progress
 from trainer.vectors import ppmi
 from trainer.vectors.cooccurrence import Cooccurrences, count, linear
 from trainer.vectors.ppmi import Matrix, train

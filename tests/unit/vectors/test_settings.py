@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 from trainer.vectors.settings import METHODS, Settings
 
 

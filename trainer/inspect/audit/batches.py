@@ -15,18 +15,18 @@ import numpy.typing as npt
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from data_pipeline.reading.loader import StreamingLoader
-from trainer.config import Kinds, Tree, decode
-from trainer.errors import ConfigError, DataError
-from trainer.examples import LoaderState
+from samestep.config import Kinds, Tree, decode
+from samestep.errors import ConfigError, DataError
+from samestep.examples import LoaderState
+from samestep.stored_json import Between, Count, JsonError, checked
+from samestep.untrusted import read_stored
 from trainer.objectives import ObjectiveConfig
-from trainer.stored_json import Between, Count, JsonError, checked
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.run import open_loader
-from trainer.untrusted import read_stored
 
-_OBJECTIVE = Annotated[ObjectiveConfig, Kinds("trainer.objectives")]
+_OBJECTIVE = Annotated[ObjectiveConfig, Kinds("trainer.objectives.kinds")]
 
 _BATCH_POSITIONS = 2**18  # as many as the loader packs at a time
 

@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
-from trainer.command import Commands, add_command, add_group
-from trainer.errors import EXIT_DONE, EXIT_FAILED
+from samestep.command import Commands, add_command, add_group
+from samestep.errors import EXIT_DONE, EXIT_FAILED
 
 _OVERRIDES = "settings that override the run's, e.g. data.path=DIR where the dataset has moved"
 
@@ -46,9 +46,9 @@ def register(commands: Commands) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from samestep.terminal import Console
     from trainer.inspect.audit.batches import Run
     from trainer.inspect.audit.verify import report, verify
-    from trainer.terminal import Console
 
     verdict = verify(Run.open(args.run_folder, args.overrides))
     report(verdict, Console(highlight=False, markup=False, soft_wrap=True))
@@ -56,9 +56,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace) -> int:
+    from samestep.terminal import Console
     from trainer.inspect.audit.batches import Run
     from trainer.inspect.audit.documents import documents, report
-    from trainer.terminal import Console
 
     found = documents(Run.open(args.run_folder, args.overrides), args.step)
     if args.json:

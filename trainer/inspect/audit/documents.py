@@ -6,9 +6,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
+from samestep.terminal import Console
 from trainer.inspect.audit.batches import Place, Run, columns, places
-from trainer.terminal import Console
 from trainer.training.ledger import Row
 
 Example = TypedDict(

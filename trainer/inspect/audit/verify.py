@@ -21,11 +21,11 @@ from rich.table import Table
 
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.reading.length_groups import GROUPS
+from samestep.progress import Progress
+from samestep.terminal import Console
 from trainer.checkpoint import integrity
 from trainer.inspect.audit.batches import Columns, Run, columns
 from trainer.inspect.audit.tally import Int64, Tally
-from trainer.progress import Progress
-from trainer.terminal import Console
 from trainer.training.ledger import Row
 from trainer.training.run import checkpoint_folder
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.findings import Finding
+from samestep.findings import Finding
 from trainer.inspect.certify.ranks import Ranks
 
 _SIZES = (1, 1000, 2**20 + 3)  # elements of a rank

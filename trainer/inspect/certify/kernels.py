@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samestep.findings import Finding
 from trainer.accelerators import DTYPES, Accelerator, Precision
-from trainer.findings import Finding
 from trainer.inspect.certify import problem
 from trainer.inspect.certify.ranks import Ranks, first_odd
 from trainer.models.inputs import Inputs

@@ -12,13 +12,14 @@ from typing import TypeAlias
 
 import torch
 
+from samestep.findings import Finding
 from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
-from trainer.findings import Finding
 from trainer.inspect.certify import problem
 from trainer.inspect.replay.difference import Row, first_difference
-from trainer.optim import Structure, adamw, groups
-from trainer.strategies import ddp, fsdp, single
+from trainer.optim import Structure, groups
+from trainer.optim.kinds import adamw
+from trainer.strategies.kinds import ddp, fsdp, single
 from trainer.strategies.world import World
 from trainer.training.digests import Digests
 from trainer.training.fused_attention import fuse_attention

@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.examples import Examples, Vocabulary
-from trainer.hashing import combine, hash_rows, name_key
-from trainer.models import ModelConfig, bert
-from trainer.objectives import Objective, mlm
+from samestep.examples import Examples, Vocabulary
+from samestep.hashing import combine, hash_rows, name_key
+from trainer.models import ModelConfig
+from trainer.models.families import bert
+from trainer.objectives import Objective
+from trainer.objectives.kinds import mlm
 from trainer.strategies import Replica
 from trainer.training.passes import MicroBatches
 

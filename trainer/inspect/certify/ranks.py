@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from samestep.findings import Finding
 from trainer.checkpoint import collective
-from trainer.findings import Finding
 from trainer.strategies.fingerprint import odd_ones_out
 
 T = TypeVar("T")

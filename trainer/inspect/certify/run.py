@@ -12,17 +12,18 @@ from typing import Any, TypedDict
 
 import torch
 
-from trainer import __version__, storage
+from samestep import storage
+from samestep.errors import ConfigError
+from samestep.findings import Finding, report
+from samestep.stored_json import JsonError, read_json
+from samestep.terminal import Console
+from samestep.version import __version__
 from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.detect import best
-from trainer.errors import ConfigError
-from trainer.findings import Finding, report
 from trainer.inspect.certify import collectives, kernels
 from trainer.inspect.certify.layouts import Layouts
 from trainer.inspect.certify.ranks import Ranks
-from trainer.stored_json import JsonError, read_json
 from trainer.strategies.world import World
-from trainer.terminal import Console
 from trainer.training.arithmetic import processor
 
 _TIMEOUT = 300.0  # seconds for a collective

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.examples import Batch, Examples, Labels, PackSpec, Vocabulary
+from samestep.examples import Batch, Examples, Labels, PackSpec, Vocabulary
+from samestep.tasks import TASKS, TaskKind
 from trainer.objectives import Objective
-from trainer.tasks import TASKS, TaskKind
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from trainer.command import OVERRIDES, Commands, add_command, in_typed_order
-from trainer.errors import EXIT_DONE, ConfigError
+from samestep.command import OVERRIDES, Commands, add_command, in_typed_order
+from samestep.errors import EXIT_DONE, ConfigError
+from samestep.progress import Progress
 from trainer.inspect.plan.device import ALL, H100, Device
 from trainer.inspect.plan.table import table_of
-from trainer.progress import Progress
 
 if TYPE_CHECKING:
     from trainer.inspect.plan.plan import Plan
@@ -107,14 +107,14 @@ def register(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from trainer.accelerators import cpu
-    from trainer.config.sizes import parse_size
+    from samestep.config.sizes import parse_size
+    from samestep.terminal import Console
+    from trainer.accelerators.kinds import cpu
     from trainer.inspect.plan import throughput_table
     from trainer.inspect.plan.plan import STRATEGIES, Planner, copies_of
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
-    from trainer.terminal import Console
     from trainer.training.starting import load_experiment
 
     # --strategy takes all arguments that follow, so overrides may be among them.
@@ -260,7 +260,7 @@ def _distinct(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def _title(experiment: Experiment, phase: Phase, step: Step, devices: int) -> str:
-    from trainer.config import kind_name
+    from samestep.config import kind_name
 
     training = experiment.training
     total = sum(each.elements for each in step.parameters.values())

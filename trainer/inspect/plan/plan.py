@@ -6,9 +6,10 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from samestep.config import decode
+from samestep.errors import ConfigError, SamestepError
+from samestep.untrusted import read_stored
 from trainer.accelerators import DTYPES
-from trainer.config import decode
-from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import (
     Buffers,
@@ -22,11 +23,12 @@ from trainer.inspect.plan.strategies import (
 )
 from trainer.inspect.plan.trace import Activations, Step
 from trainer.monitoring.jsonl import read_rows
-from trainer.strategies import ShardedConfig, deepspeed, fsdp
+from trainer.strategies import ShardedConfig
+from trainer.strategies.deepspeed import settings
+from trainer.strategies.kinds import deepspeed, fsdp
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import SHARE
 from trainer.training.phases import Phase
-from trainer.untrusted import read_stored
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 _NODE = 8  # devices per copy of the model under HSDP, unless the experiment sets it
@@ -171,14 +173,14 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         return Ranges(*sizes, stage)
     zero = {}
     if own.config:
-        zero = deepspeed.settings.zero_section(deepspeed.settings.read(own.config))
-    settings = {
+        zero = settings.zero_section(settings.read(own.config))
+    keys = {
         "bucket": "reduce_bucket_size",
         "prefetch": "stage3_prefetch_bucket_size",
         "persistent": "stage3_param_persistence_threshold",
         "reuse": "stage3_max_reuse_distance",
     }
-    given = {ours: int(zero[theirs]) for ours, theirs in settings.items() if theirs in zero}
+    given = {ours: int(zero[theirs]) for ours, theirs in keys.items() if theirs in zero}
     buffers = Buffers(overlap=zero.get("overlap_comm") is True, **given)
     return Ranges(*sizes, stage, own.offload_optimizer, own.offload_parameters, buffers)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal
 
 from trainer.inspect.plan.trace import Activations, Parameter
-from trainer.strategies.deepspeed import BUCKET
+from trainer.strategies.kinds.deepspeed import BUCKET
 
 _FP32 = 4
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from samestep.errors import ConfigError
 from trainer.accelerators.datasheets import DEVICES, DataSheet
-from trainer.errors import ConfigError
 from trainer.inspect.plan import host
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.fusion import EAGER, IMPLEMENTATIONS, Implementation, Kernel, kernels

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
+from samestep.progress import Progress
 from trainer.inspect.plan.device import ALL
 from trainer.inspect.plan.operators import KINDS, Kind
 from trainer.inspect.plan.table import table_of
 from trainer.inspect.plan.throughput import HOST, Predictor, as_json, check_device
-from trainer.progress import Progress
 
 if TYPE_CHECKING:
     from trainer.inspect.plan.throughput import Prediction
@@ -68,8 +68,8 @@ def show(
         device: its name, or `ALL`.
         price: of a device for an hour; None prints no cost.
     """
+    from samestep.terminal import Console
     from trainer.accelerators.datasheets import DEVICES
-    from trainer.terminal import Console
 
     names = list(DEVICES) if device == ALL else [device]
     predictor = Predictor(experiment, step, devices, strategy)

@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from samestep.errors import ConfigError
+from samestep.examples import Batch
 from trainer import accelerators
 from trainer.accelerators import DTYPES, Precision
 from trainer.accelerators.attention import GpuAttention
 from trainer.accelerators.detect import planned_attention
-from trainer.errors import ConfigError
-from trainer.examples import Batch
 from trainer.inspect.plan.operators import Operator, Recorder, Scope
 from trainer.models import Model
 from trainer.models.attention import Attention

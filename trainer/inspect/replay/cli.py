@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
-from trainer.command import Commands, add_command
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from samestep.command import Commands, add_command
+from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 
 def register(commands: Commands) -> None:
@@ -78,8 +78,8 @@ def register_diff(commands: Commands) -> None:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from samestep.terminal import Console
     from trainer.inspect.replay.diff import diff, report
-    from trainer.terminal import Console
 
     if args.steps < 0:
         raise ConfigError(f"--steps is {args.steps}. Use 0 or more.")
@@ -90,8 +90,8 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    from samestep.terminal import Console
     from trainer.inspect.replay.step import replay, report
-    from trainer.terminal import Console
 
     for name, value in (("STEP", args.step), ("--top", args.top)):
         if value < 1:

@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from trainer.config import decode
-from trainer.config.tree import differences, of_kinds
-from trainer.errors import ConfigError, DataError, SamestepError
+from samestep.config import decode
+from samestep.config.tree import differences, of_kinds
+from samestep.errors import ConfigError, DataError, SamestepError
+from samestep.stored_json import JsonError, Measure, checked
+from samestep.terminal import Console
 from trainer.inspect.replay.difference import Difference, Row, Rows, first_difference
 from trainer.inspect.replay.past import open_past, settings_at, stored_settings
 from trainer.monitoring.jsonl import read_rows
 from trainer.partition.digest import digests
-from trainer.stored_json import JsonError, Measure, checked
-from trainer.strategies import single
-from trainer.terminal import Console
+from trainer.strategies.kinds import single
 from trainer.training.digests import FILE
 from trainer.training.experiment import Experiment
 from trainer.training.faults import Config as FaultsConfig

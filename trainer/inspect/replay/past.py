@@ -12,12 +12,13 @@ from pathlib import Path
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import StreamingLoader
+from samestep.config import Tree, decode
+from samestep.config.tree import merge_overrides
+from samestep.errors import ConfigError, DataError
+from samestep.examples import LoaderState
+from samestep.untrusted import read_stored
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import Tree, decode
-from trainer.config.tree import merge_overrides
-from trainer.errors import ConfigError, DataError
-from trainer.examples import LoaderState
 from trainer.partition.digest import hexadecimal
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
@@ -25,7 +26,6 @@ from trainer.training.loop import Trainer
 from trainer.training.passes import Loader
 from trainer.training.phases import MicroBatchSize, phase_of
 from trainer.training.run import build_trainer, checkpoint_folder, open_loader, open_strategy
-from trainer.untrusted import read_stored
 
 logger = logging.getLogger(__name__)
 

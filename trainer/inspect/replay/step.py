@@ -9,13 +9,13 @@ from typing import TypedDict
 
 import numpy as np
 
-from trainer.accelerators import cpu
-from trainer.config import decode
-from trainer.errors import ConfigError
+from samestep.config import decode
+from samestep.errors import ConfigError
+from samestep.terminal import Console
+from trainer.accelerators.kinds import cpu
 from trainer.inspect.audit.batches import Place, places
 from trainer.inspect.replay.past import Past, open_past, settings_at
-from trainer.strategies import single
-from trainer.terminal import Console
+from trainer.strategies.kinds import single
 from trainer.training.experiment import Experiment
 from trainer.training.faults import Config as FaultsConfig
 from trainer.training.ledger import Row

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from trainer.config import kind_name
-from trainer.errors import ConfigError
+from samestep.config import kind_name
+from samestep.errors import ConfigError
 
 
 class Peft(ABC):

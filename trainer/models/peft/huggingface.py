@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Tree, kind_name
-from trainer.errors import CheckpointError, ConfigError
+from samestep.config import Tree, kind_name
+from samestep.errors import CheckpointError, ConfigError
 from trainer.models import Model
 from trainer.models.config import FEWEST_LABELS, Head
-from trainer.models.peft import adapters, lora, prefix, prompt
+from trainer.models.peft.kinds import adapters, lora, prefix, prompt
 
 AnyConfig: TypeAlias = Any
 """The `Config` of a module in trainer/models."""

@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from trainer.config import Kinds, Tree
-from trainer.errors import ConfigError, DataError, SamestepError
+from samestep.config import Kinds, Tree
+from samestep.errors import ConfigError, DataError, SamestepError
+from samestep.storage import shown, write_text
+from samestep.stored_json import finite
+from samestep.tasks import TASKS
+from samestep.untrusted import read_regular
 from trainer.monitoring.report.run import RunFolder
 from trainer.monitoring.report.study import MOST_PAGE_BYTES, StudiesFolder
 from trainer.monitoring.report.suite import PLAN, SuiteFolder
-from trainer.storage import shown, write_text
-from trainer.stored_json import finite
-from trainer.tasks import TASKS
-from trainer.untrusted import read_regular
 
 MOST_RUNS = 10  # colors that one can tell apart
 LINKS = "study"
 """What the address of a page of a study begins with, see `Report.linked`."""
-_OBJECTIVES = Kinds("trainer.objectives")
+_OBJECTIVES = Kinds("trainer.objectives.kinds")
 
 
 class Report:

@@ -11,8 +11,10 @@ from typing import TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import Tree
-from trainer.errors import SamestepError
+from samestep.config import Tree
+from samestep.errors import SamestepError
+from samestep.stored_json import Count, JsonError, checked
+from samestep.untrusted import read_stored
 from trainer.monitoring.curves import moving_average
 from trainer.monitoring.jsonl import (
     ALERTS,
@@ -23,8 +25,6 @@ from trainer.monitoring.jsonl import (
     parse_start,
 )
 from trainer.monitoring.report.status import Ledger, state_of
-from trainer.stored_json import Count, JsonError, checked
-from trainer.untrusted import read_stored
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]

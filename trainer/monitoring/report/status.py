@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import Tree
+from samestep.config import Tree
 from trainer.monitoring.jsonl import Row
 
 _STALLED_SECONDS = 60.0  # without a row, at least

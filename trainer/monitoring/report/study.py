@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict, TypeVar
 
-from trainer.config import Tree
-from trainer.errors import DataError
+from samestep.config import Tree
+from samestep.errors import DataError
+from samestep.stored_json import Between, Name, Seconds, damage_of, read_json
 from trainer.monitoring.forecast import suite_left
 from trainer.monitoring.jsonl import RowReader
 from trainer.monitoring.report.status import has_owner, is_inside
-from trainer.stored_json import Between, Name, Seconds, damage_of, read_json
 
 STUDY_PLAN = "study.json"
 """File in a study's folder: its jobs, see `PlannedJob`, and the names of those that run."""

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict, TypeVar
 
-from trainer.config import Tree
-from trainer.errors import DataError
-from trainer.monitoring.forecast import Range, suite_left
-from trainer.monitoring.jsonl import RowReader
-from trainer.monitoring.report.status import has_owner, is_inside
-from trainer.stored_json import (
+from samestep.config import Tree
+from samestep.errors import DataError
+from samestep.stored_json import (
     Between,
     Count,
     JsonError,
@@ -27,7 +24,10 @@ from trainer.stored_json import (
     read_json,
     read_lines,
 )
-from trainer.untrusted import open_regular
+from samestep.untrusted import open_regular
+from trainer.monitoring.forecast import Range, suite_left
+from trainer.monitoring.jsonl import RowReader
+from trainer.monitoring.report.status import has_owner, is_inside
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Tree
-from trainer.errors import ConfigError
-from trainer.stored_json import JsonError, read_json
+from samestep.config import Tree
+from samestep.errors import ConfigError
+from samestep.stored_json import JsonError, read_json
 
 _ZERO = "zero_optimization"
 # How DeepSpeed gathers and reduces: changes memory and throughput, but not the step.

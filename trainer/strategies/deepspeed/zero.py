@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from trainer.config import Tree
+from samestep.config import Tree
 from trainer.partition import Segment, SegmentParameter
 from trainer.strategies.world import World
 

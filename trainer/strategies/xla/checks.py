@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.accelerators import DTYPES, Precision, xla
+from samestep.findings import Finding, tried
+from trainer.accelerators import DTYPES, Precision
+from trainer.accelerators.kinds import xla
 from trainer.accelerators.trial import REDUCE_BYTES, compared, exact
-from trainer.findings import Finding, tried
-from trainer.strategies import Config, xla_spmd
+from trainer.strategies import Config
+from trainer.strategies.kinds import xla_spmd
 from trainer.strategies.xla import flash
 from trainer.strategies.xla.trial import XlaTrial
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samestep.errors import SamestepError
 from trainer.accelerators import version_of
-from trainer.accelerators.xla import XlaAccelerator
-from trainer.errors import SamestepError
+from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.strategies.xla.split import Axis, mesh_of
 
 if TYPE_CHECKING:

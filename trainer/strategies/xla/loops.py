@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer.accelerators.xla import XlaAccelerator
+from trainer.accelerators.kinds.xla import XlaAccelerator
 
 Tree: TypeAlias = Any
 """Tensors in dictionaries and tuples."""

@@ -16,7 +16,7 @@ from functorch.compile import default_partition, min_cut_rematerialization_parti
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trainer.accelerators.xla import XlaAccelerator
+from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.models.cache import Cache
 from trainer.models.capabilities import UsesKernel
 from trainer.models.stack import Context, Hidden, ScanGroup, Stack

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.errors import ConfigError
 from trainer.accelerators import Accelerator, Precision
-from trainer.accelerators.xla import XlaAccelerator
-from trainer.errors import ConfigError
+from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.models import Model
 from trainer.models.capabilities import UsesKernel
 from trainer.models.stack import Stack

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.accelerators import DTYPES, Precision
-from trainer.accelerators.xla import XlaAccelerator
+from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.strategies.xla.flash import FlashAttention
 from trainer.strategies.xla.split import register
 

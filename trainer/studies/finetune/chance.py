@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.reading.dataset import Dataset
+from samestep.tasks import TASKS
 from trainer.inference.scores import heldout_pairs
 from trainer.metrics import labels as label_metrics
 from trainer.metrics import squad, texts
 from trainer.objectives.task_rows import label_of
-from trainer.tasks import TASKS
 
 _Z = 1.959964  # quantile of the normal distribution for 95 %, two-sided
 _CORRELATIONS = ("matthews", "pearson", "spearman")

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.command import Commands, add_command, in_typed_order
-from trainer.errors import ConfigError, MissingExtra
-from trainer.progress import Progress
+from samestep.command import Commands, add_command, in_typed_order
+from samestep.errors import ConfigError, MissingExtra
+from samestep.progress import Progress
 
 if TYPE_CHECKING:
     from trainer.studies.finetune.runs import Run
@@ -72,10 +72,10 @@ def register(commands: Commands) -> None:
 
 
 def _suite(args: argparse.Namespace) -> int:
+    from samestep.terminal import Console
     from trainer.checkpoint.lock import only_writer
     from trainer.studies import execution
     from trainer.studies.finetune import page, runs, suite, table, task
-    from trainer.terminal import Console
 
     if find_spec("scipy") is None:  # before training rather than after it
         raise MissingExtra("scipy", "tasks", "samestep finetune-suite")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from samestep.storage import write_text
 from trainer.monitoring.report import MOST_RUNS, write_report
-from trainer.storage import write_text
 from trainer.studies.finetune.runs import Run
 from trainer.studies.finetune.suite import PREDICTIONS, REPORT
 from trainer.studies.finetune.table import HEADINGS, Row, columns, notes, percent

@@ -19,10 +19,10 @@ from data_pipeline.reading.length_groups import can_group
 from data_pipeline.sources import SourceConfig
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Kinds, Tree, decode, renamed, to_tree
-from trainer.config.tree import merge, merge_overrides, parse_override
-from trainer.errors import ConfigError
-from trainer.hashing import json_hash
+from samestep.config import Kinds, Tree, decode, renamed, to_tree
+from samestep.config.tree import merge, merge_overrides, parse_override
+from samestep.errors import ConfigError
+from samestep.hashing import json_hash
 from trainer.models import ModelConfig
 from trainer.studies.finetune.chance import constant_scores, upper_end
 from trainer.studies.finetune.task import Config as TaskConfig
@@ -34,8 +34,8 @@ from trainer.training.weights import load_weights
 Start: TypeAlias = Literal["checkpoint", "random"]
 _CHECKPOINT: tuple[Start, ...] = ("checkpoint",)
 
-_MODELS = Kinds("trainer.models")
-_OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
+_MODELS = Kinds("trainer.models.families")
+_OBJECTIVE = Annotated[Any, Kinds("trainer.objectives.kinds")]
 # For settings that neither a task's file nor its recipe has.
 _DEFAULTS: Tree = {
     "training": {"global_batch_size": 32},

@@ -14,16 +14,16 @@ from typing import Any
 
 import yaml
 
+from samestep.errors import SamestepError
+from samestep.storage import write_text
+from samestep.stored_json import Count, Measure, Seconds
 from trainer.checkpoint import integrity
-from trainer.errors import SamestepError
 from trainer.metrics.texts import PERCENT
 from trainer.monitoring.forecast import Range
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.monitoring.report import suite as report_suite
 from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun, SuiteFolder
-from trainer.storage import write_text
-from trainer.stored_json import Count, Measure, Seconds
 from trainer.studies.execution import Execution, Slot
 from trainer.studies.finetune.runs import Run
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from data_pipeline.building.recipe import TaskData
 from data_pipeline.sources import SourceConfig
-from trainer.config import Kinds, Tree, decode, read_tree, recipes
-from trainer.config.tree import files_of, merge
-from trainer.errors import ConfigError
+from samestep.config import Kinds, Tree, decode, read_tree, recipes
+from samestep.config.tree import files_of, merge
+from samestep.errors import ConfigError
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics.texts import METRICS
 
@@ -21,7 +21,7 @@ _FOLDER = Path("configs", "tasks")
 _FOLDERS = (_FOLDER, recipes.FOLDER / "tasks")
 _ROWS = ("source", "heldout_fraction", "rows")  # settings that choose rows
 _RECIPE = ("epochs", "warmup", "unfreeze_epochs", "grid", "experiment")
-_SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
+_SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Config(TaskData):
         published_model: the model that the scores are of; others have none beside theirs.
     """
 
-    objective: Annotated[Any, Kinds("trainer.objectives")]
+    objective: Annotated[Any, Kinds("trainer.objectives.kinds")]
     score: str
     epochs: float = 3.0
     warmup: float = 0.1

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from trainer.config import Tree
-from trainer.errors import ConfigError, DataError
-from trainer.stored_json import Measure, damage_of, read_json
+from samestep.config import Tree
+from samestep.errors import ConfigError, DataError
+from samestep.stored_json import Measure, damage_of, read_json
 
 
 @dataclass(frozen=True, kw_only=True)

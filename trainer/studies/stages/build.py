@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from data_pipeline.format.manifest import Manifest
-from trainer.config import Tree, read_tree
-from trainer.config.tree import merge
-from trainer.storage import write_text
+from samestep.config import Tree, read_tree
+from samestep.config.tree import merge
+from samestep.storage import write_text
 from trainer.studies.inputs import stamps_of, stamps_of_folders
 from trainer.studies.stages import StageConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import Tree
+from samestep.config import Tree
 from trainer.studies.inputs import stamps_of_weights
 from trainer.studies.stages import ScoringConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.config import Tree
+from samestep.config import Tree
 from trainer.studies.finetune.suite import PREDICTIONS
 from trainer.studies.inputs import stamps_of_experiment, stamps_of_weights
 from trainer.studies.stages import ScoringConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from samestep.config import Tree, read_tree
+from samestep.config.tree import merge
+from samestep.errors import ConfigError, DataError
+from samestep.storage import write_text
 from trainer.checkpoint.integrity import committed_steps, step_folder
-from trainer.config import Tree, read_tree
-from trainer.config.tree import merge
-from trainer.errors import ConfigError, DataError
-from trainer.storage import write_text
 from trainer.studies.finetune.suite import PREDICTIONS, read_results
 from trainer.studies.inputs import stamps_of, stamps_of_experiment, stamps_of_weights
 from trainer.studies.size import sizes

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from trainer.config import Tree, decode, read_tree
-from trainer.config.tree import merge
-from trainer.errors import ConfigError, SamestepError
+from samestep.config import Tree, decode, read_tree
+from samestep.config.tree import merge
+from samestep.errors import ConfigError, SamestepError
+from samestep.storage import write_text
 from trainer.monitoring.jsonl import read_rows, scores_of
-from trainer.storage import write_text
 from trainer.studies.inputs import stamps_of_experiment
 from trainer.studies.size import sizes
 from trainer.studies.stages import StageConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trainer.config import Tree, decode
-from trainer.errors import ConfigError
+from samestep.config import Tree, decode
+from samestep.errors import ConfigError
 from trainer.studies.inputs import stamps_of_folders
 from trainer.studies.stages import StageConfig
 from trainer.vectors.settings import DEFAULTS, Settings

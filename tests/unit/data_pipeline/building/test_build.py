@@ -27,11 +27,12 @@ from data_pipeline.building.units import Outcome, UnitWriter, cut, outcome_path
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
-from data_pipeline.sources import Record, jsonl
+from data_pipeline.sources import Record
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import dump, load
-from trainer.errors import ConfigError, DataError
+from samestep.config import dump, load
+from samestep.errors import ConfigError, DataError
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "data"
 DOCUMENTS = 400
@@ -293,7 +294,7 @@ def test_units_are_cut_by_bytes_and_depend_on_the_records_alone():
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "trainer.cli", "data", *arguments]
+    return [sys.executable, "-m", "samestep.cli", "data", *arguments]
 
 
 def children_of(pid: int) -> list[int]:

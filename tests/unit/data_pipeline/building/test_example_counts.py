@@ -20,10 +20,10 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.packing.policy import count_digest, packing_digest
 from data_pipeline.reading.counts import counts_name, read_counts
 from data_pipeline.reading.dataset import Dataset, PackedSplit
-from data_pipeline.sources import jsonl
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.examples import PackSpec, Policy, Sides
-from trainer.objectives import mlm, span_corruption
+from samestep.examples import PackSpec, Policy, Sides
+from trainer.objectives.kinds import mlm, span_corruption
 
 WORDS = 40
 

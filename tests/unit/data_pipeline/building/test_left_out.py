@@ -18,12 +18,12 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
 from data_pipeline.building.slices import Slice
 from data_pipeline.building.units import CONTAMINATED, DUPLICATE, cut
-from data_pipeline.dedup import exact, minhash
+from data_pipeline.dedup.kinds import exact, minhash
 from data_pipeline.format.manifest import Manifest
-from data_pipeline.sources import classification, jsonl
+from data_pipeline.sources.kinds import classification, jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from samestep.errors import ConfigError
 from tests.unit.data_pipeline.building.test_build import documents_of, files_of, make_text
-from trainer.errors import ConfigError
 
 DOCUMENTS = 120
 REPEATED = {40: 3, 41: 3, 90: 41, 119: 118}  # line - 1 -> an earlier one
@@ -117,7 +117,7 @@ def test_what_was_compared_before_is_not_compared_again(corpus, texts, tmp_path,
         "dedup": "exact",
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    command = [sys.executable, "-m", "trainer.cli", "data", "build", str(tmp_path / "recipe.yaml")]
+    command = [sys.executable, "-m", "samestep.cli", "data", "build", str(tmp_path / "recipe.yaml")]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
     while not (output / ".build" / "000002.signatures").exists():
         assert process.poll() is None

@@ -10,9 +10,9 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.sources import jsonl
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError
 
 LINES = [json.dumps({"text": f"a line of text {i:05d}"}) + "\n" for i in range(2000)]
 SIZE = len(LINES[0])

@@ -16,8 +16,8 @@ from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.inspection.report import inspect
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer import storage
-from trainer.errors import ConfigError, DataError
+from samestep import storage
+from samestep.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import yaml
 from data_pipeline.building.recipe import OF_RUNS, TaskData, load_recipe
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.reading.dataset import Dataset
+from samestep.errors import ConfigError
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.errors import ConfigError
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import Config, Task
 

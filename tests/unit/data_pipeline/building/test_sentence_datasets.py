@@ -23,14 +23,14 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
-from data_pipeline.sources import jsonl
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.sentences import split
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.errors import ConfigError, DataError
-from trainer.examples import PackSpec
-from trainer.objectives import mlm, mlm_nsp
+from samestep.errors import ConfigError, DataError
+from samestep.examples import PackSpec
+from samestep.terminal import Console
+from trainer.objectives.kinds import mlm, mlm_nsp
 from trainer.strategies import Replica
-from trainer.terminal import Console
 
 DOCUMENTS = 240
 

@@ -26,8 +26,10 @@ from data_pipeline.building.config import Config
 from data_pipeline.building.slices import Claim, Slice
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
-from data_pipeline.sources import jsonl
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from samestep.config import dump
+from samestep.errors import ConfigError, DataError
 from tests.integration.commands import Samestep
 from tests.unit.data_pipeline.building.test_build import (
     alive,
@@ -37,8 +39,6 @@ from tests.unit.data_pipeline.building.test_build import (
     files_of,
     make_text,
 )
-from trainer.config import dump
-from trainer.errors import ConfigError, DataError
 
 DOCUMENTS = 120
 UNITS = 6

@@ -32,8 +32,8 @@ from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset, PackedSplit
-from data_pipeline.sources import (
-    TaskSource,
+from data_pipeline.sources import TaskSource
+from data_pipeline.sources.kinds import (
     classification,
     multiple_choice,
     question_answering,
@@ -42,13 +42,13 @@ from data_pipeline.sources import (
 )
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from samestep.config import to_tree
+from samestep.errors import ConfigError, CorruptError, DataError
+from samestep.examples import Examples, PackSpec, Parts, TaskRow
+from samestep.terminal import Console
 from tests.unit.data_pipeline.format.test_task_shards import rewrite
 from tests.unit.data_pipeline.loaders import assert_same, global_batches, lay_out, make_loader
 from tests.web import WebServer
-from trainer.config import to_tree
-from trainer.errors import ConfigError, CorruptError, DataError
-from trainer.examples import Examples, PackSpec, Parts, TaskRow
-from trainer.terminal import Console
 
 TEXT = "the quick brown fox jumps over a lazy dog while naïve café owners pack fifty boxes of jugs in Zürich"  # noqa: E501
 WORDS = TEXT.split()

@@ -17,14 +17,14 @@ from data_pipeline.building.config import Config
 from data_pipeline.building.push import push
 from data_pipeline.building.verify import unsealed, verify
 from data_pipeline.cli import _verify
-from data_pipeline.dedup import exact
+from data_pipeline.dedup.kinds import exact
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.remote import TOKENIZER_FILES
-from data_pipeline.sources import classification, jsonl
+from data_pipeline.sources.kinds import classification, jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer import storage
-from trainer.errors import DataError
+from samestep import storage
+from samestep.errors import DataError
 from trainer.inspect.fetch import _dataset
 
 TEXTS = [f"document {i} has the words w{i % 7} and w{i % 5}. And w{i % 3}." for i in range(40)]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.manifest import Manifest, ShardInfo, token_dtype
-from trainer.errors import DataError
+from samestep.errors import DataError
 
 SHARD = ShardInfo("train-000000.tar", documents=2, tokens=30, bytes=2048, sha256="ab" * 32)
 MANIFEST = Manifest(

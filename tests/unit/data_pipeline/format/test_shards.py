@@ -12,9 +12,9 @@ import webdataset
 
 from data_pipeline.format import shards
 from data_pipeline.format.shards import Shard, write_shard
+from samestep.errors import DataError
+from samestep.storage import atomic_write
 from tests.damage import sparse_tar
-from trainer.errors import DataError
-from trainer.storage import atomic_write
 
 UINT16 = np.dtype(np.uint16)
 

@@ -12,8 +12,8 @@ import pytest
 
 from data_pipeline.format import row_lines, shards
 from data_pipeline.format.shards import Shard, ShardIndex, write_shard
-from trainer.errors import CorruptError, DataError
-from trainer.examples import TaskRow
+from samestep.errors import CorruptError, DataError
+from samestep.examples import TaskRow
 
 UINT16 = np.dtype(np.uint16)
 

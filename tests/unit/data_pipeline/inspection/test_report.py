@@ -15,9 +15,9 @@ from data_pipeline.inspection.report import inspect, plot, report
 from data_pipeline.inspection.show import show
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.errors import ConfigError, DataError, MissingExtra
-from trainer.examples import PackSpec
-from trainer.terminal import Console
+from samestep.errors import ConfigError, DataError, MissingExtra
+from samestep.examples import PackSpec
+from samestep.terminal import Console
 
 SENTENCES = [
     "the cat sat on the mat",

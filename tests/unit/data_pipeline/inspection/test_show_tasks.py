@@ -14,7 +14,7 @@ from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import write_shard
 from data_pipeline.inspection.show import show
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.terminal import Console
+from samestep.terminal import Console
 
 CAT = "the cat sat on the mat"
 

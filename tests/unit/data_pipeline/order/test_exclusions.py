@@ -9,6 +9,7 @@ import pytest
 
 from data_pipeline.order.exclusions import Exclusions, global_number, merged
 from data_pipeline.reading.config import Config
+from samestep.errors import ConfigError, DataError
 from tests.unit.data_pipeline.loaders import (
     Rows,
     assert_same,
@@ -16,7 +17,6 @@ from tests.unit.data_pipeline.loaders import (
     make_loader,
     valid_rows,
 )
-from trainer.errors import ConfigError, DataError
 
 RANGES = [(0, 3), (30, 40), (40, 41), (100, 140), (200, 201)]
 

@@ -19,6 +19,7 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
+from samestep.errors import ConfigError, DataError
 from tests.unit.data_pipeline.loaders import (
     SPEC,
     Replica,
@@ -28,7 +29,6 @@ from tests.unit.data_pipeline.loaders import (
     lay_out,
     valid_rows,
 )
-from trainer.errors import ConfigError, DataError
 
 COUNTS = {"a": [100, 40, 7, 93], "b": [31, 60], "c": [5, 9, 80, 2, 44]}
 SHARES = [

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.order.example_order import Order, SinglePass, permute, share
-from trainer.errors import ConfigError
-from trainer.hashing import combine
+from samestep.errors import ConfigError
+from samestep.hashing import combine
 
 
 def ids(counts: list[int], order: Order | SinglePass, number: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from data_pipeline.packing import bins
 from data_pipeline.packing.documents import count_examples, plan
-from trainer.examples import PackSpec, Sides
+from samestep.examples import PackSpec, Sides
 
 
 def sentences(pairs: int, seed: int = 0) -> np.ndarray:

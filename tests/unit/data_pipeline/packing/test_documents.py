@@ -7,9 +7,9 @@ import pytest
 
 from data_pipeline.packing.documents import count_examples, plan
 from data_pipeline.packing.plan import PackPlan, ranges
-from trainer.errors import ConfigError
-from trainer.examples import Examples, PackSpec, Vocabulary
-from trainer.objectives import mlm
+from samestep.errors import ConfigError
+from samestep.examples import Examples, PackSpec, Vocabulary
+from trainer.objectives.kinds import mlm
 
 POLICIES = ("concat", "padded", "best_fit")
 

@@ -12,10 +12,10 @@ from data_pipeline.packing.documents import count_examples as count_concat
 from data_pipeline.packing.full_sentences import count_examples, plan
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.dataset import Dataset
+from samestep.errors import ConfigError, DataError
+from samestep.examples import PackSpec
 from tests.integration.commands import Samestep
 from tests.unit.data_pipeline.packing.test_documents import assert_valid
-from trainer.errors import ConfigError, DataError
-from trainer.examples import PackSpec
 
 SPECS = [PackSpec(6, 1, 1), PackSpec(3, 1, 1), PackSpec(9, 0, 0), PackSpec(40, 2, 3)]
 

@@ -10,9 +10,9 @@ import pytest
 from data_pipeline.packing.plan import PackPlan, ranges
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.packing.segment_pairs import count_examples, plan
-from trainer.errors import ConfigError
-from trainer.examples import PackSpec
-from trainer.hashing import combine, mix, name_key, uniform
+from samestep.errors import ConfigError
+from samestep.examples import PackSpec
+from samestep.hashing import combine, mix, name_key, uniform
 
 SPEC = PackSpec(32, 1, 1)
 

@@ -21,9 +21,9 @@ from data_pipeline.packing.policy import (
     packing_digest,
     plan_shard,
 )
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Examples, PackSpec, Parts
-from trainer.tasks import TaskKind
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Examples, PackSpec, Parts
+from samestep.tasks import TaskKind
 
 
 def shard_of(rows: list[list[int]]) -> ShardIndex:

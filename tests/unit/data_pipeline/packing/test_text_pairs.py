@@ -12,8 +12,8 @@ import pytest
 
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing.policy import count_shard, packing_digest, plan_shard
-from trainer.errors import DataError
-from trainer.examples import PackSpec, Sides
+from samestep.errors import DataError
+from samestep.examples import PackSpec, Sides
 
 
 def shard_of(lengths: np.ndarray) -> ShardIndex:

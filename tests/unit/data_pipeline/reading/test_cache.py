@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 
 from data_pipeline.reading.cache import ShardCache
+from samestep.errors import ConfigError, DataError
+from samestep.storage import attempts
 from tests.processes import fork
 from tests.waiting import until
 from tests.web import WebServer
-from trainer.errors import ConfigError, DataError
-from trainer.storage import attempts
 
 SIZE = 4000
 

@@ -22,6 +22,7 @@ from data_pipeline.reading.corruption import CorruptShards
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.remote import TOKENIZER_FILES
+from samestep.errors import DataError
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
     SPEC,
@@ -33,7 +34,6 @@ from tests.unit.data_pipeline.loaders import (
     valid_rows,
 )
 from tests.web import WebServer
-from trainer.errors import DataError
 
 STEPS = 24
 SHARD = 2

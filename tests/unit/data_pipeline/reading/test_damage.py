@@ -21,6 +21,8 @@ from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.counts import counts_name, write_counts
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from samestep.errors import CorruptError, DataError
+from samestep.examples import PackSpec, Policy, Sides
 from tests.damage import damaged
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
@@ -31,8 +33,6 @@ from tests.unit.data_pipeline.loaders import (
     valid_rows,
 )
 from tests.web import WebServer
-from trainer.errors import CorruptError, DataError
-from trainer.examples import PackSpec, Policy, Sides
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(250, marks=pytest.mark.chaos)])

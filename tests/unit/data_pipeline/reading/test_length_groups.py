@@ -18,12 +18,12 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
 from data_pipeline.order.example_order import Location, Order, SinglePass
 from data_pipeline.reading.length_groups import GROUPS, LengthGroups
-from data_pipeline.sources import classification
+from data_pipeline.sources.kinds import classification
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from samestep.errors import ConfigError, DataError
+from samestep.examples import PackSpec, Parts, Vocabulary
 from tests.unit.data_pipeline.loaders import global_batches, make_loader, valid_rows
-from trainer.errors import ConfigError, DataError
-from trainer.examples import PackSpec, Parts, Vocabulary
-from trainer.objectives import classification as objective
+from trainer.objectives.kinds import classification as objective
 
 ROWS, LENGTH, BATCH = 500, 64, 12
 

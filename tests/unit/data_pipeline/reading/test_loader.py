@@ -26,6 +26,8 @@ from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import StreamingLoader
 from data_pipeline.reading.packed_shard import PackedShard
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Batch, Examples, PackSpec
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
     Rows,
@@ -36,8 +38,6 @@ from tests.unit.data_pipeline.loaders import (
     make_loader,
     valid_rows,
 )
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
 
 
@@ -428,7 +428,7 @@ FEW_FILES = """
 import resource, sys
 sys.path[:0] = {path!r}
 from data_pipeline.reading.dataset import *
-from trainer.errors import DataError
+from samestep.errors import DataError
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 dataset = Dataset.open({folder!r})
 kept = []

@@ -25,11 +25,11 @@ from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.remote import TOKENIZER_FILES, RemoteDataset
+from samestep import storage
+from samestep.errors import ConfigError, DataError
+from samestep.examples import Batch, Examples, PackSpec
 from tests.faulty_proxy import FaultyProxy
 from tests.waiting import until
-from trainer import storage
-from trainer.errors import ConfigError, DataError
-from trainer.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
 
 SHARDS, BATCH = 12, 12

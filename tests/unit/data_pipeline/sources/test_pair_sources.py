@@ -12,9 +12,10 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.packing.text_pairs import lengths
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.sources import BadRecord, PairSource, jsonl_pairs, parallel_text, tsv_pairs
+from data_pipeline.sources import BadRecord, PairSource
+from data_pipeline.sources.kinds import jsonl_pairs, parallel_text, tsv_pairs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError
 
 
 def parsed(source: PairSource) -> list[tuple[str, int, object]]:

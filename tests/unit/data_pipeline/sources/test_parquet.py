@@ -13,7 +13,8 @@ import pytest
 import zstandard as zstd
 from pyarrow import parquet as pq
 
-from data_pipeline.sources import BadRecord, parquet
+from data_pipeline.sources import BadRecord
+from data_pipeline.sources.kinds import parquet
 
 
 def write(path, columns, **options):

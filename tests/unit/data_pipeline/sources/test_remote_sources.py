@@ -16,13 +16,13 @@ from pyarrow import parquet as pq
 from data_pipeline.building import build, decontamination
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.tokenizer_training import train_tokenizer
-from data_pipeline.sources import huggingface, jsonl, parquet, text
+from data_pipeline.sources.kinds import huggingface, jsonl, parquet, text
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from samestep import storage
+from samestep.errors import ConfigError, DataError
+from samestep.storage import attempts
 from tests.hub import COMMIT, running_hub
 from tests.unit.data_pipeline.sources.test_parquet import parsed
-from trainer import storage
-from trainer.errors import ConfigError, DataError
-from trainer.storage import attempts
 
 TEXTS = [f"document {i} " + "of some words " * (i % 50) for i in range(3000)]
 JSON_LINES = "".join(json.dumps({"text": t}) + "\n" for t in TEXTS).encode()

@@ -18,10 +18,11 @@ import pytest
 import zstandard
 
 from data_pipeline.building.config import Config as BuildConfig
-from data_pipeline.sources import BadRecord, files, jsonl, python_docs, text, webdataset
+from data_pipeline.sources import BadRecord, files
+from data_pipeline.sources.kinds import jsonl, python_docs, text, webdataset
+from samestep.config import decode, to_tree
+from samestep.errors import ConfigError, DataError
 from tests.damage import sparse_tar
-from trainer.config import decode, to_tree
-from trainer.errors import ConfigError, DataError
 
 
 def write(path: Path, data: bytes) -> Path:

@@ -17,24 +17,21 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from data_pipeline.sources import (
-    BadRecord,
-    Record,
-    TaskSource,
+from data_pipeline.sources import BadRecord, Record, TaskSource, table
+from data_pipeline.sources.kinds import (
     classification,
     huggingface,
     multiple_choice,
     question_answering,
     regression,
-    table,
     table_pairs,
     tagging,
 )
 from data_pipeline.sources.table import HubDataset
 from data_pipeline.sources.unlabeled import Unlabeled
-from trainer.config import Kinds, decode, to_tree
-from trainer.errors import ConfigError
-from trainer.examples import TaskRow
+from samestep.config import Kinds, decode, to_tree
+from samestep.errors import ConfigError
+from samestep.examples import TaskRow
 
 LABELS = ("no", "yes")
 BIO = ("O", "B-PER", "I-PER", "B-LOC")
@@ -343,7 +340,7 @@ def test_a_file_to_label_has_no_two_columns_of_one_name(tmp_path):
 
 @dataclass(frozen=True)
 class Holder:
-    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    source: Annotated[Any, Kinds("data_pipeline.sources.kinds")]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.sources import BadRecord, classification, table_pairs
+from data_pipeline.sources import BadRecord
+from data_pipeline.sources.kinds import classification, table_pairs
 from data_pipeline.sources.templates import columns_of, write
-from trainer.errors import ConfigError
+from samestep.errors import ConfigError
 
 ROW = {
     "a": "one  two",

@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import models
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.errors import DataError
+from samestep.errors import DataError
 
 REPLACE = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 100_000}
 

@@ -15,8 +15,8 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.units import limited
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from samestep.config import load
 from tests.hub import running_hub
-from trainer.config import load
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "configs" / "data"

@@ -13,11 +13,11 @@ import transformers
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.sources import jsonl
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.settings import BERT_CLASSES, GPT2_CLASSES
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
-from trainer.errors import DataError
-from trainer.models import bert as family
+from samestep.errors import DataError
+from trainer.models.families import bert as family
 from trainer.publish.tokenizer import adapt
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

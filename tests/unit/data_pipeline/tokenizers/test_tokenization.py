@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
-from trainer.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError
 
 TEXT = "the quick brown fox jumps over a lazy dog while naive café owners pack fifty boxes of jugs"
 HARD = [

@@ -23,11 +23,11 @@ from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.building.verify import verify
 from data_pipeline.format.shards import Shard
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.sources import jsonl
+from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.sentencepiece import SentencePiece, sample
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
+from samestep.errors import ConfigError, DataError
 from trainer.checkpoint.huggingface import save_folder
-from trainer.errors import ConfigError, DataError
 from trainer.publish.fast_tokenizer import convert
 
 TEXTS = [topics[name] for name in sorted(topics)]

@@ -17,13 +17,14 @@ import pytest
 
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import StreamingLoader
-from trainer.accelerators import cpu
-from trainer.config import dump, load, to_tree
-from trainer.errors import ConfigError, DataError
+from samestep.config import dump, load, to_tree
+from samestep.errors import ConfigError, DataError
+from trainer.accelerators.kinds import cpu
 from trainer.inspect.audit.batches import Run
 from trainer.inspect.audit.documents import documents
 from trainer.inspect.audit.verify import Verdict, verify
-from trainer.strategies import Replica, single
+from trainer.strategies import Replica
+from trainer.strategies.kinds import single
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import GENESIS, chain

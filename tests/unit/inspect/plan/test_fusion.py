@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.fusion import COMPILED, EAGER, FUSED, kernels
 from trainer.inspect.plan.operators import Operator, Recorder, Scope

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from samestep.config import load
 from tests.integration.commands import Samestep
-from trainer.config import load
 from trainer.inspect.plan.plan import STRATEGIES, Planner, memory_of_run
 from trainer.inspect.plan.strategies import Collective
 from trainer.inspect.plan.trace import Step

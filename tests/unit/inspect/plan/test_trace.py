@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config import load
+from samestep.config import load
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import interpolate
 from trainer.inspect.plan.trace import Activations, LiveBytes, Step

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from samestep.config import load
 from tests.integration.commands import Samestep
-from trainer.config import load
 from trainer.inspect.plan.device import Device
 from trainer.inspect.plan.work import flops, work
 from trainer.monitoring.costs import Config

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config import read_tree
-from trainer.errors import ConfigError
+from samestep.config import read_tree
+from samestep.errors import ConfigError
 from trainer.inspect.replay import past
 
 DEMO = Path(__file__).parents[4] / "configs" / "debug" / "demo.yaml"

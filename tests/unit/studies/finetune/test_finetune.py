@@ -13,11 +13,11 @@ import torch
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.sources import multiple_choice, question_answering, table_pairs
+from data_pipeline.sources.kinds import multiple_choice, question_answering, table_pairs
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from trainer.objectives import multiple_choice as choosing
-from trainer.objectives import question_answering as answering
-from trainer.objectives import seq2seq
+from trainer.objectives.kinds import multiple_choice as choosing
+from trainer.objectives.kinds import question_answering as answering
+from trainer.objectives.kinds import seq2seq
 from trainer.studies.execution import slots
 from trainer.studies.finetune.chance import constant_scores, upper_end
 from trainer.studies.finetune.runs import Run

@@ -17,9 +17,9 @@ from data_pipeline.building.task_rows import encode
 from data_pipeline.sources import BadRecord, PairSource
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.cli import main
-from trainer.config import read_tree
-from trainer.errors import ConfigError
+from samestep.cli import main
+from samestep.config import read_tree
+from samestep.errors import ConfigError
 from trainer.studies.finetune.task import Task, find_tasks
 
 FOLDER = Path(__file__).parents[4] / "configs" / "tasks"

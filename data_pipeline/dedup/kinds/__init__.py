@@ -1,0 +1,1 @@
+"""What `kind` chooses of `data_pipeline.dedup`: each module here is one."""

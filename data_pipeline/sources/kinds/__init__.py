@@ -1,0 +1,1 @@
+"""What `kind` chooses of `data_pipeline.sources`: each module here is one."""

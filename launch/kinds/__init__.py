@@ -1,0 +1,1 @@
+"""What `kind` chooses of `launch`: each module here is one."""

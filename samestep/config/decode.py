@@ -1,0 +1,351 @@
+"""Decodes plain values into frozen dataclasses by their declared types; rejects what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
+
+from samestep.config import own_modules, renamed
+from samestep.config.synonyms import SETTINGS
+from samestep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Marks a field whose schema is the `Config` of the module that its `kind` names in `package`.
+
+    The field is `Annotated[Base, Kinds(package)]`. The base is for the type checker: what all
+    modules' `Config` have in common. Decoding depends on `kind` alone. A dash in a kind is an
+    underscore in the module's name, as in Hugging Face's "openai-gpt".
+    """
+
+    package: str
+
+    def kind_of(self, config: object) -> str:
+        """Returns the `kind` that decodes to this type of `config`."""
+        return type(config).__module__.removeprefix(f"{self.package}.")
+
+    def available(self) -> list[str]:
+        """Names of the package's modules, and of those that installed packages add.
+
+        Nothing is imported. Another package adds a kind by an entry point in the group that has
+        the name of this package.
+        """
+        folders = importlib.import_module(self.package).__path__
+        own = [module.name for module in pkgutil.iter_modules(folders)]
+        return sorted({*own, *entry_points(group=self.package).names})
+
+    def schema(self, kind: object, path: str) -> type[Any]:
+        """Returns the `Config` class of a kind.
+
+        Raises:
+            ConfigError: the kind is missing, or names no module with a `Config`.
+        """
+        if not isinstance(kind, str) or not kind:
+            raise ConfigError(
+                f"{path}.kind must name one of: {', '.join(self.available())}; it is {kind!r}"
+            )
+        if not all(kind.split(".")):
+            raise ConfigError(
+                f"{path}.kind must name a module, as my_package.my_module; it is {kind!r}"
+            )
+        # A dotted kind is a user's own module, installed or in the working folder.
+        if "." in kind:
+            own_modules.announce(kind, path)
+            own_modules.make_importable(os.getcwd())
+        name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
+        if "." not in kind and kind in (added := entry_points(group=self.package)).names:
+            name = added[kind].value
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Is the module itself missing (or a parent), or one that it imports?
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                if "." not in kind:
+                    raise
+                raise ConfigError(
+                    f"{path}.kind: {kind} imports {error.name}, which is not installed. "
+                    "Install it, or correct the import."
+                ) from error
+            if "." in kind:
+                raise ConfigError(f"{path}.kind: {_absent(kind, self.available())}") from error
+            raise ConfigError(
+                f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}"
+            ) from error
+        except Exception as error:
+            if "." not in kind:
+                raise
+            raise ConfigError(
+                f"{path}.kind: {kind} cannot be imported: {type(error).__name__}: {error} "
+                f"({_place_of(error)})"
+            ) from error
+        schema: object = vars(module).get("Config")
+        if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
+            raise ConfigError(
+                f"{path}.kind: the module {name} defines no dataclass Config. Add one."
+            )
+        return schema
+
+
+def kind_name(config: object) -> str:
+    """The name of a configuration's kind, which is the last part of its module's: "bert"."""
+    return type(config).__module__.rpartition(".")[2]
+
+
+def _place_of(error: Exception) -> str:
+    """File and line where an exception was raised."""
+    if isinstance(error, SyntaxError):  # raised by the parser, which is not in that file
+        return f"{error.filename}, line {error.lineno}"
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.filename}, line {last.lineno}"
+
+
+def _absent(name: str, kinds: Iterable[str]) -> str:
+    """Says why a user's own module cannot be imported, and how it can be.
+
+    Args:
+        name: dotted name of the module.
+        kinds: the kinds that samestep has, one of which may have been meant.
+    """
+    parts = name.split(".")
+    # The innermost parent that can be imported tells a missing package from a misspelled module.
+    folders, found = list(sys.path), ""
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        try:
+            folders = list(importlib.import_module(parent).__path__)
+        except (ImportError, AttributeError):  # a module that is no package has no path
+            break
+        found = parent
+    if found:
+        modules = [f"{found}.{module.name}" for module in pkgutil.iter_modules(folders)]
+        close = difflib.get_close_matches(name, modules, n=1)
+        reason = f"no module {name!r}: the package {found} in {', '.join(folders)} has none. "
+        fix = f"Did you mean {close[0]}?" if close else _others(modules)
+    else:
+        reason = f"no module {name!r}: the package {parts[0]} is not installed. "
+        fix = (
+            "Install it (pip install -e FOLDER, where FOLDER has its pyproject.toml), or start "
+            f"from the folder that contains {parts[0]}."
+        )
+    built_in = difflib.get_close_matches(parts[-1], list(kinds), n=1)
+    return reason + fix + (f" samestep itself has {built_in[0]!r}." if built_in else "")
+
+
+def _others(modules: list[str]) -> str:
+    if not modules:
+        return "Add the module."
+    more = ", ..." if len(modules) > 5 else ""
+    return f"Add the module, or name one of {', '.join(modules[:5])}{more}."
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(names)}"
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+class _Mismatch(ConfigError):
+    """A value does not have the type of its key."""
+
+    def __init__(self, path: str, value: object, expected: str) -> None:
+        super().__init__(f"{path} must be {expected}, not {value!r}")
+        self.path, self.expected = path, expected
+
+
+def decode(schema: TypeForm[T], value: object, path: str = "") -> T:
+    """Decodes a value as a declared type: dataclass, scalar, Literal, tuple, dict, union or Kinds.
+
+    Args:
+        path: dotted key of the value, for messages.
+
+    Raises:
+        ConfigError: names the key, the value and what was expected.
+    """
+    try:
+        return typing.cast(T, _decode(schema, value, path))
+    except _UnknownKey as error:
+        raise ConfigError(f"{error}; {_place(schema, error)}") from None
+
+
+def _decode(schema: object, value: object, path: str) -> object:
+    # `X | None` is a union; `Annotated[Base, Kinds(package)]` has the origin Annotated.
+    origin, arguments = typing.get_origin(schema), typing.get_args(schema)
+    if origin in (Union, types.UnionType):
+        return _decode_union(arguments, value, path)
+    if origin is Annotated:
+        return _decode_kind(kinds_of(schema), value, path)
+    if schema is Any:
+        return value
+    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
+        return _decode_dataclass(schema, value, path)
+    if origin is Literal:
+        return _decode_literal(arguments, value, path)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise _Mismatch(path, value, "a list")
+        return tuple(_decode(arguments[0], item, _join(path, i)) for i, item in enumerate(value))
+    if origin is dict:
+        keys, items = arguments
+        return {
+            _decode(keys, key, path): _decode(items, item, _join(path, key))
+            for key, item in _section(value, path).items()
+        }
+    return _decode_scalar(schema, value, path)
+
+
+class _UnknownKey(ConfigError):
+    """A key that its section does not have."""
+
+    def __init__(self, path: str, key: str, known: Iterable[str]) -> None:
+        super().__init__(f"{_join(path, key)} is not a known key")
+        self.path, self.key, self.known = path, key, known
+
+
+def _place(root: object, error: _UnknownKey) -> str:
+    """Where the setting is that a user has looked for in another place or by another name."""
+    setting = SETTINGS.get(error.key)
+    sections = _sections(root)
+    if setting is not None and setting.partition(".")[0] in sections.get("", ()):
+        known = ", ".join(sorted(error.known))
+        return f"set {setting} instead. Known{f' in {error.path}' * bool(error.path)}: {known}"
+    elsewhere = [_join(path, error.key) for path, names in sections.items() if error.key in names]
+    if elsewhere:
+        return f"set {' or '.join(elsewhere)} instead"
+    return _suggest(error.key, error.known)
+
+
+def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:
+    """Path -> keys of a dataclass and of the dataclasses in it, without kinds."""
+    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
+        return {}
+    found = {path: tuple(field.name for field in dataclasses.fields(schema))}
+    for name, hint in typing.get_type_hints(schema).items():
+        # Sections in a list have a number in their path, and in a mapping a name.
+        inner = () if typing.get_origin(hint) in (tuple, dict) else typing.get_args(hint)
+        for part in (hint, *inner):
+            if dataclasses.is_dataclass(part):
+                found |= _sections(part, _join(path, name))
+    return found
+
+
+def _section(value: object, path: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise _Mismatch(path, value, "a section of key: value lines")
+    return value
+
+
+def _decode_literal(choices: tuple[object, ...], value: object, path: str) -> object:
+    # By type as well, since True == 1.
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return value
+    if (name := renamed.new_name(path, value)) is not None:
+        raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
+    one_of = "one of " if len(choices) > 1 else ""
+    raise _Mismatch(path, value, one_of + ", ".join(map(str, choices)))
+
+
+def _decode_scalar(schema: object, value: object, path: str) -> object:
+    if schema in (bool, str) and type(value) is schema:
+        return value
+    # bool is a subclass of int, but `steps: true` is an error.
+    if schema in (int, float) and not isinstance(value, bool):
+        if schema is int and isinstance(value, int):
+            return value
+        # YAML reads 1e-4 as a string, and 1e6 is a natural way to write an integer.
+        try:
+            number = float(value) if isinstance(value, (int, float, str)) else None
+        except ValueError:
+            number = None
+        if number is not None and schema is float:
+            return number
+        if number is not None and number.is_integer():
+            return int(number)
+    expected: dict[object, str] = {
+        bool: "true or false",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+    }
+    raise _Mismatch(path, value, expected[schema])
+
+
+def _decode_union(choices: tuple[object, ...], value: object, path: str) -> object:
+    """Decodes as the first choice that accepts the value."""
+    if value is None and type(None) in choices:
+        return None
+    errors: list[ConfigError] = []
+    for choice in choices:
+        if choice is not type(None):
+            try:
+                return _decode(choice, value, path)
+            except ConfigError as error:
+                errors.append(error)
+    # An error inside of the value says more than a list of all that the value could be.
+    expected = []
+    for found in errors:
+        if not isinstance(found, _Mismatch) or found.path != path:
+            raise errors[0]
+        expected.append(found.expected)
+    raise _Mismatch(path, value, " or ".join(expected))
+
+
+def _decode_kind(kinds: Kinds | None, value: object, path: str) -> object:
+    assert kinds is not None
+    if isinstance(value, str):  # `strategy: ddp` is short for `strategy: {kind: ddp}`
+        value = {"kind": value}
+    if not isinstance(value, dict):
+        raise _Mismatch(path, value, "a section with a `kind`")
+    rest = {key: item for key, item in value.items() if key != "kind"}
+    return _decode_dataclass(kinds.schema(value.get("kind"), path), rest, path)
+
+
+def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
+    assert dataclasses.is_dataclass(schema)
+    section = {} if value is None else _section(value, path or "the configuration")
+    # Annotations are strings in modules with postponed evaluation; this resolves them.
+    hints = typing.get_type_hints(schema, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    for key in section:
+        if key not in fields:
+            raise _UnknownKey(path, str(key), fields)
+    # Unknown keys are reported first: a misspelled key is also a missing one.
+    arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in section.items()}
+    for name, field in fields.items():
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and name not in arguments:
+            kinds = kinds_of(hints[name])
+            choices = f" with a kind out of: {', '.join(kinds.available())}" if kinds else ""
+            raise ConfigError(f"{_join(path, name)} is required{choices}")
+    try:
+        return schema(**arguments)
+    except ConfigError as error:  # a check in __post_init__, which does not know its section
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def kinds_of(hint: object) -> Kinds | None:
+    """Returns the Kinds mark of a field's type, which may be `X | None`."""
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is Annotated:
+            return next(mark for mark in typing.get_args(part)[1:] if isinstance(mark, Kinds))
+    return None

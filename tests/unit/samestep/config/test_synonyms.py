@@ -1,0 +1,59 @@
+"""Names of other tools lead to the settings of an experiment."""
+
+import dataclasses
+
+import pytest
+
+from samestep.config import Kinds, decode
+from samestep.config.decode import _sections
+from samestep.config.synonyms import SETTINGS
+from samestep.errors import ConfigError
+from trainer.training.experiment import Experiment
+
+KINDS = {
+    "accelerator": ("trainer.accelerators.kinds", "cuda"),
+    "model": ("trainer.models.families", "bert"),
+    "objective": ("trainer.objectives.kinds", "mlm"),
+    "optimizer": ("trainer.optim.kinds", "adamw"),
+    "strategy": ("trainer.strategies.kinds", "deepspeed"),
+}
+
+
+@pytest.mark.parametrize("setting", sorted(set(SETTINGS.values())))
+def test_the_setting_exists(setting: str) -> None:
+    section, _, name = setting.rpartition(".")
+    keys = _sections(Experiment).get(section, ())
+    if section in KINDS:
+        package, kind = KINDS[section]
+        schema = Kinds(package).schema(kind, section)
+        keys = tuple(field.name for field in dataclasses.fields(schema))
+    assert name in keys
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"learning_rate": 1e-4}, "learning_rate is not a known key; set optimizer.lr instead"),
+        ({"training": {"batch_size": 8}}, "set training.global_batch_size instead. Known in tra"),
+        ({"training": {"sequence_length": 8}}, "set data.sequence_length instead"),
+        ({"patience": 8}, "set training.best.patience instead"),
+        ({"training": {"stepz": 8}}, "did you mean 'steps'?"),
+    ],
+)
+def test_an_unknown_key_names_the_setting(tree: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(Experiment, tree)
+    assert words in str(caught.value)
+
+
+def test_other_files_have_no_such_settings() -> None:
+    """A dataset's recipe has no learning rate to set."""
+
+    @dataclasses.dataclass
+    class Recipe:
+        output: str
+
+    with pytest.raises(ConfigError, match=r"learning_rate is not a known key; Known: output"):
+        decode(Recipe, {"learning_rate": 1})
+    with pytest.raises(ConfigError, match=r"save_dir is not a known key; set output instead"):
+        decode(Recipe, {"save_dir": "x"})

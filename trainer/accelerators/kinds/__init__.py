@@ -1,0 +1,1 @@
+"""What `kind` chooses of `trainer.accelerators`: each module here is one."""

@@ -1,0 +1,160 @@
+"""The command `samestep evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep import environment
+from samestep.command import Commands, add_command, add_processes
+from samestep.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from trainer.inference.evaluate import Step
+    from trainer.training.experiment import Experiment
+
+_METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
+    *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
+    *("accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman"),
+    *("answer_exact_match", "answer_f1"),
+)
+
+
+def register(commands: Commands) -> None:
+    """Adds `evaluate` to the `samestep` command."""
+    evaluate = add_command(
+        commands,
+        "evaluate",
+        _evaluate,
+        "score a run's newest checkpoint on the held-out documents",
+        "examples:\n  samestep evaluate runs/bert_mini\n"
+        "  samestep evaluate runs/bert_mini --encoder runs/mrpc    # what has it forgotten?\n"
+        "  samestep evaluate runs/mrpc_0 --ensemble runs/mrpc_1 --ensemble runs/mrpc_2",
+    )
+    evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
+    evaluate.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the run's, e.g. data.path=DIR training.evaluate_batches=null",
+    )
+    evaluate.add_argument(
+        "--step", metavar="N|best", help="the checkpoint to score (default: the newest)"
+    )
+    evaluate.add_argument(
+        "--predictions",
+        type=Path,
+        metavar="FILE",
+        help="a new file for the predictions of a task's head, one line a row: .jsonl, .jsonl.gz "
+        "or .jsonl.zst",
+    )
+    evaluate.add_argument(
+        "--scores", type=Path, metavar="FILE", help="also write the scores to this file, as JSON"
+    )
+    evaluate.add_argument(
+        "--encoder",
+        metavar="CKPT",
+        help="take all parameters except the heads from this checkpoint, such as a run fine-tuned "
+        "from RUN: measures what it has forgotten",
+    )
+    evaluate.add_argument(
+        "--ensemble",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="combine the predictions with this run's, of the same task; repeat it for more "
+        "runs. The outputs are averaged (with --generate, the logits of each token); for tags, the "
+        "runs vote",
+    )
+    generated = evaluate.add_argument_group(
+        "scores of generated texts, instead of the loss (in one process)"
+    )
+    help_ = "generate texts, with these settings, such as beams=4"
+    generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
+    help_ = f"out of: {', '.join(_METRICS)} (default: bleu chrf)"
+    generated.add_argument(
+        "--metrics",
+        nargs="+",
+        choices=_METRICS,
+        metavar="METRIC",
+        help=help_,
+    )
+    help_ = "files of pairs in the format of the run's dataset (default: its held-out split)"
+    generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
+    generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")
+    add_processes(evaluate)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from samestep.cli import main
+    from trainer.elastic import agent
+    from trainer.elastic.command import processes_to_start, worker_arguments
+    from trainer.training.starting import stored_experiment
+
+    if args.encoder and args.ensemble:
+        raise ConfigError("--encoder and --ensemble cannot be combined. Leave one of them out.")
+    folders = [args.run_folder, *args.ensemble]
+    experiments = [stored_experiment(folder, args.overrides) for folder in folders]
+    steps = [_step(args.step, experiment) for experiment in experiments]
+    if args.generate is not None:
+        from trainer.inference.evaluate import Member
+        from trainer.inference.scores import evaluate as evaluate_texts
+
+        for option in ("predictions", "encoder"):
+            if getattr(args, option):
+                raise ConfigError(
+                    f"--{option} is for the predictions of a head, and --generate writes texts; "
+                    "leave one out (samestep generate writes texts to a file)"
+                )
+        others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
+        settings = (args.generate, args.metrics or ["bleu", "chrf"], args.pairs, args.limit, others)
+        return _show_scores(evaluate_texts(experiments[0], steps[0], *settings), args.scores)
+    for option in ("metrics", "pairs", "limit"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option} needs --generate. Add it, or leave --{option} out.")
+    processes = processes_to_start(args, experiments[0])
+    if processes > 1:
+        given = ("step", "predictions", "scores", "encoder")
+        flags = [f"--{name}={getattr(args, name)}" for name in given if getattr(args, name)]
+        flags += [f"--ensemble={run}" for run in args.ensemble]
+        return agent.run_workers(
+            main, worker_arguments(args, "evaluate", args.run_folder, *flags), processes
+        )
+    if processes == 1:
+        experiments = [experiment.in_one_process() for experiment in experiments]
+    from trainer.inference.evaluate import Member, evaluate
+
+    others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
+    scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
+    return _show_scores(scores, args.scores)
+
+
+def _step(said: str | None, experiment: Experiment) -> Step:
+    """Checks --step; None is the newest checkpoint."""
+    if said is None or said.isdecimal():
+        return None if said is None else int(said)
+    if said != "best":
+        raise ConfigError(f"--step is {said}. Use the number of a step, or best.")
+    from trainer.checkpoint import retention
+    from trainer.training.run import checkpoint_folder
+
+    if retention.best_step(checkpoint_folder(experiment)) is None:
+        raise ConfigError(
+            f"{experiment.output} was trained without training.best; name a step by its number"
+        )
+    return "best"
+
+
+def _show_scores(scores: Mapping[str, float], file: Path | None) -> int:
+    if not environment.launcher_rank():
+        if file is not None:
+            from samestep.storage import write_text
+
+            write_text(file, json.dumps(dict(scores)) + "\n")
+        for name, value in scores.items():
+            sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
+    return EXIT_DONE

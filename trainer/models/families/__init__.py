@@ -1,0 +1,1 @@
+"""The families of models: `model.kind` names a module here."""

@@ -1,0 +1,125 @@
+"""DeBERTa versions 2 and 3 (He et al. 2021; He et al. 2023, arXiv 2111.09543)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from torch import Tensor, nn
+
+from samestep.errors import ConfigError
+from trainer.models.disentangled import ConvolutionLayer, DisentangledAttention
+from trainer.models.families import deberta
+from trainer.models.huggingface import ConfigJson
+
+
+@dataclass(frozen=True)
+class Config(deberta.Config):
+    """DeBERTa-v3-base; v2 has a convolution in the first layer.
+
+    Positions are projected with the matrices of contents, relative embeddings are normalized, and
+    far distances share them.
+
+    Attributes:
+        position_buckets: half of the number of relative embeddings. Distances below half of it have
+            one each; farther ones, up to `max_positions`, share the rest.
+        conv_width: number of neighboring positions in the convolution that is added to the first
+            layer's output, odd; 0: no convolution.
+        conv_activation: the activation after it.
+    """
+
+    model_type: ClassVar[str] = "deberta-v2"
+    architecture: ClassVar[str] = "DebertaV2ForMaskedLM"
+    their_settings: ClassVar[Mapping[str, str]] = {
+        **deberta.Config.their_settings,
+        "position_buckets": "position_buckets",
+        "conv_width": "conv_kernel_size",
+        "conv_activation": "conv_act",
+    }
+    their_constants: ClassVar[Mapping[str, object]] = {
+        **deberta.Config.their_constants,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    }
+    layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **deberta.Config.layer_names,
+        "attention.qkv": tuple(f"attention.self.{part}_proj" for part in ("query", "key", "value")),
+    }
+    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset({"convolution"})
+
+    vocab_size: int = 128100
+    position_buckets: int = 256
+    conv_width: int = 0
+    conv_activation: Literal["tanh", "gelu"] = "tanh"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 4 <= self.position_buckets < 2 * self.max_positions - 2:
+            raise ConfigError(
+                f"position_buckets is {self.position_buckets}. Use 4 or more, and less than twice "
+                f"max_positions, {self.max_positions}, as 256 for 512."
+            )
+        if self.conv_width < 0 or (self.conv_width and self.conv_width % 2 == 0):
+            raise ConfigError(f"conv_width is {self.conv_width}. Use an odd number, or 0 for none.")
+
+    @property
+    def buckets(self) -> int:
+        return self.position_buckets
+
+    @property
+    def normalizes_places(self) -> bool:
+        return True
+
+    @property
+    def dropout_sites(self) -> tuple[str, ...]:
+        own = ("convolution",) if self.conv_width else ()
+        return (*super().dropout_sites, *own)
+
+    def static(self, index: int) -> tuple[bool, ...]:
+        return (*super().static(index), self._convolves(index))
+
+    def _convolves(self, index: int) -> bool:
+        return index == 0 and self.conv_width > 0
+
+    def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
+        if self._convolves(index):
+            return ConvolutionLayer(self, index, self.conv_width, self.conv_activation)
+        return super().build_layer(index)
+
+    def build_attention(self, index: int) -> nn.Module:
+        return DisentangledAttention(self)
+
+    @classmethod
+    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
+        defaults = {
+            "position_buckets": -1,
+            "conv_kernel_size": 0,
+            "conv_act": "tanh",
+            "share_att_key": False,
+            "norm_rel_ebd": "none",
+        }
+        return super().from_huggingface({**defaults, **config}, tensors)
+
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        table, begin = super().tensor_names(), f"{self.prefix}.encoder"
+        for kind in ("weight", "bias"):
+            table[f"relative.norm.{kind}"] = (f"{begin}.LayerNorm.{kind}",)
+            if self.conv_width:
+                table[f"layers.0.convolution.{kind}"] = (f"{begin}.conv.conv.{kind}",)
+                table[f"layers.0.convolution_norm.{kind}"] = (f"{begin}.conv.LayerNorm.{kind}",)
+        return table
+
+    def attention_names(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def _import(self, name: str, tensor: Tensor) -> Tensor:
+        # A convolution [D, D, size] is a matrix over neighbors side by side, [D, size * D].
+        if not name.endswith("encoder.conv.conv.weight"):
+            return tensor
+        return tensor.transpose(1, 2).flatten(1)
+
+    def _export(self, name: str, tensor: Tensor) -> Tensor:
+        if not name.endswith("encoder.conv.conv.weight"):
+            return tensor
+        return tensor.view(self.width, self.conv_width, self.width).transpose(1, 2).contiguous()

@@ -1,0 +1,1 @@
+"""What `kind` chooses of `trainer.models.peft`: each module here is one."""

@@ -1,0 +1,1 @@
+"""What `kind` chooses of `trainer.objectives`: each module here is one."""

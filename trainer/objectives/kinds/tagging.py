@@ -1,0 +1,185 @@
+"""Tagging of words at their first tokens: named entities (Devlin et al. 2019, section 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.examples import Batch, Examples, Vocabulary
+from samestep.tasks import TASKS
+from trainer.metrics import check_names, entities
+from trainer.models.inputs import Inputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, crf
+from trainer.objectives.rows import Float32, Int64, logits
+from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
+
+_OUTSIDE = "O"
+
+
+@dataclass(frozen=True)
+class Config(ObjectiveConfig):
+    """Tagging of words. A text that is too long becomes several examples, which do not overlap.
+
+    Attributes:
+        metrics: scores of the held-out split, over whole entities of tags like B-PER and I-PER:
+            entity_f1, entity_precision, entity_recall; [] for tags that name no entities, as parts
+            of speech.
+        crf: scores sequences of tags by a conditional random field (`trainer.objectives.crf`),
+            for a model with `crf: true`; else each tag by itself.
+    """
+
+    metrics: tuple[str, ...] = ("entity_f1",)
+    crf: bool = False
+
+    def __post_init__(self) -> None:
+        check_names(self.metrics, TASKS["tagging"].metrics)
+
+    def build(self, vocabulary: Vocabulary) -> Task:
+        return SequenceTagging(self, vocabulary) if self.crf else Tagging(self, vocabulary)
+
+
+class Tagging(RowTask):
+    """The tagging objective; see `RowTask`.
+
+    To the rows of `RowTask` it adds, for B examples of S positions:
+        labels: int64 [B, S], the tag of a word at its first token; -1 at all other positions.
+        weights: float32 [B, S], 1 at a tag, 0 elsewhere and in examples of weight 0.
+
+    The outputs are the tags with the highest scores, float32 [B, S]: all logits would be many.
+    """
+
+    kind = "tagging"
+    predicts = "tagging"
+    needs = frozenset({"tagging"})
+    denominator = "tags"
+    mean_names = ("loss", "accuracy")
+
+    def collate(self, examples: Examples, sequence_length: int) -> Batch:
+        batch = self.lay_out(examples, sequence_length)
+        labels, (column, length) = labels_of(examples), last_chunks(examples)
+        # Each example comes with the tags of its whole row and takes the window's. If a row
+        # of 5 tags became windows of 3 and 2, the values are 0 1 2 3 4 0 1 2 3 4, and the examples
+        # take the values from 0 + 0 and from 5 + 3 on.
+        first_tag = np.cumsum(labels.count) - labels.count + labels.begin
+        first_position = np.arange(length.size) * sequence_length + column
+        chunk_start = np.cumsum(length) - length
+        offset = np.arange(int(length.sum())) - np.repeat(chunk_start, length)
+        tags: Int64 = np.full(batch["tokens"].size, -1)
+        values = labels.values[np.repeat(first_tag, length) + offset]
+        tags[np.repeat(first_position, length) + offset] = values
+        tags = tags.reshape(-1, sequence_length)
+        return {**batch, "labels": tags, "weights": (tags >= 0) * examples.weight[:, None]}
+
+    def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
+        """Cross-entropy in float32, over the step's number of tags, totals["tags"]."""
+        scores = logits(model, batch, self.predicts).float()
+        labels, weights = batch["labels"], batch["weights"]
+        nll = F.cross_entropy(
+            scores.flatten(0, 1),
+            labels.flatten(),
+            reduction="none",
+            ignore_index=-1,
+        )
+        nll = (nll * weights.flatten()).sum()
+        return _loss(nll, scores.detach().argmax(-1), batch, totals)
+
+    def scores(self, predictions: Predictions) -> dict[str, float]:
+        """Metrics over all words of the split; words without a token are predicted as outside."""
+        return entities.scores(self.score_names, self.tags(predictions), _true_tags(predictions))
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """The words of each row, their tags as label, and the predicted ones."""
+        true, predicted = _true_tags(predictions), self.tags(predictions)
+        for row, label, prediction in zip(predictions.rows, true, predicted, strict=True):
+            words = [row.texts[-1][begin:end] for begin, end, _ in row.spans]
+            yield {"words": words, "label": label, "prediction": prediction}
+
+    def combined(self, outputs: Sequence[Float32]) -> Float32:
+        """Majority vote on each tag; ties go to the earliest member.
+
+        Example: the votes 3 1 1 give 1, and 3 1 2 give 3.
+        """
+        votes = np.stack(list(outputs))
+        # Number of members that agree with each vote: [members, N, S].
+        agree = (votes[:, None] == votes[None]).sum(axis=1)
+        first = agree.argmax(axis=0)
+        chosen: Float32 = np.take_along_axis(votes, first[None], axis=0)[0]
+        return chosen
+
+    def tags(self, predictions: Predictions) -> list[list[str]]:
+        """The predicted tags of each row's words, read at their first tokens."""
+        names = (*predictions.labels, _OUTSIDE)  # -1, no tag, is the last
+        found = []
+        for row, *windows in self.windows(predictions):
+            # The tag of each token, and at the end -1 for words without tokens.
+            tags: Int64 = np.full(len(row.offsets) + 1, -1)
+            for example, begin, column, length in zip(*windows, strict=True):
+                tags[begin : begin + length] = predictions.outputs[example, column:][:length]
+            words = np.array(row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
+            tokens = np.array(row.offsets, dtype=np.int64).reshape(-1, 2)
+            of_words = tags[_first_tokens(words, tokens)]
+            found.append([names[tag] for tag in of_words.tolist()])
+        return found
+
+
+class SequenceTagging(Tagging):
+    """Tagging by a conditional random field over the words of an example.
+
+    Its loss is the negative log-likelihood of sequences, over the step's number of tags.
+    """
+
+    needs = frozenset({"tagging", "tag_transitions"})
+
+    def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
+        outputs = model(Inputs.of(batch), self.needs)
+        scores, transitions = (outputs[name].float() for name in ("tagging", "tag_transitions"))
+        is_word = batch["labels"] >= 0
+        # Words first: of the labels -1 2 -1 0 the order is 1 3 0 2.
+        order = (~is_word).int().argsort(dim=1, stable=True)
+        used, labels = is_word.gather(1, order), batch["labels"].gather(1, order).clamp(min=0)
+        words = scores.gather(1, order[..., None].expand_as(scores))
+        likelihood = crf.log_likelihood(words, labels, used, transitions)
+        # All words of an example have its weight.
+        nll = -(likelihood * batch["weights"].amax(1)).sum()
+        best = crf.best_tags(words.detach(), used, transitions.detach())
+        tags = torch.empty_like(best).scatter_(1, order, best)
+        return _loss(nll, tags, batch, totals)
+
+
+def _loss(nll: Tensor, tags: Tensor, batch: Tensors, totals: Tensors) -> Loss:
+    """The loss and metrics of predicted tags, int64 [B, S]."""
+    weights = batch["weights"]
+    correct = ((tags == batch["labels"]) * weights).sum()
+    metrics = {"loss": (nll.detach(), weights.sum()), "accuracy": (correct, weights.sum())}
+    return Loss(nll / totals["tags"], metrics, tags.float())
+
+
+def _true_tags(predictions: Predictions) -> list[list[str]]:
+    """The tags of each row's words."""
+    return [[predictions.labels[tag] for _, _, tag in row.spans] for row in predictions.rows]
+
+
+def _first_tokens(words: Int64, tokens: Int64) -> Int64:
+    """The first token that shares a character with each word; -1 where none does.
+
+    Args:
+        words: int64 [w, 2], their characters, [begin, end).
+        tokens: int64 [n, 2], likewise, in order.
+    """
+    # Example: with tokens at the characters 0-3, 4-5 and 5-7, the words at 4-7 and 8-9 get 1 and
+    # -1. A token of white space may have no characters.
+    visible = np.flatnonzero(tokens[:, 0] < tokens[:, 1])
+    if not visible.size:
+        return np.full(len(words), -1)
+    begin, end = tokens[visible].T
+    # The first token that ends after the word begins; it may also begin after the word ends.
+    first = np.searchsorted(end, words[:, 0], side="right")
+    at = np.minimum(first, len(end) - 1)
+    shares = (first < len(end)) & (begin[at] < words[:, 1]) & (words[:, 0] < words[:, 1])
+    return np.where(shares, visible[at], -1)

@@ -1,0 +1,1 @@
+"""What `kind` chooses of `trainer.optim`: each module here is one."""

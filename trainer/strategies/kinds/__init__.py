@@ -1,0 +1,1 @@
+"""What `kind` chooses of `trainer.strategies`: each module here is one."""
