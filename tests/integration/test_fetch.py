@@ -20,7 +20,7 @@ from samestep import storage
 from samestep.storage import attempts
 from tests.hub import Hub, running_hub
 from tests.integration.commands import Result, Samestep
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 TWO_STEPS = ("training.steps=2", "schedule.warmup_steps=0")
 TEXTS = [f"The text number {i} says this and that to nobody." for i in range(400)]
