@@ -50,7 +50,7 @@ def _train(args: argparse.Namespace) -> int:
     snapshots = experiment.checkpoint.snapshot_every is not None
     elastic = None
     if args.elastic:
-        from trainer.training.run import checkpoint_folder
+        from trainer.training.compose import checkpoint_folder
         from trainer.training.shared_facts import facts_of
 
         folder = checkpoint_folder(experiment)
