@@ -23,9 +23,10 @@ from trainer.strategies import Strategy
 from trainer.training import run_folder
 from trainer.training.compose import checkpoint_folder, open_loader, open_strategy
 from trainer.training.compute.fused_attention import fuse_attention
-from trainer.training.evaluation import Evaluation, evaluation_batches, score
+from trainer.training.evaluation import Evaluation, score
 from trainer.training.experiment import Experiment
 from trainer.training.model import build_model, build_objectives
+from trainer.training.passes import evaluation_batches
 from trainer.training.phases import phase_of
 from trainer.training.weights.initial import stored_values, with_encoder
 from trainer.training.weights.loading import Weights, load_weights

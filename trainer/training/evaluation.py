@@ -29,12 +29,6 @@ class Evaluation(NamedTuple):
     predictions: Predictions | None = None
 
 
-def evaluation_batches(loader: Loader, global_batch_size: int, batches: int | None) -> int:
-    """Returns the number of global batches that `score` takes from a loader."""
-    every = -(-loader.examples // global_batch_size)  # rounded up: the last one is smaller
-    return min(every, batches or every)
-
-
 @torch.no_grad()
 def score(
     model: nn.Module,

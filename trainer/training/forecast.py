@@ -15,9 +15,9 @@ from trainer.monitoring.forecast import Schedule, TimeLeft
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.partition import whole_shape
-from trainer.training.evaluation import evaluation_batches
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
+from trainer.training.passes import evaluation_batches
 from trainer.training.phases import Phase
 
 logger = logging.getLogger(__name__)

@@ -67,6 +67,12 @@ class Loader(Protocol):
     def close(self) -> None: ...
 
 
+def evaluation_batches(loader: Loader, global_batch_size: int, batches: int | None) -> int:
+    """Returns the number of global batches that `score` takes from a loader."""
+    every = -(-loader.examples // global_batch_size)  # rounded up: the last one is smaller
+    return min(every, batches or every)
+
+
 def accumulate_gradients(
     model: nn.Module,
     objective: Objective,

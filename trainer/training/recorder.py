@@ -20,7 +20,6 @@ from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.partition.digest import hexadecimal, signed
 from trainer.strategies import Strategy
-from trainer.training.compute.compiled import LIMIT, graphs
 from trainer.training.ledger import Ledger
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phases import Phase
@@ -149,6 +148,8 @@ class Recorder:
 
     def _count_graphs(self) -> int:
         """The number of graphs of compiled layers; the log says when it has changed."""
+        from trainer.training.compute.compiled import LIMIT, graphs
+
         if (found := graphs()) != self._graphs:
             logger.info("compiled     %d graphs of layers; at most %d of one kind", found, LIMIT)
             self._graphs = found
