@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location, Order
-from data_pipeline.order.mixture import Source
+from data_pipeline.order.sources import Source
 from data_pipeline.packing.plan import Int64, ranges
-from data_pipeline.reading.cache import ShardCache
-from data_pipeline.reading.corruption import CorruptShardError
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import CorruptShardError, Dataset, PackedSplit
 from data_pipeline.reading.open_files import max_open_shards
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Examples, Labels, PackSpec, Policy
+
+if TYPE_CHECKING:
+    from data_pipeline.reading.cache import ShardCache
+    from data_pipeline.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from samestep.storage import write as write_object
 from samestep.storage.keeper import Keeper
 from tests.processes import run_ranks
 from trainer.checkpoint import Checkpointer, Config
-from trainer.checkpoint.files import Url
+from trainer.checkpoint.urls import Url
 from trainer.training.checkpoints import Checkpoints
 
 ELEMENTS = 10_000

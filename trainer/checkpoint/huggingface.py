@@ -15,8 +15,8 @@ from torch import Tensor
 
 from samestep.config import Tree
 from samestep.errors import CheckpointError, fix_of
+from samestep.examples import TOKENIZER_FILES
 from samestep.storage import new_folder
-from samestep.storage.hub import TOKENIZER_FILES
 from samestep.untrusted import is_plain, read_regular, regular
 from trainer.checkpoint import files
 
