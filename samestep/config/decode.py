@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
-from samestep.config import own_modules, renamed
-from samestep.config.synonyms import SETTINGS
 from samestep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +65,8 @@ class Kinds:
             )
         # A dotted kind is a user's own module, installed or in the working folder.
         if "." in kind:
+            from samestep.config import own_modules
+
             own_modules.announce(kind, path)
             own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
@@ -224,6 +224,8 @@ class _UnknownKey(ConfigError):
 
 def _place(root: object, error: _UnknownKey) -> str:
     """Where the setting is that a user has looked for in another place or by another name."""
+    from samestep.config.synonyms import SETTINGS
+
     setting = SETTINGS.get(error.key)
     sections = _sections(root)
     if setting is not None and setting.partition(".")[0] in sections.get("", ()):
@@ -259,6 +261,8 @@ def _decode_literal(choices: tuple[object, ...], value: object, path: str) -> ob
     # By type as well, since True == 1.
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return value
+    from samestep.config import renamed
+
     if (name := renamed.new_name(path, value)) is not None:
         raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
     one_of = "one of " if len(choices) > 1 else ""

@@ -20,7 +20,7 @@ import zstandard
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from data_pipeline.format import shards
+from data_pipeline.format import shards, writing
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
 from data_pipeline.sources import BadRecord, PairSource, Source, TaskSource
@@ -68,7 +68,7 @@ def _shard() -> bytes:
     documents = [np.arange(n, dtype=np.uint16) for n in (3, 0, 70)]
     with TemporaryDirectory() as folder:
         path = Path(folder, "shard.tar")
-        shards.write_shard(
+        writing.write_shard(
             path,
             documents,
             np.array([[0, 1], [0, 2], [0, 3]], np.uint32),

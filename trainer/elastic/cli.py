@@ -37,8 +37,6 @@ def register(commands: Commands) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from samestep.cli import main
-    from trainer.elastic import agent
     from trainer.elastic.command import processes_to_start, worker_arguments
     from trainer.training.starting import load_experiment
 
@@ -50,6 +48,7 @@ def _train(args: argparse.Namespace) -> int:
     snapshots = experiment.checkpoint.snapshot_every is not None
     elastic = None
     if args.elastic:
+        from trainer.elastic import agent
         from trainer.training.run import checkpoint_folder
         from trainer.training.shared_facts import facts_of
 
@@ -58,6 +57,9 @@ def _train(args: argparse.Namespace) -> int:
         elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots, folder, facts)
     processes = processes_to_start(args, experiment)
     if processes > 1 or (processes and elastic):
+        from samestep.cli import main
+        from trainer.elastic import agent
+
         signals = experiment.training.preemption.numbers
         return agent.run_workers(
             main, worker_arguments(args, "train", args.file), processes, elastic, signals

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.format import row_lines, shards
-from data_pipeline.format.shards import Shard, ShardIndex, write_shard
+from data_pipeline.format import row_lines, shards, writing
+from data_pipeline.format.shards import Shard, ShardIndex
+from data_pipeline.format.writing import write_shard
 from samestep.errors import CorruptError, DataError
 from samestep.examples import TaskRow
 
@@ -33,7 +34,7 @@ def write(tmp_path: Path, labels: list[list[float]], rows: list[TaskRow] | None 
 
 @pytest.mark.parametrize("chunk", [15, 2**20])
 def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(writing, "CHUNK_TOKENS", chunk)
     labels = [[1.0], [], [], [0.25, -3.5, 7.0], [2.0]]
     rows = [
         TaskRow(
