@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Lanes, Location, Order
+from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.sources import PERIOD, Shares, round_weights
 from data_pipeline.packing.plan import Int64
 from samestep.errors import DataError
@@ -280,3 +282,71 @@ class Mixture:
     def state(self) -> list[list[int | Shares]]:
         """Returns the whole schedule (past, current and future shares), for a checkpoint."""
         return [[first, shares] for first, shares in self._schedule.parts]
+
+
+class WeightedMixture(Mixture):
+    """A mixture with the weights of a configuration, which may change at steps.
+
+    Args:
+        rates: the weights of the sources by name, after step 0 and after each change.
+        orders, keys: as for `Mixture`.
+        consumed_after: returns the number of examples that a number of steps consume.
+        excluded: the examples that the run skips.
+    """
+
+    def __init__(
+        self,
+        rates: Sequence[tuple[int, Mapping[str, float]]],
+        orders: Mapping[str, Order],
+        keys: Mapping[str, str],
+        consumed_after: Callable[[int], int],
+        excluded: Exclusions,
+    ) -> None:
+        self._rates, self._keys, self._consumed_after = rates, keys, consumed_after
+        # How many more examples the steps so far have consumed than they would have in batches of
+        # the current size.
+        self._surplus = 0
+        super().__init__(self._wanted(excluded), orders, keys)
+
+    def _wanted(self, excluded: Exclusions) -> Schedule:
+        """The configured shares of the sources over time."""
+        parts = []
+        for step, rates in self._rates:
+            # Weights change at steps, but a mixture counts examples, excluded ones included.
+            consumed = self._consumed_after(step) + self._surplus if step else 0
+            parts.append((excluded.after(0, max(0, consumed)), rates))
+        return Schedule.weighted(parts, self._keys)
+
+    def exclude(self, excluded: Exclusions, example: int) -> bool:
+        """Lets later changes come later, as more examples are skipped; returns whether any does."""
+        if len(self._rates) > 1:
+            self.change(self._wanted(excluded), example)
+        return len(self._rates) > 1
+
+    def load(
+        self,
+        parts: Iterable[Sequence[Any]],
+        excluded: Exclusions,
+        example: int,
+        surplus: int,
+        *,
+        accept: bool | None,
+    ) -> None:
+        """Continues from a global example; the shares before it stay as recorded.
+
+        Args:
+            parts: the `state` in the checkpoint.
+            excluded: the examples that the run skips.
+            example: the next example.
+            surplus: number of examples that steps have consumed beyond `consumed_after`.
+            accept: see `resume`; None also keeps the recorded shares of later examples.
+
+        Raises:
+            DataError: see `resume`.
+        """
+        self._surplus = surplus
+        recorded = Schedule.of((first, shares) for first, shares in parts)
+        if accept is None:
+            self.follow(recorded)
+        else:
+            self.resume(recorded, self._wanted(excluded), example, accept=accept)

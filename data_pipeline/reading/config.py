@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_pipeline.order.sources import Proportional, Source, Weights, check_sources
-from data_pipeline.reading.concat_dataset import AnyDataset, ConcatDataset
+from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.dataset import Dataset
 from samestep.config.sizes import DEFAULT_CACHE, parse_size
 from samestep.errors import ConfigError
@@ -127,5 +127,7 @@ class Config:
             cache = ShardCache.open_folder(self.cache, self.cache_size)
         whole = self.on_corrupt == "stop"
         if self.path is None:
+            from data_pipeline.reading.several_datasets import ConcatDataset
+
             return ConcatDataset.open(self.sources, cache, whole=whole)
         return Dataset.open(self.path, cache, whole=whole)

@@ -140,6 +140,11 @@ class Dataset:
         """Its location, for messages."""
         return shown(self.remote.url) if self.remote else str(self.path)
 
+    @property
+    def sources(self) -> dict[str, Dataset]:
+        """Itself, as the only source of a mixture."""
+        return {self.name: self}
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens.

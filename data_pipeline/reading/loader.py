@@ -39,7 +39,7 @@ from samestep.errors import ConfigError, DataError
 from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
 
 if TYPE_CHECKING:
-    from data_pipeline.order.mixture import Mixture, Schedule
+    from data_pipeline.order.mixture import WeightedMixture
     from data_pipeline.reading.corruption import CorruptShards
     from data_pipeline.reading.prefetch import Prefetcher
 
@@ -145,11 +145,8 @@ class StreamingLoader:
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         # Evaluation reads each source once, so only training has a mixture with weights.
         self._rates = () if order.finite else config.rates(named)
-        # How many more examples the steps so far have consumed than they would have in batches of
-        # the current size.
-        self._surplus = 0
         self._orders: dict[str, Order] = {}
-        self._mixture: Mixture | None = None
+        self._mixture: WeightedMixture | None = None
         examples: ExampleOrder
         if order.finite:
             examples = SinglePass(self._packed.counts)
@@ -219,22 +216,13 @@ class StreamingLoader:
     def _keys(self) -> dict[str, str]:
         return {name: source.manifest.digest for name, source in self._named.items()}
 
-    def _mixed(self) -> Mixture:
+    def _mixed(self) -> WeightedMixture:
         """The endless order of all sources."""
-        from data_pipeline.order.mixture import Mixture
+        from data_pipeline.order.mixture import WeightedMixture
 
-        return Mixture(self._schedule(), self._orders, self._keys)
-
-    def _schedule(self) -> Schedule:
-        """The configured shares of the sources over time."""
-        from data_pipeline.order.mixture import Schedule
-
-        parts = []
-        for step, rates in self._rates:
-            # Weights change at steps, but a mixture counts examples, excluded ones included.
-            consumed = self._consumed_after(step) + self._surplus if step else 0
-            parts.append((self._excluded.after(0, max(0, consumed)), rates))
-        return Schedule.weighted(parts, self._keys)
+        return WeightedMixture(
+            self._rates, self._orders, self._keys, self._consumed_after, self._excluded
+        )
 
     def _consumed_after(self, step: int) -> int:
         after = self._order.example_after
@@ -429,8 +417,7 @@ class StreamingLoader:
         assert self._last_start <= first < end
         # Exclusions are immutable, so threads that use the old ones are not disturbed.
         self._excluded |= Exclusions([(first, end)])
-        if len(self._rates) > 1 and self._mixture is not None:  # later changes come later
-            self._mixture.change(self._schedule(), self._position)
+        if self._mixture is not None and self._mixture.exclude(self._excluded, self._position):
             self._maker.order = self._grouped(self._mixture.order)
         elif end <= self._position:
             return  # prefetched steps are still right
@@ -484,21 +471,14 @@ class StreamingLoader:
                 "continue from an older checkpoint, or start a new run."
             )
         self._excluded = excluded | self._configured
-        self._surplus = 0 if step is None else int(state["example"]) - self._consumed_after(step)
         # Checkpoints from before mixtures existed name a single dataset.
         parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
         if self._mixture is None and self._orders and parts != self._alone:
             self._mixture = self._mixed()
         if self._mixture is not None:
-            from data_pipeline.order.mixture import Schedule
-
-            recorded = Schedule.of((first, shares) for first, shares in parts)
-            if as_recorded:
-                self._mixture.follow(recorded)
-            else:
-                self._mixture.resume(
-                    recorded, self._schedule(), position, accept=self._accept_change
-                )
+            surplus = 0 if step is None else int(state["example"]) - self._consumed_after(step)
+            accept = None if as_recorded else self._accept_change
+            self._mixture.load(parts, self._excluded, position, surplus, accept=accept)
             self._maker.order = self._grouped(self._mixture.order)
         self._skip(state.get("corrupt", ()))
         self._go_to(position)

@@ -117,6 +117,7 @@ READS = {
     *("trainer/inference/resumable.py", "trainer/inference/features.py", "trainer/vectors/work.py"),
     *("trainer/monitoring/report/suite.py", "trainer/publish/fast_tokenizer.py"),
     *("trainer/publish/hub.py", "trainer/publish/tokenizer.py", "samestep/storage/local.py"),
+    "samestep/storage/new_folder.py",
     *(
         "trainer/monitoring/profiler.py",
         "trainer/studies/execution.py",
