@@ -160,7 +160,7 @@ def publish(comparisons: Sequence[Comparison], path: Path | None) -> None:
 
 def hardware() -> str:
     """The processor and how many cores of it this process may use."""
-    from trainer.training.arithmetic import processor  # it imports torch
+    from trainer.training.compute.arithmetic import processor  # it imports torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{cores} cores of {processor()}"

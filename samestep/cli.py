@@ -73,8 +73,11 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="log details")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     found = {each.name: each for each in entry_points(group="samestep.commands")}
-    first = [wanted] if wanted in found else [*dict.fromkeys([*_FIRST, *found])]
-    for name in first:
+    if not found.keys() >= set(_FIRST):
+        parser.error(
+            "commands are missing: reinstall samestep, as it is newer than its installation"
+        )
+    for name in [wanted] if wanted in found else dict.fromkeys([*_FIRST, *found]):
         found[name].load()(commands)
     return parser
 

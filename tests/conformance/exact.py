@@ -19,8 +19,8 @@ from tests.processes import run_ranks
 from trainer.accelerators.detect import detect
 from trainer.partition import flat_start, local_parts
 from trainer.strategies.world import World
-from trainer.training.digests import Row
 from trainer.training.experiment import Experiment
+from trainer.training.observers.digests import Row
 from trainer.training.state import state_tensors
 
 Pieces = list[tuple[str, int, bytes]]

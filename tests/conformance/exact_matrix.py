@@ -25,7 +25,7 @@ from tests.conformance.exact import run, task
 from tests.conformance.matrix import code_digest
 from tests.conformance.worker import TEXT_TASKS
 from tests.conftest import make_dataset, write_experiment, write_t5_experiment
-from trainer.training.arithmetic import processor
+from trainer.training.compute.arithmetic import processor
 
 PAGE = Path("docs/conformance_bitwise.md")
 SCATTERED = "fsdp, reduce_each_micro_batch"

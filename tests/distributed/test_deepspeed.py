@@ -34,7 +34,7 @@ from trainer.partition import SegmentParameter, whole_shape
 from trainer.strategies.kinds import deepspeed
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 ADAMW = [
     "optimizer={kind: adamw, lr: 1e-3}",

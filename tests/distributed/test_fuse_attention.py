@@ -9,7 +9,7 @@ from tests.processes import run_ranks
 from tests.unit.models.test_contract import BERT, meta
 from tests.unit.models.test_fused_attention import attention
 from tests.unit.training.test_fuse_attention import WithKernel, broken, wrong_dropout
-from trainer.training.fused_attention import fuse_attention
+from trainer.training.compute.fused_attention import fuse_attention
 
 KERNELS = {"right": attention, "wrong": wrong_dropout, "broken": broken, "none": None}
 

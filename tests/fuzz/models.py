@@ -19,7 +19,7 @@ from tests.fuzz.mutations import blobs, jsons, named, one_of, trees
 from tests.fuzz.trial import Files, Target
 from trainer.checkpoint import files, layout
 from trainer.models.families import bert, gpt2, t5
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 _SMALL = {"vocab_size": 20, "layers": 1, "width": 8, "heads": 2, "ffn_width": 8}
 

@@ -14,7 +14,7 @@ from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.inference import augment
 from trainer.inference.augment import Augmenter
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 
 def rows(count: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from tests.integration.commands import Samestep, Start
 from trainer.checkpoint import integrity
 from trainer.checkpoint.layout import StoredTensors
 from trainer.publish import average, export
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.loading import Weights, load_weights
 
 
 @pytest.fixture(scope="module")

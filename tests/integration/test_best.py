@@ -18,7 +18,7 @@ from tests.processes import run_ranks
 from trainer.checkpoint import integrity, retention, writer
 from trainer.checkpoint.files import Location
 from trainer.strategies.world import World
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 SETTINGS = [
     "training.evaluate_every=5",

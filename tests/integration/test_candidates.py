@@ -16,7 +16,7 @@ from tests.integration.commands import Samestep
 from tests.integration.test_lstm import MODELS, OBJECTIVES
 from tests.outputs import outputs
 from trainer.inference.candidates import CandidateScorer, Cloze, read_probes
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 TEXT = "the names of the [MASK] are bound"
 WORDS = ("class", "module", "unbelievable")

@@ -24,7 +24,7 @@ from trainer.elastic import agent
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.run import open_checkpointer
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.loading import Weights, load_weights
 
 HYBRID = "strategy={kind: fsdp, replicas: 2}"
 ROBERTA = "{kind: roberta, vocab_size: 600, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"  # noqa: E501

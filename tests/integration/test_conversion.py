@@ -26,7 +26,7 @@ from trainer.models.families import bert
 from trainer.optim import groups
 from trainer.optim.kinds import adamw
 from trainer.publish.step_zero import StepZero
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 SAVED, STEPS = 3, 6
 SETTINGS = [

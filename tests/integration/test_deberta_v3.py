@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from trainer.checkpoint.huggingface import load_folder
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 MODEL = (
     "model={kind: deberta_v3, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "

@@ -27,8 +27,8 @@ from trainer.models.peft.kinds import prompt
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import Task
 from trainer.training.experiment import Experiment
-from trainer.training.teacher import build_teacher
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
+from trainer.training.weights.teacher import build_teacher
 
 STUDENT = {
     "kind": "bert",

@@ -26,7 +26,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from trainer.objectives import mlm
+from trainer.objectives.kinds import mlm
 
 FOLDER = Path(__file__).parent.parent
 

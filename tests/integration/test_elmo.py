@@ -14,7 +14,7 @@ from samestep.cli import main
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
 from tests.outputs import outputs
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 MODEL = (
     "model={kind: bilm, vocab_size: 400, layers: 2, hidden_size: 48, proj_size: 32, "

@@ -16,7 +16,7 @@ import pytest
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.checkpoint import integrity
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 Float = npt.NDArray[Any]
 

@@ -14,8 +14,8 @@ from samestep.cli import main
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.inspect.distance import by_group, left_out
-from trainer.training.initial_weights import with_encoder
-from trainer.training.weights import load_weights
+from trainer.training.weights.initial import with_encoder
+from trainer.training.weights.loading import load_weights
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from trainer.publish.tokenizer import adapt
 from trainer.strategies import Replica
 from trainer.training.run import open_loader
 from trainer.training.starting import load_experiment
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 SHAPE = {"layers": 1, "width": 32, "heads": 2, "ffn_width": 64}
 END = "<|endoftext|>"

@@ -17,7 +17,7 @@ from samestep.cli import main
 from tests.conftest import VOCAB_SIZE
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 NEW = ["metaclass", "<place>", "the", "namespace"]  # "the" is in the vocabulary already
 STILL = ("optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup_steps=0")

@@ -36,7 +36,7 @@ OBJECTIVE = """
 import os, time
 from dataclasses import dataclass
 from samestep.errors import DataError
-from trainer.objectives import mlm
+from trainer.objectives.kinds import mlm
 
 @dataclass(frozen=True)
 class Config(mlm.Config):

@@ -19,7 +19,7 @@ from data_pipeline.format.manifest import Manifest
 from samestep.storage import attempts, objects
 from tests.hub import Hub, running_hub
 from tests.integration.commands import Result, Samestep
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 TWO_STEPS = ("training.steps=2", "schedule.warmup_steps=0")
 TEXTS = [f"The text number {i} says this and that to nobody." for i in range(400)]

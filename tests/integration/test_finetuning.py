@@ -27,7 +27,7 @@ from tests.processes import run_ranks
 from trainer.metrics import squad
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 
 @pytest.fixture(scope="module")

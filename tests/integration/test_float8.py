@@ -37,14 +37,14 @@ FP8 = [*BF16, "training.fp8=true"]
 def float8() -> Any:
     """The module, if torchao is installed."""
     pytest.importorskip("torchao")
-    from trainer.training import float8
+    from trainer.training.compute import float8
 
     return float8
 
 
 def train_all(file: str, cases: list[list[str]]) -> list[list[float]]:
     """The losses of several runs in this process; 8-bit products are emulated."""
-    from trainer.training import float8
+    from trainer.training.compute import float8
 
     float8._emulate = True
     # Traces as inductor does, and generates no code.
@@ -188,7 +188,7 @@ def test_runs_are_evaluated_in_bf16(finished_run: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "trainer.training.float8", raising=False)
+    monkeypatch.delitem(sys.modules, "trainer.training.compute.float8", raising=False)
     imported = builtins.__import__
 
     def without(name: str, *arguments: Any, **settings: Any) -> Any:
@@ -198,4 +198,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtra, match=r"training\.fp8 needs the package 'torchao'"):
-        imported("trainer.training.float8")
+        imported("trainer.training.compute.float8")

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from tests.integration.commands import Samestep
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 OPTIONS = ("--max-new-tokens", 8, "--prefix", "say: ", "--beams", 2)
 

@@ -37,11 +37,11 @@ from trainer.inspect.replay.diff import _recorded
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 from trainer.monitoring.report import Report, page
 from trainer.monitoring.wandb import _read_note
-from trainer.strategies.heartbeat import Beat
 from trainer.studies.finetune.suite import read_results
 from trainer.studies.row_scores import read_row_score
 from trainer.training.ledger import GENESIS, Ledger, chain
-from trainer.training.weights import load_weights
+from trainer.training.observers.heartbeat import Beat
+from trainer.training.weights.loading import load_weights
 from trainer.vectors.corpus import Words
 
 SEED = 50

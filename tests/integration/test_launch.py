@@ -16,7 +16,7 @@ from tests.integration.commands import Result, Samestep, losses
 PACED = """
 import time
 from dataclasses import dataclass
-from trainer.objectives import mlm
+from trainer.objectives.kinds import mlm
 
 @dataclass(frozen=True)
 class Config(mlm.Config):

@@ -13,7 +13,7 @@ import yaml
 from tests.conftest import make_dataset
 from tests.integration.commands import Samestep
 from trainer.models.inputs import Inputs
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,7 @@ from tests.integration.commands import Samestep, losses
 from tests.outputs import outputs
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import find_tasks
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 MODELS = {
     "lstm": "model={kind: lstm, vocab_size: 600, layers: 2, hidden_size: 32, embedding_width: 32, "

@@ -21,7 +21,7 @@ from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.models.families import bert, gpt2, roberta, t5
 from trainer.publish import model_card
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 LABELS = ("yes | no", "<b>`*_maybe_*`</b>", "---\nlicense: mit", "```")
 

@@ -20,7 +20,7 @@ from tests.integration.commands import Result, Samestep
 from trainer.checkpoint import files, history, integrity
 from trainer.studies.finetune.runs import list_runs
 from trainer.studies.finetune.task import Task
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 NEW, OLD = "question_answering", "span"
 SHORT = ("training.evaluate_every=6", "checkpoint.every=3", "schedule.warmup_steps=2")

@@ -32,7 +32,7 @@ from tests.processes import run_ranks
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 LORA = "model.peft={kind: lora, rank: 4, targets: [query, value, up, down]}"
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from tests.integration.commands import Samestep
 from tests.ports import free_port
 from tests.writable_hub import READ, WRITE, WritableHub, running_writable_hub
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 REPO = "ada/bert"
 

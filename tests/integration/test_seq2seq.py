@@ -161,7 +161,7 @@ def test_bart_is_trained_exported_and_writes_what_transformers_writes(
     import torch
     from transformers import AutoModelForSeq2SeqLM
 
-    from trainer.training.weights import load_weights
+    from trainer.training.weights.loading import load_weights
 
     assert build().code == 0
     model = (

@@ -29,7 +29,7 @@ from trainer.checkpoint import files, integrity
 from trainer.checkpoint.urls import Url
 from trainer.inspect.audit.batches import Run
 from trainer.monitoring.report import write_report
-from trainer.training.weights import load_config, load_weights
+from trainer.training.weights.loading import load_config, load_weights
 
 LOOKING = {
     "samestep report",

@@ -15,7 +15,7 @@ from tests.integration import tasks
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
 from trainer.models import ModelConfig
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 EVERY, STEPS = 3, 13
 LSTM = (

@@ -24,7 +24,7 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.publish.step_zero import StepZero
 from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 from trainer.vectors import glove, word2vec, work
 from trainer.vectors.folder import WordVectors, nearest
 
@@ -411,7 +411,7 @@ def test_two_processes_start_alike(
 ) -> None:
     """Each process initializes only the elements that it holds."""
     from trainer.models.families import bert
-    from trainer.training.initial_embeddings import with_embeddings
+    from trainer.training.weights.embeddings import with_embeddings
 
     vectors = WordVectors.load(of_tokens)
     settings = yaml.safe_load(Path(experiment_file).read_text())["model"]

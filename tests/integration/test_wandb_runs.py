@@ -217,7 +217,7 @@ def test_rewind(samestep: Samestep, settings: list[str], tmp_path: Path) -> None
 HANGING_OBJECTIVE = """
 import os, time
 from dataclasses import dataclass
-from trainer.objectives import mlm
+from trainer.objectives.kinds import mlm
 
 @dataclass(frozen=True)
 class Config(mlm.Config):

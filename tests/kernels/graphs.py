@@ -15,7 +15,7 @@ from tests.conformance import worker
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
-from trainer.training import compiled
+from trainer.training.compute import compiled
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Batch, MicroBatches, score
 

@@ -14,7 +14,7 @@ from tests.conftest import make_dataset, write_t5_experiment
 from tests.integration import tasks
 from tests.kernels import graphs
 from tests.processes import run_ranks
-from trainer.training import compiled
+from trainer.training.compute import compiled
 
 EVALUATED = ["training.evaluate_every=4", "training.steps=8", "optimizer.lr=1e-3"]
 

@@ -32,7 +32,7 @@ from transformers import (
 
 from tests.outputs import fill, predict
 from trainer.models.inputs import Inputs
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 NEW_TOKENS = 20
 STACKS = ("encoder", "decoder")

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tests.outputs import fill, outputs
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

@@ -26,7 +26,7 @@ from tests.parity.heads import (
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.families import bart
 from trainer.models.inputs import Inputs
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 # The stacks differ in depth.
 SHAPE: dict[str, Any] = {

@@ -23,7 +23,7 @@ from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.families import bert, roberta
 from trainer.models.transformer import Transformer
 from trainer.objectives.kinds import mlm_nsp
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 SHAPE = {

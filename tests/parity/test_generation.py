@@ -20,7 +20,7 @@ from transformers import (
 from samestep.examples import Vocabulary
 from tests.outputs import fill
 from trainer.generation import Config, Generator
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 # So few tokens that texts end at many lengths.
 VOCABULARY = Vocabulary(size=24, pad=0, cls=None, sep=None, mask=None, special=(0, 1), eos=1)

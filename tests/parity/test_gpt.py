@@ -15,7 +15,7 @@ from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.families import gpt2, openai_gpt
 from trainer.models.inputs import Inputs
 from trainer.models.transformer import Transformer
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 SHAPE = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 32}
 FAMILIES = {"gpt2": GPT2Config(**SHAPE, n_inner=80), "openai-gpt": OpenAIGPTConfig(**SHAPE)}

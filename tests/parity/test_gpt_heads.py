@@ -24,8 +24,8 @@ from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.families import gpt2, openai_gpt
 from trainer.models.transformer import Transformer
 from trainer.objectives.kinds import classification
-from trainer.training.initial_weights import stored_values
-from trainer.training.weights import load_weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import load_weights
 
 SHAPE = {
     "vocab_size": 300,

@@ -37,7 +37,7 @@ from trainer.models.families import (
 )
 from trainer.models.peft.huggingface import export_adapter
 from trainer.models.peft.kinds import adapters, lora, prefix, prompt
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 100, "layers": 2, "width": 32, "heads": 2, "ffn_width": 128}
 CLASSES: dict[str, Any] = {"head": "classification", "labels": ("x", "y", "z")}

@@ -15,7 +15,7 @@ from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.families import t5
 from trainer.models.inputs import Inputs
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.
 SHAPE = {

@@ -32,8 +32,8 @@ from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.config import Head
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.families import t5
-from trainer.training.initial_weights import stored_values
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import Weights, load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.
 SHAPE = {

@@ -33,7 +33,7 @@ from tests.parity.heads import (
 )
 from trainer.checkpoint.huggingface import load_folder
 from trainer.models.families import albert, bert, distilbert, electra, roberta
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 FAMILIES: dict[str, Any] = {
     "bert": (BertConfig, bert.Config, 0),

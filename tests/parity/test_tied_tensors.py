@@ -21,7 +21,7 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError
 from tests.outputs import predict
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 BERT = {
     "vocab_size": 100,

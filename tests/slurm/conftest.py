@@ -17,7 +17,7 @@ PACED = """
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from trainer.objectives import mlm
+from trainer.objectives.kinds import mlm
 
 @dataclass(frozen=True)
 class Config(mlm.Config):

@@ -28,7 +28,7 @@ from samestep.terminal import Console
 from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.fill import masked_lm_tokens
 from trainer.inference.hidden_states import batches, padded_inputs, special_tokens
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.loading import Weights, load_weights
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 

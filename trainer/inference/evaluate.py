@@ -21,15 +21,15 @@ from trainer.metrics import check_installed
 from trainer.objectives import Objective, Predictions, Task
 from trainer.strategies import Strategy
 from trainer.training import run_folder
+from trainer.training.compute.fused_attention import fuse_attention
 from trainer.training.experiment import Experiment
-from trainer.training.fused_attention import fuse_attention
-from trainer.training.initial_weights import stored_values, with_encoder
 from trainer.training.model import build_model, build_objectives
 from trainer.training.passes import Evaluation, evaluation_batches, score
 from trainer.training.phases import phase_of
 from trainer.training.run import checkpoint_folder, open_loader, open_strategy
-from trainer.training.teacher import attach_teacher
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.initial import stored_values, with_encoder
+from trainer.training.weights.loading import Weights, load_weights
+from trainer.training.weights.teacher import attach_teacher
 
 Step: TypeAlias = int | Literal["best"] | None
 

@@ -16,7 +16,7 @@ from samestep.examples import Vocabulary
 from samestep.terminal import Console
 from trainer.models import Model
 from trainer.models.inputs import Inputs
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.loading import Weights, load_weights
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:

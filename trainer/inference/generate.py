@@ -14,7 +14,7 @@ from samestep.progress import Progress
 from trainer.accelerators.detect import for_any_shapes
 from trainer.generation import Generator
 from trainer.generation.config import Config
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 # The generator sorts the texts of a call by length. More batches per call mean less padding, and
 # a longer wait for the first line of output.
@@ -29,7 +29,7 @@ class TextGenerator:
     Sentinels in a text, such as <extra_id_0>, are tokens.
 
     Args:
-        checkpoint: see `trainer.training.weights.load_weights`.
+        checkpoint: see `trainer.training.weights.loading.load_weights`.
         config: how tokens are chosen.
         prefix: prepended to each text.
 

@@ -24,7 +24,7 @@ from samestep.storage import shown
 from trainer.accelerators.detect import for_any_shapes
 from trainer.models import ModelConfig, Outputs
 from trainer.models.inputs import Inputs
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.loading import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class TextEncoder:
         longest: maximum number of tokens of a text.
 
     Args:
-        checkpoint: what `trainer.training.weights.load_weights` opens, or has opened.
+        checkpoint: what `trainer.training.weights.loading.load_weights` opens, or has opened.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.

@@ -38,7 +38,7 @@ from trainer.objectives.task_rows import Pooled, means_of_rows
 from trainer.publish.model_card import manifests_of
 from trainer.training.experiment import Experiment
 from trainer.training.phases import phase_of
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.loading import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ def show(
     """Prints the `top` static and contextual neighbors of a word.
 
     Args:
-        checkpoint: see `trainer.training.weights.load_weights`.
+        checkpoint: see `trainer.training.weights.loading.load_weights`.
         word: a word, or several consecutive words.
         context: texts; the first one contains the word.
         corpus: a file of texts to compare with; None compares with the texts of `context`.

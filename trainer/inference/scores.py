@@ -27,9 +27,9 @@ from trainer.metrics import texts
 from trainer.objectives.kinds import multi_task, seq2seq
 from trainer.training import run_folder
 from trainer.training.experiment import Experiment
-from trainer.training.initial_weights import stored_values
 from trainer.training.phases import phase_of
-from trainer.training.weights import Weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from samestep.errors import ConfigError
 from trainer.inference.fill import Candidate, check_masked_lm, fill_masks
 from trainer.inference.hidden_states import TextEncoder, batches
 from trainer.models import Model
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 
 class TrainedModel:

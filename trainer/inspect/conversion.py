@@ -35,7 +35,7 @@ from trainer.training.model import build_objectives
 from trainer.training.phases import phase_of
 from trainer.training.run import checkpoint_folder, open_loader, write_description
 from trainer.training.start_record import start_of
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 
 from samestep.errors import CheckpointError
 from trainer.models import Model
-from trainer.training.weights import Weights
+from trainer.training.weights.loading import Weights
 
 ALL = "all"
 """Name of the group of all parameters."""

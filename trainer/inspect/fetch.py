@@ -25,7 +25,7 @@ from samestep.storage.urls import is_hub_path
 from samestep.untrusted import inside
 from trainer.checkpoint import files, integrity
 from trainer.training.experiment import Experiment
-from trainer.training.weights import BASE, Weights, load_weights
+from trainer.training.weights.loading import BASE, Weights, load_weights
 
 logger = logging.getLogger(__name__)
 

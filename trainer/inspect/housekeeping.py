@@ -217,7 +217,7 @@ def _distance(args: argparse.Namespace) -> int:
 
     from samestep.storage import write_text
     from trainer.inspect import distance
-    from trainer.training.weights import load_weights
+    from trainer.training.weights.loading import load_weights
 
     before, after = load_weights(args.folder), load_weights(args.other)
     found = distance.by_group(before, after)
@@ -265,7 +265,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _root(args: argparse.Namespace) -> Location:
     """Returns the folder of all checkpoints of the run that the user named."""
     from trainer.checkpoint import files, integrity
-    from trainer.training.weights import checkpoints_of
+    from trainer.training.weights.loading import checkpoints_of
 
     root = files.location(args.folder.rstrip("/"))
     if (root / integrity.META).exists():

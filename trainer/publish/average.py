@@ -19,7 +19,12 @@ from samestep.storage.new_folder import new_folder
 from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.training.weights import Weights, checkpoints_of, load_weights, warn_of_not_finite
+from trainer.training.weights.loading import (
+    Weights,
+    checkpoints_of,
+    load_weights,
+    warn_of_not_finite,
+)
 
 logger = logging.getLogger(__name__)
 

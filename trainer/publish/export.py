@@ -20,7 +20,7 @@ from trainer.models import ModelConfig
 from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card, sentence_transformers
 from trainer.publish import tokenizer as exported_tokenizer
-from trainer.training.weights import Weights, load_weights, warn_of_not_finite
+from trainer.training.weights.loading import Weights, load_weights, warn_of_not_finite
 
 logger = logging.getLogger(__name__)
 

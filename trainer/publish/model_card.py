@@ -26,7 +26,7 @@ from samestep.tasks import facts_of_head
 from trainer.checkpoint import integrity
 from trainer.models import ModelConfig
 from trainer.monitoring.jsonl import read_rows, scores_of
-from trainer.training.weights import Weights
+from trainer.training.weights.loading import Weights
 
 _SECRET = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE

@@ -19,9 +19,9 @@ from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.strategies import InitialValues
-from trainer.training.initial_embeddings import with_embeddings
-from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.embeddings import with_embeddings
+from trainer.training.weights.initial import choose_layers, reinitialize_layers, stored_values
+from trainer.training.weights.loading import Weights, load_weights
 from trainer.vectors.folder import WordVectors
 
 

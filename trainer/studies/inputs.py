@@ -15,7 +15,7 @@ from samestep.config import Kinds, Tree, decode, to_tree
 from samestep.config.tree import merge
 from samestep.errors import StorageError
 from samestep.storage.local import write_text
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
 

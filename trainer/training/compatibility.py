@@ -14,8 +14,8 @@ from samestep.errors import ConfigError
 from trainer.models import Model, Outputs
 from trainer.models.config import FEWEST_LABELS
 from trainer.objectives import Objective, Task
-from trainer.training.best import check_metric
 from trainer.training.experiment import Experiment
+from trainer.training.observers.best import check_metric
 
 logger = logging.getLogger(__name__)
 

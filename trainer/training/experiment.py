@@ -13,14 +13,15 @@ from samestep.errors import ConfigError
 from trainer import accelerators, optim, strategies
 from trainer.checkpoint import manager
 from trainer.models import Model, ModelConfig
-from trainer.monitoring import profiler, tensorboard, wandb
+from trainer.monitoring import tensorboard, wandb
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
 from trainer.partition import exact
 from trainer.strategies.kinds import fsdp, single
+from trainer.training.observers import profiler
+from trainer.training.observers.probes import Config as ProbeConfig
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
-from trainer.training.probes import Config as ProbeConfig
 from trainer.training.settings import Config as TrainingConfig
 
 

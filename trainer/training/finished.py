@@ -9,9 +9,9 @@ from samestep.config.tree import of_kinds
 from samestep.errors import ConfigError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
-from trainer.training.best import Best
 from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment
+from trainer.training.observers.best import Best
 from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)

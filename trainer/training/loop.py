@@ -39,18 +39,19 @@ from torch import Tensor, nn
 from samestep.config import Tree
 from trainer.checkpoint.manager import Checkpointer
 from trainer.monitoring import Tracker
-from trainer.monitoring.profiler import Config as ProfilerConfig
-from trainer.monitoring.profiler import Profiler
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.strategies import Strategy
-from trainer.strategies.fingerprint import StateCheck
-from trainer.strategies.heartbeat import Heartbeat
-from trainer.training.best import Best
 from trainer.training.checkpoints import Checkpoints, capture, restore
-from trainer.training.digests import FILE, Digests
-from trainer.training.faults import Faults
+from trainer.training.observers.best import Best
+from trainer.training.observers.digests import FILE, Digests
+from trainer.training.observers.faults import Faults
+from trainer.training.observers.heartbeat import Heartbeat
+from trainer.training.observers.probes import Probe, accuracy
+from trainer.training.observers.profiler import Config as ProfilerConfig
+from trainer.training.observers.profiler import Profiler
+from trainer.training.observers.state_check import StateCheck
 from trainer.training.passes import (
     Batch,
     Gradients,
@@ -63,7 +64,6 @@ from trainer.training.passes import (
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
-from trainer.training.probes import Probe, accuracy
 from trainer.training.recorder import Recorder
 from trainer.training.settings import Config
 from trainer.training.state import Meta, TrainState, state_tensors
@@ -389,7 +389,7 @@ class Trainer:
         self.best.update(self.state.step, scores, self.strategy.all_reduce, scored)
 
     def _probe_and_log(self, name: str, probe: Probe) -> None:
-        """Scores a classifier on the hidden states; see `trainer.training.probes`."""
+        """Scores a classifier on the hidden states; see `trainer.training.observers.probes`."""
         train, heldout = (
             probe.read(self.model, self.strategy, split, f"{name} {split}")
             for split in ("train", "heldout")

@@ -14,7 +14,7 @@ from trainer.models import Model
 from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective
 from trainer.training.compatibility import check_compatibility
-from trainer.training.compiled import compile_units
+from trainer.training.compute.compiled import compile_units
 from trainer.training.experiment import Experiment
 
 
@@ -87,7 +87,7 @@ def build_model(
                 "embeddings that support it. Set it to fp32."
             )
     if settings.fp8:
-        from trainer.training.float8 import use_float8  # needs an extra
+        from trainer.training.compute.float8 import use_float8  # needs an extra
 
         use_float8(model)
     if settings.compile and accelerator is not None:

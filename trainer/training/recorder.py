@@ -19,7 +19,7 @@ from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.partition.digest import hexadecimal, signed
 from trainer.strategies import Strategy
-from trainer.training.compiled import LIMIT, graphs
+from trainer.training.compute.compiled import LIMIT, graphs
 from trainer.training.ledger import Ledger
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phases import Phase

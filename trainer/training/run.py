@@ -35,27 +35,27 @@ from trainer.optim import Structure, groups
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
-from trainer.training.arithmetic import arithmetic
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best
+from trainer.training.compute.arithmetic import arithmetic
+from trainer.training.compute.fused_attention import fuse_attention
+from trainer.training.compute.micro_batch import out_of_memory, with_micro_batch, without_probe
 from trainer.training.experiment import Experiment
 from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
-from trainer.training.fused_attention import fuse_attention
-from trainer.training.initial_embeddings import with_embeddings
-from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
-from trainer.training.micro_batch import out_of_memory, with_micro_batch, without_probe
 from trainer.training.model import build_model, build_objectives
+from trainer.training.observers.probe_rows import build_probes
 from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
-from trainer.training.probe_rows import build_probes
 from trainer.training.rewind import rewind
 from trainer.training.shared_facts import facts_of
 from trainer.training.start_record import start_of
-from trainer.training.teacher import attach_teacher
-from trainer.training.weights import base_of, load_weights, shared_identity
+from trainer.training.weights.embeddings import with_embeddings
+from trainer.training.weights.initial import choose_layers, reinitialize_layers, stored_values
+from trainer.training.weights.loading import base_of, load_weights, shared_identity
+from trainer.training.weights.teacher import attach_teacher
 from trainer.vectors.folder import WordVectors
 
 logger = logging.getLogger(__name__)

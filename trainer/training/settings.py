@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from samestep.errors import ConfigError
 from trainer.accelerators import Precision
-from trainer.training.best import Config as BestConfig
-from trainer.training.faults import Config as FaultsConfig
+from trainer.training.observers.best import Config as BestConfig
+from trainer.training.observers.faults import Config as FaultsConfig
 from trainer.training.phases import MicroBatchSize, check_micro_batch_size
 from trainer.training.preemption import Config as PreemptionConfig
 

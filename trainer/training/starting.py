@@ -19,7 +19,7 @@ from trainer.models import Model, ModelConfig
 from trainer.models.config import FEWEST_LABELS
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
-from trainer.training.weights import load_config
+from trainer.training.weights.loading import load_config
 
 _OBJECTIVES = Kinds("trainer.objectives.kinds")
 _MODELS = Kinds("trainer.models.families")

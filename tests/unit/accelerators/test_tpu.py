@@ -42,9 +42,9 @@ _setup_privateuseone_for_python_backend("tpu", module)
 TRY_OUT = """
 import json, os, torch
 from trainer.accelerators import detect
-from trainer.accelerators import tpu
+from trainer.accelerators.kinds import tpu
 from samestep.errors import ConfigError
-from trainer.strategies import deepspeed, single, xla_spmd
+from trainer.strategies.kinds import deepspeed, single, xla_spmd
 from trainer.strategies.world import World
 
 def refusal(**environment):

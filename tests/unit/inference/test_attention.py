@@ -14,7 +14,7 @@ from trainer.checkpoint.layout import StoredTensors
 from trainer.inference.hidden_states import TextEncoder
 from trainer.models.families import bert, gpt2
 from trainer.models.peft.kinds import prefix, prompt
-from trainer.training.weights import Weights
+from trainer.training.weights.loading import Weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 2, "ffn_width": 24}
 

@@ -17,7 +17,7 @@ from trainer.inference.augment import Augmenter
 from trainer.inference.candidates import CandidateScorer, Cloze
 from trainer.inference.fill import fill_masks
 from trainer.models.families import bert
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 CONFIG = bert.Config(
     vocab_size=32, layers=2, width=16, heads=2, ffn_width=24, max_positions=32, norm_eps=1e-5

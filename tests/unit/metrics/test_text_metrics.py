@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from samestep import cli
 from samestep.errors import ConfigError
 from samestep.tasks import TASKS
+from trainer.inference import evaluate_cli
 from trainer.metrics import texts
 
 LABELS = ("no", "yes")
@@ -61,4 +61,4 @@ def test_lines_are_sentences_in_rouge_lsum():
 
 
 def test_the_command_names_all_metrics():
-    assert cli._METRICS == texts.METRICS
+    assert evaluate_cli._METRICS == texts.METRICS

@@ -18,7 +18,7 @@ from trainer.models.families import bilm, lstm
 from trainer.models.lstm_layers import RecurrentLayer, drop, resets
 from trainer.models.recurrent import RecurrentConfig
 from trainer.models.stack import Context, LayerPlace
-from trainer.training.compiled import compile_units
+from trainer.training.compute.compiled import compile_units
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "hidden_size": 16, "embedding_width": 16}
 CLASSES: dict[str, Any] = {"head": "classification", "labels": ("no", "maybe", "yes")}

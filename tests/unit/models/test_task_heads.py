@@ -20,8 +20,8 @@ from trainer.inference.fill import fill
 from trainer.models.families import bart, bert, gpt2, roberta, t5
 from trainer.models.heads import TokenHead
 from trainer.models.transformer import Transformer
-from trainer.training.initial_weights import stored_values
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import Weights, load_weights
 
 Build = Callable[..., Transformer]
 Batch = dict[str, Tensor]

@@ -17,7 +17,7 @@ from trainer.checkpoint.lock import Owner
 from trainer.inspect import housekeeping
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.report.run import RunFolder
-from trainer.strategies.heartbeat import Beat, explain
+from trainer.training.observers.heartbeat import Beat, explain
 
 ROOT = Path(__file__).parents[3]
 DAY = 86400.0
@@ -35,7 +35,7 @@ READERS = {
     "trainer/monitoring/report/run.py": "the state of a run, on a page",
     "trainer/monitoring/tensorboard.py": "the time of a row",
     "trainer/monitoring/wandb.py": "the time of a row",
-    "trainer/strategies/heartbeat.py": "how long a rank was silent, in a message",
+    "trainer/training/observers/heartbeat.py": "how long a rank was silent, in a message",
 }
 
 

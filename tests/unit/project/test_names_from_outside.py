@@ -105,7 +105,7 @@ READS = {
     "trainer/monitoring/report/study.py",
     # Of the system, or of samestep itself.
     *("samestep/environment.py", "trainer/monitoring/costs.py", "launch/kinds/local.py"),
-    *("trainer/checkpoint/lock.py", "trainer/training/arithmetic.py"),
+    *("trainer/checkpoint/lock.py", "trainer/training/compute/arithmetic.py"),
     *("trainer/inspect/cli.py", "trainer/inspect/recipes.py", "trainer/studies/template.py"),
     *("trainer/monitoring/report/__init__.py", "data_pipeline/sources/kinds/python_docs.py"),
     # Named by the user for this command; may be a pipe.
@@ -119,12 +119,12 @@ READS = {
     *("trainer/publish/hub.py", "trainer/publish/tokenizer.py", "samestep/storage/local.py"),
     "samestep/storage/new_folder.py",
     *(
-        "trainer/monitoring/profiler.py",
+        "trainer/training/observers/profiler.py",
         "trainer/studies/execution.py",
         "trainer/studies/finetune/suite.py",
     ),
     *("trainer/studies/jobs.py", "trainer/studies/page.py", "trainer/studies/row_scores.py"),
-    *("trainer/studies/stages/__init__.py", "trainer/training/micro_batch.py"),
+    *("trainer/studies/stages/__init__.py", "trainer/training/compute/micro_batch.py"),
     *("trainer/vectors/cooccurrence.py", "trainer/vectors/corpus.py", "trainer/vectors/glove.py"),
     "trainer/vectors/train.py",
     *("data_pipeline/building/build.py", "data_pipeline/building/duplicates.py"),

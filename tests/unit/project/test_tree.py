@@ -28,7 +28,7 @@ LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["t
 NAMED_MODULES = {
     "data_pipeline.reading.loader",  # makes batches, which only a run and what replays one may do
     "trainer.training.run",  # composes a run
-    "trainer.training.probe_rows",  # composes its probes
+    "trainer.training.observers.probe_rows",  # composes its probes
 }
 
 

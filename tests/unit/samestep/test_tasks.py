@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from data_pipeline import sources
-from data_pipeline.sources import TaskSource
+from data_pipeline.sources import TaskSource, kinds
 from samestep.config import Kinds
 from samestep.examples import Vocabulary
 from samestep.tasks import TASKS, TaskKind, facts_of_head
@@ -26,8 +25,8 @@ def test_a_kind_is_a_source_and_an_objective_and_has_a_head(kind: TaskKind) -> N
     assert (parts.kind, parts.layout) == (kind, TASKS[kind].layout)
     assert objective.predicts == TASKS[kind].head
     assert set(objective.score_names) <= set(TASKS[kind].metrics)
-    Kinds(sources.__name__).schema(kind, "source")
-    module = import_module(f"{sources.__name__}.{kind}")
+    Kinds(kinds.__name__).schema(kind, "source")
+    module = import_module(f"{kinds.__name__}.{kind}")
     classes = [
         each for _, each in getmembers(module, isclass) if each.__module__ == module.__name__
     ]

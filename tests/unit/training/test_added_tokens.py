@@ -21,9 +21,9 @@ from trainer.models import ModelConfig
 from trainer.models.families import albert, bert, electra, gpt2, t5
 from trainer.models.inputs import Inputs
 from trainer.models.peft.kinds import lora
-from trainer.training.added_tokens import with_row_per_token
-from trainer.training.initial_weights import stored_values
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.added_tokens import with_row_per_token
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import Weights, load_weights
 
 SHAPE: dict[str, Any] = {"layers": 2, "width": 8, "heads": 2, "ffn_width": 16}
 # The width and the vocabulary are equal in size: shapes do not tell which is which.
@@ -173,7 +173,7 @@ def test_frozen_tables_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 def test_weights_are_read_in_parts_of_a_shard(tokenizer: Tokenizer) -> None:
     """The mean of a table that is larger than a block is that of all rows."""
-    from trainer.training import added_tokens
+    from trainer.training.weights import added_tokens
 
     table = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
     rows = added_tokens.ExtendedRows(StoredTensors.of({"t": table}), "t", 40, 40, 8)

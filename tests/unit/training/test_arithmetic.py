@@ -12,7 +12,7 @@ from samestep.errors import ConfigError
 from tests.processes import run_ranks
 from trainer.accelerators.detect import detect
 from trainer.strategies.world import World
-from trainer.training.arithmetic import arithmetic
+from trainer.training.compute.arithmetic import arithmetic
 
 
 def described(threads: list[int]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from samestep.errors import ConfigError
-from trainer.training.best import Best, Config
+from trainer.training.observers.best import Best, Config
 
 
 def alone(tensor: Tensor) -> Tensor:

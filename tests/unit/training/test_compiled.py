@@ -13,7 +13,7 @@ from torch import nn
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.accelerators.kinds.tpu import TpuAccelerator
 from trainer.models import Model
-from trainer.training.compiled import compile_units
+from trainer.training.compute.compiled import compile_units
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from samestep.errors import ConfigError, SamestepError
-from trainer.training.faults import Config, Faults
+from trainer.training.observers.faults import Config, Faults
 
 
 def filled(sigma: float | None, values: list[float], window: int = 4) -> Faults:

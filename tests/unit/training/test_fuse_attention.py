@@ -14,7 +14,7 @@ from tests.unit.models.test_fused_attention import attention
 from trainer.accelerators.kinds import cpu
 from trainer.models.config import TransformerConfig
 from trainer.models.families import deberta
-from trainer.training.fused_attention import fuse_attention, largest_error
+from trainer.training.compute.fused_attention import fuse_attention, largest_error
 
 
 class WithKernel(cpu.CpuAccelerator):

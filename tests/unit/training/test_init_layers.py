@@ -14,8 +14,8 @@ from samestep.errors import ConfigError
 from tests.integration.commands import Samestep
 from trainer.checkpoint.layout import StoredTensors
 from trainer.models.families import bert, t5
-from trainer.training.initial_weights import choose_layers, stored_values
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.initial import choose_layers, stored_values
+from trainer.training.weights.loading import Weights, load_weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "width": 8, "heads": 2, "ffn_width": 16}
 

@@ -24,8 +24,8 @@ from trainer.models.families import (
     t5,
     xlnet,
 )
-from trainer.training.initial_weights import stored_values
-from trainer.training.weights import Weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import Weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 1, "width": 8, "heads": 2, "ffn_width": 16}
 WIDE: dict[str, Any] = {**SHAPE, "max_positions": 12}
@@ -70,7 +70,7 @@ def test_outputs_move_with_their_labels(
     """Also where a rank reads only some elements of a parameter; all else stays as it is."""
     weights, model = trained(kind, head, LABELS, **more)
     monkeypatch.setattr(Weights, "load_tokenizer", lambda _: TOKENIZER)
-    monkeypatch.setattr("trainer.training.initial_weights._extended_rows", lambda *_: {})
+    monkeypatch.setattr("trainer.training.weights.initial._extended_rows", lambda *_: {})
     other = CONFIGS[kind](head=head, labels=OTHER, **more).build().eval()
     values = stored_values(weights, other, ROWS, seed)
     for name, parameter in other.named_parameters():

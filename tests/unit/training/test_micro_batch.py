@@ -14,9 +14,10 @@ import torch
 from samestep.config import load
 from samestep.errors import SamestepError
 from trainer.accelerators.kinds.cpu import CpuAccelerator
-from trainer.training import micro_batch, run
+from trainer.training import run
+from trainer.training.compute import micro_batch
+from trainer.training.compute.micro_batch import largest, without_probe
 from trainer.training.experiment import Experiment
-from trainer.training.micro_batch import largest, without_probe
 
 GIB = 2**30
 
@@ -157,7 +158,7 @@ def test_a_run_measures_once(
     _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
     kept = tmp_path / "micro_batch.json"
     assert list(json.loads(kept.read_text()).values()) == [6]
-    monkeypatch.setattr("trainer.training.micro_batch.probe", _run_out)
+    monkeypatch.setattr("trainer.training.compute.micro_batch.probe", _run_out)
     shutil.rmtree(tmp_path / "checkpoints")  # another start, from step 0
     _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
     shutil.rmtree(tmp_path / "checkpoints")
@@ -250,7 +251,7 @@ def test_when_memory_runs_out_a_size_that_fits_is_named(
 def test_when_not_even_one_example_fits_the_rest_is_named(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.training.micro_batch.probe", _run_out)
+    monkeypatch.setattr("trainer.training.compute.micro_batch.probe", _run_out)
     monkeypatch.setattr("trainer.accelerators.kinds.cpu.CpuAccelerator", LimitedMemory)
     with pytest.raises(
         SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from samestep.errors import SamestepError
-from trainer.training.probes import Split, accuracy, rows_of
+from trainer.training.observers.probes import Split, accuracy, rows_of
 
 
 def rows(count: int, seed: int, shift: float = 3.0) -> Split:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.errors import ConfigError
 from trainer.models.families import bert, t5
-from trainer.training.initial_weights import reinitialize_layers
+from trainer.training.weights.initial import reinitialize_layers
 
 SHAPE = {"vocab_size": 40, "layers": 3, "width": 8, "heads": 2, "ffn_width": 16}
 

@@ -126,7 +126,7 @@ def test_code_of_users_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (package / "__init__.py").write_text("")
     own = package / "objective.py"
     own.write_text(
-        "from trainer.objectives.mlm import Config  # noqa\n\n\nclass Config(Config): ...\n"
+        "from trainer.objectives.kinds.mlm import Config  # noqa\n\n\nclass Config(Config): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     custom = experiment(objective={"kind": "mine.objective"})

@@ -19,8 +19,8 @@ from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.models import Model
 from trainer.models.families import bert
-from trainer.training.initial_weights import stored_values
-from trainer.training.weights import Weights, load_config, load_weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.loading import Weights, load_config, load_weights
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from trainer.optim import Structure, groups
 from trainer.optim.kinds import adamw
 from trainer.strategies.kinds import ddp, fsdp, single
 from trainer.strategies.world import World
-from trainer.training.digests import Digests
-from trainer.training.fused_attention import fuse_attention
+from trainer.training.compute.fused_attention import fuse_attention
 from trainer.training.ledger import Ledger
+from trainer.training.observers.digests import Digests
 from trainer.training.passes import Gradients, accumulate_gradients
 from trainer.training.state import state_tensors
 

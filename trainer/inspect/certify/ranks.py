@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from samestep.findings import Finding
 from trainer.checkpoint import collective
-from trainer.strategies.fingerprint import odd_ones_out
+from trainer.training.observers.state_check import odd_ones_out
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from trainer.inspect.certify import collectives, kernels
 from trainer.inspect.certify.layouts import Layouts
 from trainer.inspect.certify.ranks import Ranks
 from trainer.strategies.world import World
-from trainer.training.arithmetic import processor
+from trainer.training.compute.arithmetic import processor
 
 _TIMEOUT = 300.0  # seconds for a collective
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")

@@ -26,8 +26,8 @@ from trainer.monitoring.jsonl import read_rows
 from trainer.strategies import ShardedConfig
 from trainer.strategies.deepspeed import settings
 from trainer.strategies.kinds import deepspeed, fsdp
+from trainer.training.compute.micro_batch import SHARE
 from trainer.training.experiment import Experiment
-from trainer.training.micro_batch import SHARE
 from trainer.training.phases import Phase
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")

@@ -35,7 +35,7 @@ from trainer.models.fused import FusedAttention
 from trainer.objectives import Objective, Taught
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
-from trainer.training.weights import load_config
+from trainer.training.weights.loading import load_config
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from trainer.inspect.replay.past import open_past, settings_at, stored_settings
 from trainer.monitoring.jsonl import read_rows
 from trainer.partition.digest import digests
 from trainer.strategies.kinds import single
-from trainer.training.digests import FILE
 from trainer.training.experiment import Experiment
-from trainer.training.faults import Config as FaultsConfig
+from trainer.training.observers.digests import FILE
+from trainer.training.observers.faults import Config as FaultsConfig
 from trainer.training.state import state_tensors
 
 

@@ -17,8 +17,8 @@ from trainer.inspect.audit.batches import Place, places
 from trainer.inspect.replay.past import Past, open_past, settings_at
 from trainer.strategies.kinds import single
 from trainer.training.experiment import Experiment
-from trainer.training.faults import Config as FaultsConfig
 from trainer.training.ledger import Row
+from trainer.training.observers.faults import Config as FaultsConfig
 from trainer.training.passes import score_each
 from trainer.training.phases import phase_of
 

@@ -29,7 +29,7 @@ from trainer.studies.finetune.task import Config as TaskConfig
 from trainer.studies.finetune.task import Task
 from trainer.studies.inputs import stamps
 from trainer.training.starting import model_of
-from trainer.training.weights import load_weights
+from trainer.training.weights.loading import load_weights
 
 Start: TypeAlias = Literal["checkpoint", "random"]
 _CHECKPOINT: tuple[Start, ...] = ("checkpoint",)

@@ -14,8 +14,8 @@ from tests.integration.commands import Samestep
 from trainer.inspect.plan.plan import STRATEGIES, Planner, memory_of_run
 from trainer.inspect.plan.strategies import Collective
 from trainer.inspect.plan.trace import Step
+from trainer.training.compute.micro_batch import SHARE
 from trainer.training.experiment import Experiment
-from trainer.training.micro_batch import SHARE
 
 
 @pytest.fixture(scope="module")

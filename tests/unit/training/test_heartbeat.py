@@ -22,10 +22,10 @@ from samestep.storage.attempts import attempt
 from tests.processes import fork
 from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.checkpoint import Checkpointer, Config
-from trainer.strategies import heartbeat
-from trainer.strategies.heartbeat import Beat, explain
-from trainer.strategies.stacks import PARTS, place_of
 from trainer.strategies.world import World
+from trainer.training.observers import heartbeat
+from trainer.training.observers.heartbeat import Beat, explain
+from trainer.training.observers.stacks import PARTS, place_of
 
 WAITING = Beat(0, "node-a", 100, 1000.0, 12, "forward", "all_reduce", 40.0, "", False)
 

@@ -14,9 +14,9 @@ from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer.objectives import Objective
 from trainer.strategies import Replica
-from trainer.training import probes
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
+from trainer.training.observers import probes
 
 
 def build_probes(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.checkpoint.layout import StoredTensors
 from trainer.models import ModelConfig
-from trainer.training.added_tokens import growing_dimensions
+from trainer.training.weights.added_tokens import growing_dimensions
 
 
 def is_reordered(labels: tuple[str, ...], other: tuple[str, ...]) -> bool:

@@ -14,12 +14,12 @@ from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
 from trainer.training.compatibility import check_virtual_tokens
-from trainer.training.compiled import compile_units
+from trainer.training.compute.compiled import compile_units
+from trainer.training.compute.fused_attention import fuse_attention
 from trainer.training.experiment import Experiment
-from trainer.training.fused_attention import fuse_attention
-from trainer.training.initial_weights import stored_values
-from trainer.training.label_order import is_reordered
-from trainer.training.weights import Weights, load_weights
+from trainer.training.weights.initial import stored_values
+from trainer.training.weights.label_order import is_reordered
+from trainer.training.weights.loading import Weights, load_weights
 
 
 def attach_teacher(

@@ -30,7 +30,7 @@ from trainer.checkpoint.layout import StoredTensors
 from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
-from trainer.training.label_order import is_reordered, with_label_order
+from trainer.training.weights.label_order import is_reordered, with_label_order
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from torch import Tensor
 from samestep.errors import ConfigError
 from trainer.models import Model
 from trainer.strategies import InitialValues
-from trainer.training.initial_weights import HasTokenizer
+from trainer.training.weights.initial import HasTokenizer
 from trainer.vectors.folder import WordVectors
 
 logger = logging.getLogger(__name__)

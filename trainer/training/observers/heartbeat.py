@@ -26,8 +26,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from samestep import log, storage
 from samestep.errors import EXIT_FAILED, HangError
 from samestep.stored_json import JsonError, parse_json
-from trainer.strategies.stacks import ELSEWHERE, PARTS, Place, all_stacks, place_of
 from trainer.strategies.world import World
+from trainer.training.observers.stacks import ELSEWHERE, PARTS, Place, all_stacks, place_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.strategies.fingerprint import fingerprint, odd_ones_out
+from trainer.training.observers.state_check import fingerprint, odd_ones_out
 
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (128, 3), (1000, 7)])

@@ -18,10 +18,10 @@ from samestep.errors import CheckpointError, ConfigError
 from trainer.checkpoint.layout import StoredTensors
 from trainer.models import Model, ModelConfig, Start, Stored
 from trainer.strategies import InitialValues
-from trainer.training.added_tokens import ExtendedRows, extended_rows
-from trainer.training.label_order import is_reordered
 from trainer.training.start_record import alters_model
-from trainer.training.weights import Weights
+from trainer.training.weights.added_tokens import ExtendedRows, extended_rows
+from trainer.training.weights.label_order import is_reordered
+from trainer.training.weights.loading import Weights
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep.errors import ConfigError
-from trainer.monitoring.profiler import Config, communication
+from trainer.training.observers.profiler import Config, communication
 
 
 def traced(folder: Path) -> list[str]:

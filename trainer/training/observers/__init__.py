@@ -1,0 +1,1 @@
+"""What looks at a run, or changes its course."""
