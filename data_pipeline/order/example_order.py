@@ -62,7 +62,7 @@ class ExampleOrder(Protocol):
 
     @property
     def width(self) -> Callable[[Int64, int], int] | None:
-        """Returns the width of the rows of examples, at most a number; None: all are as wide."""
+        """Finds the width of the rows of examples, up to a maximum; None: all rows have that."""
 
     def batch(self, start: int, size: int) -> Int64:
         """Returns the example numbers of the global batch [start, start + size), in row order."""
