@@ -42,7 +42,6 @@ import numpy.typing as npt
 
 from samestep.environment import open_files
 from samestep.errors import CorruptError, DataError
-from samestep.examples import TaskRow
 from samestep.untrusted import open_regular
 
 # numpy parses headers as Python code. In CPython 3.11.7, threads that do so at the same time
@@ -99,7 +98,7 @@ class ShardIndex:
         Raises:
             DataError: the shard is truncated, damaged or of another type.
         """
-        with _failure_explained(name):
+        with failure_explained(name):
             columns = zip(*_read_chunks(file, np.dtype(dtype), sentences, labels), strict=True)
             *index, all_labels, counts = (np.concatenate(parts) for parts in columns)
             start, length, origin, texts = index
@@ -154,7 +153,7 @@ class Shard(ShardIndex):
     ) -> Shard:
         """Maps an open shard; the map keeps the file's locks after the file is closed."""
         index = ShardIndex.read(file, name, dtype, sentences, labels)
-        with _failure_explained(name):
+        with failure_explained(name):
             return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
 
 
@@ -168,7 +167,7 @@ def check_pairs(shard: ShardIndex, name: str) -> None:
     Raises:
         CorruptError: one is not; the SHA-256 in a stranger's manifest fits any content.
     """
-    with _failure_explained(name):
+    with failure_explained(name):
         document = np.searchsorted(np.cumsum(shard.length), shard.sentences, side="right")
         if not np.array_equal(document, np.repeat(np.arange(len(shard.length)), 2)):
             raise ValueError("a document is no pair of two texts")
@@ -183,7 +182,7 @@ def check_tokens(shard: Shard, name: str, vocab_size: int) -> None:
     # The documents of a chunk follow each other in the file, so chunks are a few long slices.
     end = shard.start + shard.length
     bounds = [0, *np.flatnonzero(shard.start[1:] != end[:-1]) + 1, len(end)]
-    with _failure_explained(name):
+    with failure_explained(name):
         for first, behind in itertools.pairwise(bounds if len(end) else []):
             largest = shard.tokens[shard.start[first] : end[behind - 1]].max(initial=0)
             if largest >= vocab_size:
@@ -198,39 +197,14 @@ def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
         CorruptError: the SHA-256 differs.
         DataError: the file is missing or unreadable.
     """
-    with _failure_explained(str(path)), open_regular(path) as file:
+    with failure_explained(str(path)), open_regular(path) as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
             raise ValueError("its SHA-256 is not the one in the manifest")
         yield file
 
 
-def read_rows(file: BinaryIO, name: str, documents: int) -> list[TaskRow]:
-    """Reads the rows of an open held-out shard of a task, one for each document.
-
-    Args:
-        file: the shard; seekable.
-        name: path or address of the shard, for messages.
-        documents: number of its documents.
-
-    Raises:
-        DataError: the shard is damaged, or has no rows.
-    """
-    from data_pipeline.format import row_lines
-
-    with _failure_explained(name):
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = [
-                _open_member(tar, member) for member in tar if member.name.endswith(".rows.jsonl")
-            ]
-            rows = [row_lines.load(line) for member in members for line in member]
-        if len(rows) != documents:
-            raise ValueError(f"it has {len(rows)} rows for {documents} documents")
-        return rows
-
-
 @contextmanager
-def _failure_explained(name: str) -> Iterator[None]:
+def failure_explained(name: str) -> Iterator[None]:
     """Turns errors from reading the shard `name` into messages that name the fix."""
     try:
         yield
@@ -315,7 +289,12 @@ def _read_chunks(
         raise ValueError("the archive is empty")
 
 
-def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+def open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    """Opens a member of a shard.
+
+    Raises:
+        ValueError: it is no plain file.
+    """
     # A sparse member of some bytes may declare terabytes of zeros.
     stream = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if stream is None:
@@ -327,7 +306,7 @@ def _open_npy(
     tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
 ) -> IO[bytes]:
     """Opens a .npy member and reads up to its data."""
-    stream = _open_member(tar, member)
+    stream = open_member(tar, member)
     try:
         np.lib.format.read_magic(stream)
         with _PARSER:

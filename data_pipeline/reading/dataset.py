@@ -26,7 +26,6 @@ from data_pipeline.format.shards import (
     check_pairs,
     check_tokens,
     open_file,
-    read_rows,
 )
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
@@ -278,6 +277,8 @@ class Dataset:
         return rows
 
     def _read_rows(self, info: ShardInfo) -> list[TaskRow]:
+        from data_pipeline.format.row_lines import read_rows
+
         name = self._location(info)
         if self.remote is None:
             with open_file(self.path / info.name, info.sha256) as file:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from samestep.config import Tree
 from samestep.errors import DataError
 from samestep.stored_json import damage_of, read_json
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MODEL = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.format import row_lines, shards, writing
+from data_pipeline.format import row_lines, writing
 from data_pipeline.format.shards import Shard, ShardIndex
 from data_pipeline.format.writing import write_shard
 from samestep.errors import CorruptError, DataError
@@ -54,9 +54,9 @@ def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, ch
     assert index.label_start[[0, -1]].tolist() == [0, 5]
     assert not len(index.sentences)
     with (tmp_path / "a.tar").open("rb") as file:
-        assert shards.read_rows(file, "a.tar", 5) == rows
+        assert row_lines.read_rows(file, "a.tar", 5) == rows
         with pytest.raises(CorruptError, match="has 5 rows for 6"):
-            shards.read_rows(file, "a.tar", 6)
+            row_lines.read_rows(file, "a.tar", 6)
     assert not len(read_only(tmp_path).label_start)  # not read unless asked for
     write_shard(
         tmp_path / "a.tar",
