@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from samestep.errors import CheckpointError
 from samestep.storage import keeper
-from samestep.storage import write as write_object
 from samestep.storage.keeper import Keeper
+from samestep.storage.objects import write as write_object
 from tests.processes import run_ranks
 from trainer.checkpoint import Checkpointer, Config
 from trainer.checkpoint.urls import Url
