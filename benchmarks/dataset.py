@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 
 from data_pipeline.format.manifest import FORMAT, Manifest
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from data_pipeline.tokenizers.huggingface import HuggingFace
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 

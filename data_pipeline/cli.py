@@ -241,7 +241,7 @@ def _build(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from data_pipeline.building.verify import unsealed, verify
-    from data_pipeline.reading.remote import load_manifest
+    from data_pipeline.reading.dataset import load_manifest
     from samestep.terminal import Console
 
     # Shell completion ends folders with a slash, and an address with two has no such object.

@@ -8,7 +8,8 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from samestep.addresses import REFERENCE, SECRET_NAMES, SECRET_PARTS, credential_in
+from samestep.addresses import credential_in
+from samestep.addresses.parts import REFERENCE, SECRET_NAMES, SECRET_PARTS
 
 # A signature lets others in only as part of an address.
 _PARTS = "|".join(part for part in SECRET_PARTS if part != "signature")

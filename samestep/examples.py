@@ -210,6 +210,19 @@ class Examples:
     paired: npt.NDArray[np.bool_] | None = None
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+)
+"""Files that the folder of a tokenizer may have."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The facts about a tokenizer that an objective needs: its size and its special tokens.

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
 
-from samestep.config import Tree, renamed
-from samestep.config.tree import merge_overrides
+from samestep.config import Tree
 from samestep.errors import ConfigError, CorruptError, StorageError
 
 MOST_STORED_BYTES = 2**20  # of a run's config.yaml
@@ -125,6 +124,9 @@ def read_stored(path: Path, overrides: Iterable[str] = ()) -> Tree:
     Raises:
         ConfigError: it cannot be read, or is not as a run writes it.
     """
+    from samestep.config import renamed
+    from samestep.config.tree import merge_overrides
+
     try:
         # A report shows its content, which must not be of another file.
         if path.is_symlink() and path.resolve().parent != path.parent.resolve():

@@ -75,7 +75,7 @@ def make_dataset(
     A `unigram` tokenizer has 100 sentinels besides.
     """
     from data_pipeline.format.manifest import ShardInfo
-    from data_pipeline.format.shards import write_shard
+    from data_pipeline.format.writing import write_shard
     from data_pipeline.tokenizers.sentences import split, splitter_version
     from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
     from tests.datasets import save_manifest

@@ -38,6 +38,7 @@ from torch.distributed import TCPStore
 
 from samestep.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REGROUP, SamestepError
 from samestep.storage import channel, keeper
+from samestep.storage.urls import KEEPER
 from tests.ports import free_port
 from trainer.elastic import agent, host, rendezvous, rounds
 from trainer.elastic.agent import Elastic, _Agent
@@ -189,7 +190,7 @@ class ThreadWorkers:
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=3))
         secret = bytes.fromhex(environment[keeper.SECRET_ENVIRONMENT])
-        store.set(f"keeper/{rank}", environment[keeper.ENVIRONMENT])
+        store.set(f"keeper/{rank}", environment[KEEPER])
 
         def meet(name: str) -> bool:
             store.add(name, 1)

@@ -19,7 +19,7 @@ from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.dataset import Dataset
 from samestep import storage
 from samestep.errors import ConfigError, DataError, ObjectNotFoundError
-from samestep.storage import Digest
+from samestep.storage import Digest, objects
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     manifest = Dataset.open(folder).manifest
     replaced = _make_way(url, manifest, force)
     # The new owner's manifest before the old one's goes.
-    storage.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
+    objects.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
     if replaced:
-        storage.remove(f"{url}/{MANIFEST}")
+        objects.remove(f"{url}/{MANIFEST}")
     counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
     digests = manifest.small_files
     for name in (*SMALL_FILES, *counts):
@@ -60,7 +60,7 @@ def push(folder: Path, url: str, force: bool = False) -> None:
             _upload(folder, url, name, (digests or {}).get(name))
         else:
             # Of a former dataset: its tokenizer.json would be used instead of our spiece.model.
-            storage.remove(f"{url}/{name}")
+            objects.remove(f"{url}/{name}")
     sent = 0
     total = sum(shard.bytes for shard in manifest.shards)
     with Meter("pushing") as meter, ThreadPoolExecutor(_TRANSFERS) as threads:
@@ -69,8 +69,8 @@ def push(folder: Path, url: str, force: bool = False) -> None:
             meter.advance(shard.bytes / total, shard.bytes * is_new, shard.documents)
             sent += is_new
     # In this order: without a manifest, nobody could say whose shards these are.
-    storage.upload(folder / MANIFEST, f"{url}/{MANIFEST}")
-    storage.remove(f"{url}/{PARTIAL_MANIFEST}")
+    objects.upload(folder / MANIFEST, f"{url}/{MANIFEST}")
+    objects.remove(f"{url}/{PARTIAL_MANIFEST}")
     logger.info(
         f"pushed {folder}: {sent} shards sent, {len(manifest.shards) - sent} were there. Train on "
         f"it with data.path={url}"
@@ -92,8 +92,8 @@ def _make_way(url: str, manifest: Manifest, force: bool) -> bool:
     found = []
     for name in (MANIFEST, PARTIAL_MANIFEST):
         with suppress(ObjectNotFoundError):
-            found.append(Manifest.parse(storage.read(f"{url}/{name}"), f"{url}/{name}"))
-    if not found and storage.names(url):
+            found.append(Manifest.parse(objects.read(f"{url}/{name}"), f"{url}/{name}"))
+    if not found and objects.names(url):
         raise DataError(
             f"{url} is neither empty nor a dataset. Empty it, or push to another address."
         )
@@ -105,10 +105,10 @@ def _make_way(url: str, manifest: Manifest, force: bool) -> bool:
             f"{url} holds another dataset. Push to another address, or replace it with --force."
         )
     shards = {f"{url}/{shard.name}" for other in others for shard in other.shards}
-    cached = storage.names(f"{url}/.cache")
+    cached = objects.names(f"{url}/.cache")
     counts = {f"{url}/.cache/{name}" for name in cached if name.endswith(".counts")}
     with ThreadPoolExecutor(_TRANSFERS) as threads:
-        list(threads.map(storage.remove, shards | counts))
+        list(threads.map(objects.remove, shards | counts))
     return True
 
 
@@ -119,11 +119,11 @@ def _upload(folder: Path, url: str, name: str, expected: Digest | None) -> None:
         DataError: it cannot be read, or its bytes are not the expected ones.
     """
     try:
-        digest = storage.upload(folder / name, f"{url}/{name}")
+        digest = objects.upload(folder / name, f"{url}/{name}")
     except OSError as error:
         raise DataError(f"cannot read {folder / name}: {error}. Copy it back.") from error
     if expected is not None and digest.sha256 != expected.sha256:
-        storage.remove(f"{url}/{name}")
+        objects.remove(f"{url}/{name}")
         raise DataError(
             f"the bytes of {folder / name} have changed (SHA-256 differs). Build the dataset again."
         )
@@ -133,7 +133,7 @@ def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
     """Uploads a shard; returns False if it is there already."""
     # The size is enough to know it, since objects appear only when they are complete.
     with suppress(ObjectNotFoundError):
-        if storage.size(f"{url}/{shard.name}") == shard.bytes:
+        if objects.size(f"{url}/{shard.name}") == shard.bytes:
             return False
     _upload(folder, url, shard.name, shard.digest)
     return True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import ConfigError, DataError
-from samestep.storage.hub import is_hub_path
+from samestep.storage.urls import is_hub_path
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from data_pipeline.building.units import hashed_share, limited
 from data_pipeline.sources import BadRecord, Source
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import DataError
-from samestep.storage.hub import is_hub_path
+from samestep.storage.urls import is_hub_path
 
 logger = logging.getLogger(__name__)
 

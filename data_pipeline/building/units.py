@@ -22,7 +22,7 @@ from data_pipeline.building import example_counts
 from data_pipeline.building.decontamination import Matcher
 from data_pipeline.building.task_rows import Encoded, encode, join
 from data_pipeline.format.manifest import ShardInfo, token_dtype
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from data_pipeline.sources import BadRecord, PairSource, Record, Source, TaskSource
 from data_pipeline.tokenizers import sentences
 from data_pipeline.tokenizers.tokenizer import Tokenizer

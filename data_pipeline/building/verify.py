@@ -15,21 +15,18 @@ from typing import Any
 from data_pipeline.building.progress import Meter
 from data_pipeline.format.manifest import MANIFEST, MOST_BYTES, Manifest
 from data_pipeline.reading.counts import parse_counts
-from data_pipeline.reading.remote import (
-    SENTENCEPIECE_MODEL,
-    TOKENIZER_FILES,
-    fetch_tokenizer,
-    load_manifest,
-)
+from data_pipeline.reading.dataset import load_manifest
+from data_pipeline.reading.remote import TOKENIZER_FILES, fetch_tokenizer
+from data_pipeline.tokenizers.settings import SPIECE
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep import storage
 from samestep.errors import DataError, StorageError
-from samestep.storage import Digest
+from samestep.storage import Digest, objects
 from samestep.stored_json import parse_json
 from samestep.untrusted import open_regular, read_regular
 
 SMALL_FILES = (
-    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)),
+    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SPIECE)),
     "rejected.jsonl",
     "duplicates.jsonl",
 )
@@ -104,8 +101,8 @@ def _names(location: str) -> Iterator[str]:
                 yield name.as_posix()
     elif storage.is_writable(location):
         with suppress(StorageError):  # some may read files, but not list them
-            yield from storage.sizes(location)
-            yield from (f"tokenizer/{name}" for name in storage.sizes(f"{location}/tokenizer"))
+            yield from objects.sizes(location)
+            yield from (f"tokenizer/{name}" for name in objects.sizes(f"{location}/tokenizer"))
 
 
 def _manifest_problems(location: str) -> list[str]:
@@ -124,7 +121,7 @@ def _cached(location: str) -> list[str]:
         names = [path.name for path in Path(location).glob(".cache/*")]
     elif storage.is_writable(location):
         with suppress(StorageError):
-            names = storage.names(f"{location}/.cache")
+            names = objects.names(f"{location}/.cache")
     return [f".cache/{name}" for name in sorted(names) if name.endswith(".counts")]
 
 
@@ -139,7 +136,7 @@ def _cache_problem(location: str, name: str) -> str | None:
 
 def _read(location: str, name: str) -> bytes:
     path = f"{location}/{name}"
-    return storage.read(path) if storage.is_url(path) else read_regular(Path(path))
+    return objects.read(path) if storage.is_url(path) else read_regular(Path(path))
 
 
 def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
@@ -159,7 +156,7 @@ def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
 def _problem(location: str, name: str, expected: Digest) -> str | None:
     path = f"{location}/{name}"
     try:
-        with storage.open(path) if storage.is_url(path) else open_regular(Path(path)) as file:
+        with objects.open(path) if storage.is_url(path) else open_regular(Path(path)) as file:
             # The size first: a truncated file needs no reading.
             size = file.seek(0, io.SEEK_END)
             if size != expected.bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Annotated, Any
+import tarfile
+from typing import Annotated, Any, BinaryIO
 
+from data_pipeline.format.shards import failure_explained, open_member
 from samestep.examples import TaskRow
 from samestep.stored_json import Unpaired, parse_json
 
@@ -48,6 +50,29 @@ def load(line: bytes) -> TaskRow:
     ):
         raise ValueError("a row has spans outside its text")
     return row
+
+
+def read_rows(file: BinaryIO, name: str, documents: int) -> list[TaskRow]:
+    """Reads the rows of an open held-out shard of a task, one for each document.
+
+    Args:
+        file: the shard; seekable.
+        name: path or address of the shard, for messages.
+        documents: number of its documents.
+
+    Raises:
+        DataError: the shard is damaged, or has no rows.
+    """
+    with failure_explained(name):
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            members = [
+                open_member(tar, member) for member in tar if member.name.endswith(".rows.jsonl")
+            ]
+            rows = [load(line) for member in members for line in member]
+        if len(rows) != documents:
+            raise ValueError(f"it has {len(rows)} rows for {documents} documents")
+        return rows
 
 
 def _pairs(values: Any, size: int) -> Any:

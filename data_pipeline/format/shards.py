@@ -31,7 +31,7 @@ import io
 import itertools
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,12 +40,8 @@ from typing import IO, Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.format import row_lines
-from data_pipeline.format.manifest import ShardInfo
 from samestep.environment import open_files
 from samestep.errors import CorruptError, DataError
-from samestep.examples import TaskRow
-from samestep.storage import atomic_write
 from samestep.untrusted import open_regular
 
 # numpy parses headers as Python code. In CPython 3.11.7, threads that do so at the same time
@@ -55,86 +51,8 @@ _PARSER = threading.Lock()
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
-CHUNK_TOKENS = 2**20
-
 # Types of the members that are not "<u4".
 _TYPES = {"offsets": "<i8", "labels": "<f4", "label_offsets": "<i8"}
-
-
-def write_shard(
-    path: Path,
-    documents: Sequence[Tokens],
-    origin: npt.NDArray[np.uint32],
-    dtype: np.dtype[np.generic],
-    sentences: Sequence[npt.NDArray[np.int64]] | None = None,
-    labels: Sequence[npt.NDArray[np.float32]] | None = None,
-    rows: Sequence[TaskRow] | None = None,
-) -> ShardInfo:
-    """Writes documents to a new shard, atomically.
-
-    Its bytes depend only on the arguments, not on time or machine.
-
-    Args:
-        path: the shard's file.
-        documents: D arrays of tokens.
-        origin: [D, 2], the (source file, line) of each document.
-        dtype: of the stored tokens.
-        sentences: D arrays with the offset of each sentence's first token within its document,
-            ascending; the first is 0.
-        labels: D arrays with the labels of a task's rows.
-        rows: D rows of a task, from which scores are computed.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    assert len(documents) == len(origin) > 0
-    lengths = [len(document) for document in documents]
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    # A document belongs to the chunk in which it starts: with chunks of 10 tokens, documents of 6,
-    # 8 and 3 tokens start at 0, 6 and 14, so the first chunk holds two documents (14 tokens).
-    bounds = [*np.flatnonzero(np.diff(offsets[:-1] // CHUNK_TOKENS, prepend=-1)), len(documents)]
-    with atomic_write(path) as file:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for chunk, (first, end) in enumerate(itertools.pairwise(bounds)):
-                own = offsets[first : end + 1] - offsets[first]
-                arrays = {
-                    "tokens": np.concatenate(documents[first:end]).astype(dtype, copy=False),
-                    "offsets": own,
-                    "origin": origin[first:end].astype(np.uint32, copy=False),
-                }
-                if sentences is not None:
-                    pairs = zip(own[:-1], sentences[first:end], strict=True)
-                    starts = np.concatenate([at + within for at, within in pairs])
-                    arrays["sentences"] = starts.astype(np.uint32)
-                if labels is not None:
-                    counts = [len(values) for values in labels[first:end]]
-                    arrays["labels"] = np.concatenate(labels[first:end]).astype(np.float32)
-                    arrays["label_offsets"] = np.cumsum([0, *counts], dtype=np.int64)
-                for name, array in arrays.items():
-                    _add(tar, f"{chunk:06d}.{name}.npy", _npy(array))
-                if rows is not None:
-                    lines = b"".join(map(row_lines.dump, rows[first:end]))
-                    _add(tar, f"{chunk:06d}.rows.jsonl", lines)
-        size = file.tell()
-    return ShardInfo(path.name, len(documents), int(offsets[-1]), size, file_sha256(path))
-
-
-def _npy(array: npt.NDArray[np.generic]) -> bytes:
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
-    return buffer.getvalue()
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)  # time 0, owner 0, mode 644: the same bytes everywhere
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
-
-
-def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +98,7 @@ class ShardIndex:
         Raises:
             DataError: the shard is truncated, damaged or of another type.
         """
-        with _failure_explained(name):
+        with failure_explained(name):
             columns = zip(*_read_chunks(file, np.dtype(dtype), sentences, labels), strict=True)
             *index, all_labels, counts = (np.concatenate(parts) for parts in columns)
             start, length, origin, texts = index
@@ -235,7 +153,7 @@ class Shard(ShardIndex):
     ) -> Shard:
         """Maps an open shard; the map keeps the file's locks after the file is closed."""
         index = ShardIndex.read(file, name, dtype, sentences, labels)
-        with _failure_explained(name):
+        with failure_explained(name):
             return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
 
 
@@ -249,7 +167,7 @@ def check_pairs(shard: ShardIndex, name: str) -> None:
     Raises:
         CorruptError: one is not; the SHA-256 in a stranger's manifest fits any content.
     """
-    with _failure_explained(name):
+    with failure_explained(name):
         document = np.searchsorted(np.cumsum(shard.length), shard.sentences, side="right")
         if not np.array_equal(document, np.repeat(np.arange(len(shard.length)), 2)):
             raise ValueError("a document is no pair of two texts")
@@ -264,7 +182,7 @@ def check_tokens(shard: Shard, name: str, vocab_size: int) -> None:
     # The documents of a chunk follow each other in the file, so chunks are a few long slices.
     end = shard.start + shard.length
     bounds = [0, *np.flatnonzero(shard.start[1:] != end[:-1]) + 1, len(end)]
-    with _failure_explained(name):
+    with failure_explained(name):
         for first, behind in itertools.pairwise(bounds if len(end) else []):
             largest = shard.tokens[shard.start[first] : end[behind - 1]].max(initial=0)
             if largest >= vocab_size:
@@ -279,37 +197,14 @@ def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
         CorruptError: the SHA-256 differs.
         DataError: the file is missing or unreadable.
     """
-    with _failure_explained(str(path)), open_regular(path) as file:
+    with failure_explained(str(path)), open_regular(path) as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
             raise ValueError("its SHA-256 is not the one in the manifest")
         yield file
 
 
-def read_rows(file: BinaryIO, name: str, documents: int) -> list[TaskRow]:
-    """Reads the rows of an open held-out shard of a task, one for each document.
-
-    Args:
-        file: the shard; seekable.
-        name: path or address of the shard, for messages.
-        documents: number of its documents.
-
-    Raises:
-        DataError: the shard is damaged, or has no rows.
-    """
-    with _failure_explained(name):
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = [
-                _open_member(tar, member) for member in tar if member.name.endswith(".rows.jsonl")
-            ]
-            rows = [row_lines.load(line) for member in members for line in member]
-        if len(rows) != documents:
-            raise ValueError(f"it has {len(rows)} rows for {documents} documents")
-        return rows
-
-
 @contextmanager
-def _failure_explained(name: str) -> Iterator[None]:
+def failure_explained(name: str) -> Iterator[None]:
     """Turns errors from reading the shard `name` into messages that name the fix."""
     try:
         yield
@@ -394,7 +289,12 @@ def _read_chunks(
         raise ValueError("the archive is empty")
 
 
-def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+def open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    """Opens a member of a shard.
+
+    Raises:
+        ValueError: it is no plain file.
+    """
     # A sparse member of some bytes may declare terabytes of zeros.
     stream = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if stream is None:
@@ -406,7 +306,7 @@ def _open_npy(
     tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
 ) -> IO[bytes]:
     """Opens a .npy member and reads up to its data."""
-    stream = _open_member(tar, member)
+    stream = open_member(tar, member)
     try:
         np.lib.format.read_magic(stream)
         with _PARSER:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,10 @@ class ExampleOrder(Protocol):
 
     examples: int
 
+    @property
+    def width(self) -> Callable[[Int64, int], int] | None:
+        """Finds the width of the rows of examples, up to a maximum; None: all rows have that."""
+
     def batch(self, start: int, size: int) -> Int64:
         """Returns the example numbers of the global batch [start, start + size), in row order."""
 
@@ -83,6 +88,8 @@ class ExampleOrder(Protocol):
 
 class Lanes:
     """Deals examples to lanes in turn: example n is number n // lanes of lane n % lanes."""
+
+    width = None
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -266,6 +273,8 @@ class SinglePass:
     The order is a fixed shuffle of the whole split, the same for every seed. However few batches an
     evaluation takes, they are a fair sample of all documents, and the same sample each time.
     """
+
+    width = None
 
     def __init__(self, counts: npt.ArrayLike) -> None:
         self._end = np.cumsum(np.asarray(counts, dtype=np.int64))

@@ -11,142 +11,25 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Lanes, Location, Order
+from data_pipeline.order.exclusions import Exclusions
+from data_pipeline.order.sources import PERIOD, Shares, round_weights
 from data_pipeline.packing.plan import Int64
-from samestep.errors import ConfigError, DataError
+from samestep.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-PERIOD = 4096  # shares are multiples of 1 / PERIOD
 
 # Each lane starts this many places after the lane before. A source recurs at regular distances, and
 # lanes that started in step with it would all take it at once. For 16, 64 and 256 lanes, this step
 # was found to avoid that: one turn of all lanes is within 9 examples of the shares.
 _LANE_STEP = 1117
-
-Shares: TypeAlias = dict[str, int]
-"""The share of each source by its key, in 1 / PERIOD; sources without a share are absent."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One dataset of a mixture.
-
-    Attributes:
-        path: its folder or address, like `data.path`.
-        weight: relative to the other sources; 0 leaves the source out, until `data.weights` changes
-            it.
-        name: its name in `data.weights` and messages; null takes the last part of its path.
-    """
-
-    path: str
-    weight: float = 1.0
-    name: str | None = None
-
-    @property
-    def label(self) -> str:
-        """The name, or the last part of the path."""
-        return self.name or self.path.rstrip("/").rpartition("/")[2]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of all sources after a step.
-
-    Attributes:
-        step: last step with the previous weights; these apply from step + 1 on.
-        weights: by name of the source.
-    """
-
-    step: int
-    weights: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Proportional:
-    """Mixing in proportion to the sizes of datasets (Raffel et al. 2020, section 3.5.2).
-
-    A dataset of n documents, or pairs, has the rate min(n, limit) ^ (1 / temperature). Its weight
-    is a factor of this rate.
-
-    Attributes:
-        limit: the size that counts for larger datasets, so that they do not crowd out small ones;
-            null: there is none.
-        temperature: 1 mixes in proportion; larger values bring the rates closer together.
-    """
-
-    limit: int | None = None
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"limit is {self.limit}. Use 1 or more, such as 65536, or null.")
-        if not 1 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}. Use 1 or more, such as 2.")
-
-    def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """The rate of each dataset by its size."""
-        limit = math.inf if self.limit is None else self.limit
-        return {name: min(size, limit) ** (1 / self.temperature) for name, size in sizes.items()}
-
-
-def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None:
-    """Rejects sources with equal names, and weights that are incomplete or out of order.
-
-    Raises:
-        ConfigError: names them.
-    """
-    names = [source.label for source in sources]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"two sources have the same name in {', '.join(names)}; set data.sources.N.name"
-        )
-    round_weights({source.label: source.weight for source in sources})
-    for before, change in zip((None, *changes), changes, strict=False):
-        if change.step < 1 or (before and change.step <= before.step):
-            raise ConfigError(
-                f"weights: step {change.step} must be at least 1, and later than the entry "
-                "before it"
-            )
-        if not names or set(change.weights) != set(names):
-            raise ConfigError(
-                f"weights of step {change.step} name {', '.join(change.weights) or 'no source'}; "
-                f"name all sources: {', '.join(names) or 'none, since data.path is one dataset'}"
-            )
-        round_weights(change.weights)
-
-
-def round_weights(weights: Mapping[str, float]) -> Shares:
-    """Rounds weights to shares, largest remainders first.
-
-    For example, with a period of 10, weights 1, 1 and 1 are 3.33 each and become 4, 3 and 3.
-
-    Raises:
-        ConfigError: a weight is negative, all are 0, or one is too small to be a share.
-    """
-    total = sum(weights.values())
-    if not all(0 <= weight < math.inf for weight in weights.values()) or (weights and total == 0):
-        raise ConfigError(f"weights must not be negative, nor all 0, but are {dict(weights)}")
-    exact = {name: weight / total * PERIOD for name, weight in weights.items() if weight > 0}
-    shares = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])
-    for name in by_remainder[: PERIOD - sum(shares.values())]:
-        shares[name] += 1
-    for name, share in shares.items():
-        if share == 0:
-            raise ConfigError(
-                f"the weight of {name} is below 1/{PERIOD} of the total; raise it, set it to 0, or "
-                "lower data.proportional.limit"
-            )
-    return shares
 
 
 @dataclass(frozen=True)
@@ -399,3 +282,71 @@ class Mixture:
     def state(self) -> list[list[int | Shares]]:
         """Returns the whole schedule (past, current and future shares), for a checkpoint."""
         return [[first, shares] for first, shares in self._schedule.parts]
+
+
+class WeightedMixture(Mixture):
+    """A mixture with the weights of a configuration, which may change at steps.
+
+    Args:
+        rates: the weights of the sources by name, after step 0 and after each change.
+        orders, keys: as for `Mixture`.
+        consumed_after: returns the number of examples that a number of steps consume.
+        excluded: the examples that the run skips.
+    """
+
+    def __init__(
+        self,
+        rates: Sequence[tuple[int, Mapping[str, float]]],
+        orders: Mapping[str, Order],
+        keys: Mapping[str, str],
+        consumed_after: Callable[[int], int],
+        excluded: Exclusions,
+    ) -> None:
+        self._rates, self._keys, self._consumed_after = rates, keys, consumed_after
+        # How many more examples the steps so far have consumed than they would have in batches of
+        # the current size.
+        self._surplus = 0
+        super().__init__(self._wanted(excluded), orders, keys)
+
+    def _wanted(self, excluded: Exclusions) -> Schedule:
+        """The configured shares of the sources over time."""
+        parts = []
+        for step, rates in self._rates:
+            # Weights change at steps, but a mixture counts examples, excluded ones included.
+            consumed = self._consumed_after(step) + self._surplus if step else 0
+            parts.append((excluded.after(0, max(0, consumed)), rates))
+        return Schedule.weighted(parts, self._keys)
+
+    def exclude(self, excluded: Exclusions, example: int) -> bool:
+        """Lets later changes come later, as more examples are skipped; returns whether any does."""
+        if len(self._rates) > 1:
+            self.change(self._wanted(excluded), example)
+        return len(self._rates) > 1
+
+    def load(
+        self,
+        parts: Iterable[Sequence[Any]],
+        excluded: Exclusions,
+        example: int,
+        surplus: int,
+        *,
+        accept: bool | None,
+    ) -> None:
+        """Continues from a global example; the shares before it stay as recorded.
+
+        Args:
+            parts: the `state` in the checkpoint.
+            excluded: the examples that the run skips.
+            example: the next example.
+            surplus: number of examples that steps have consumed beyond `consumed_after`.
+            accept: see `resume`; None also keeps the recorded shares of later examples.
+
+        Raises:
+            DataError: see `resume`.
+        """
+        self._surplus = surplus
+        recorded = Schedule.of((first, shares) for first, shares in parts)
+        if accept is None:
+            self.follow(recorded)
+        else:
+            self.resume(recorded, self._wanted(excluded), example, accept=accept)

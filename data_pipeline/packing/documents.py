@@ -24,7 +24,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing import bins
 from data_pipeline.packing.plan import Int64, PackPlan, ranges, starts
 from samestep.errors import ConfigError
 from samestep.examples import PackSpec, Policy
@@ -54,6 +53,8 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
     if policy == "padded":
         column = np.full(len(document), spec.prefix)
         return PackPlan(np.arange(len(document) + 1), document, begin, length, column)
+    from data_pipeline.packing import bins
+
     example, offsets = bins.pack(*_costs(length, spec), key)
     offset = offsets[:, 0]
     order = np.lexsort((offset, example))
@@ -81,6 +82,8 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
     chunks = -(-lengths // room)
     if policy == "padded":
         return int(chunks.sum())
+    from data_pipeline.packing import bins
+
     full = (chunks - 1).sum()  # all chunks of a document but the last one
     last = lengths - (chunks - 1) * room
     return bins.count(*_costs(np.concatenate((np.full(full, room), last)), spec))

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import documents, full_sentences, segment_pairs, task_rows, text_pairs
+from data_pipeline.packing import documents
 from data_pipeline.packing.plan import PACKING_VERSION, PackPlan
-from samestep.config import renamed
 from samestep.errors import ConfigError, DataError
 from samestep.examples import PackSpec, Parts, Policy
 
@@ -51,6 +50,8 @@ def count_digest(spec: PackSpec, policy: Policy) -> str:
 
 def _description(parts: Parts) -> str:
     """The text that is hashed. It must never change: checkpoints and ledgers store its digest."""
+    from samestep.config import renamed
+
     stored = renamed.original({"settings": {"task": {"target": parts.kind}}})
     target = stored["settings"]["task"]["target"]
     settings = f"between={parts.between}, choices={parts.choices}, "
@@ -124,12 +125,20 @@ def plan_shard(
 ) -> PackPlan:
     """Packs the documents of a shard. Only the plans of `pairs` depend on the epoch."""
     if spec.text_pairs:
+        from data_pipeline.packing import text_pairs
+
         return text_pairs.plan(shard, spec, policy, key)
     if spec.parts is not None:
+        from data_pipeline.packing import task_rows
+
         return task_rows.plan(shard, spec)
     if policy == "pairs":
+        from data_pipeline.packing import segment_pairs
+
         return segment_pairs.plan(shard.length, shard.sentences, spec, key, epoch)
     if policy == "full_sentences":
+        from data_pipeline.packing import full_sentences
+
         return full_sentences.plan(shard.length, shard.sentences, spec)
     return documents.plan(shard.length, spec, policy, key)
 
@@ -145,8 +154,12 @@ def check_shard(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None
         ConfigError: examples are too short to hold text.
     """
     if spec.text_pairs:
+        from data_pipeline.packing import text_pairs
+
         text_pairs.check(shard, spec, files)
     elif spec.parts is not None:
+        from data_pipeline.packing import task_rows
+
         task_rows.check(shard, spec, files)
 
 
@@ -159,11 +172,19 @@ def count_shard(
     """
     check_shard(shard, spec, files)
     if spec.text_pairs:
+        from data_pipeline.packing import text_pairs
+
         return text_pairs.count_examples(shard, spec, policy)
     if spec.parts is not None:
+        from data_pipeline.packing import task_rows
+
         return task_rows.count_examples(shard, spec)
     if policy == "pairs":
+        from data_pipeline.packing import segment_pairs
+
         return segment_pairs.count_examples(shard.length, shard.sentences, spec, key)
     if policy == "full_sentences":
+        from data_pipeline.packing import full_sentences
+
         return full_sentences.count_examples(shard.length, shard.sentences, spec)
     return documents.count_examples(shard.length, spec, policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,14 @@ import numpy.typing as npt
 from data_pipeline.order.example_order import ExampleOrder, Replica, share
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.packing.plan import Int64
-from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
-from data_pipeline.reading.length_groups import LengthGroups
-from data_pipeline.reading.prefetch import Prefetcher
+from data_pipeline.reading.dataset import CorruptShardError
 from data_pipeline.reading.rows import RowMaker
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Batch
+
+if TYPE_CHECKING:
+    from data_pipeline.reading.corruption import CorruptShards
+    from data_pipeline.reading.prefetch import Prefetcher
 
 # Positions of a block: enough to hide the overhead of numpy calls; int64 arrays have 2 MB.
 _BLOCK_POSITIONS = 2**18
@@ -121,7 +123,7 @@ class BatchMaker:
         self.most_steps = max(1, together // self._micro_batches)
 
     def make(
-        self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards
+        self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards | None
     ) -> list[list[Batch]]:
         """Makes the replica's micro-batches of the steps that begin with these examples.
 
@@ -141,16 +143,19 @@ class BatchMaker:
             # From the next block on: excluded examples in this one shift the batches behind them.
             after = excluded.after(starts[-1], self._batch_size)
             ahead = self.order.shards_ahead(after, self._batch_size, *replica)
-            self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
+            shards = np.concatenate((at.shard, ahead))
+            self._prefetcher.expect(shards if corrupt is None else corrupt.without(shards))
         made: list[Batch] = []
         for cut, width in self._blocks(starts, len(number), excluded):
-            # Rows of corrupt shards read another example, and get no weight.
-            gone = corrupt.has(number[cut], at.shard[cut])
-            read = corrupt.stand_in(at[cut], gone, self._counts)
+            read, has_weight = at[cut], valid[cut]
+            if corrupt is not None:
+                # Rows of corrupt shards read another example, and get no weight.
+                gone = corrupt.has(number[cut], read.shard)
+                read, has_weight = corrupt.stand_in(read, gone, self._counts), has_weight & ~gone
             arrays = self._row_maker.make(
-                number[cut], first[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width
+                number[cut], first[cut], at[cut], valid[cut], read, has_weight, width
             )
-            begins = range(0, len(gone), self._rows)
+            begins = range(0, len(has_weight), self._rows)
             made += [
                 {name: array[i : i + self._rows] for name, array in arrays.items()} for i in begins
             ]
@@ -163,7 +168,8 @@ class BatchMaker:
         self, starts: Sequence[int], rows: int, excluded: Exclusions
     ) -> Iterator[tuple[slice, int | None]]:
         """Yields slices of `rows` rows to make at a time, and their width; None is the maximum."""
-        if not isinstance(self.order, LengthGroups):
+        width_of = self.order.width
+        if width_of is None:
             for first in range(0, rows, self._block_rows):
                 yield slice(first, first + self._block_rows), None
             return
@@ -171,7 +177,7 @@ class BatchMaker:
         # With length groups, every step has its own width: the global batch's, so that all replicas
         # have the same. A finite order may end before the last start.
         for first, start in zip(range(0, rows, each), starts, strict=False):
-            width = self.order.width(self._batch(start, excluded), self._width)
+            width = width_of(self._batch(start, excluded), self._width)
             yield slice(first, first + each), width
 
     def _batch(self, start: int, excluded: Exclusions) -> Int64:

@@ -28,15 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from samestep import storage
-from samestep.config.sizes import parse_size
+from samestep.config.sizes import DEFAULT_CACHE, parse_size
 from samestep.environment import expand_home
 from samestep.errors import DataError, fix_of
-from samestep.storage import flock
+from samestep.storage import flock, objects
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SIZE = "100GB"
 
 _ROOM = "room.lock"
 _POLL_SECONDS = 0.02
@@ -79,7 +76,7 @@ class ShardCache:
     limit: int
 
     @classmethod
-    def open_folder(cls, folder: str | None = None, size: str = DEFAULT_SIZE) -> ShardCache:
+    def open_folder(cls, folder: str | None = None, size: str = DEFAULT_CACHE) -> ShardCache:
         """The cache in `folder`, by default `default_folder()`, of a size such as "100GB".
 
         Raises:
@@ -180,7 +177,7 @@ class ShardCache:
                     return
                 file.truncate(0)  # a process that died may have left something
                 self._reserve(file, size, needed)
-                storage.download(url, file, size, sha256)
+                objects.download(url, file, size, sha256)
                 file.flush()
                 # A power cut must not leave a hole under the name of a verified shard.
                 os.fsync(file.fileno())

@@ -7,80 +7,28 @@ decides which source an example comes from; this module reads it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location, Order
-from data_pipeline.order.mixture import Source
-from data_pipeline.packing.plan import Int64, ranges
-from data_pipeline.reading.cache import ShardCache
-from data_pipeline.reading.corruption import CorruptShardError
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.packing.plan import Int64
+from data_pipeline.reading.dataset import CorruptShardError, Dataset, PackedSplit
 from data_pipeline.reading.open_files import max_open_shards
-from data_pipeline.tokenizers.tokenizer import Tokenizer
-from samestep.errors import ConfigError, DataError
-from samestep.examples import Examples, Labels, PackSpec, Policy
+from samestep.errors import ConfigError
+from samestep.examples import Examples, PackSpec, Policy
+
+if TYPE_CHECKING:
+    from data_pipeline.reading.several_datasets import ConcatDataset
 
 
-@dataclass(frozen=True)
-class ConcatDataset:
-    """The datasets of a mixture, by name."""
-
-    sources: dict[str, Dataset]
-
-    @classmethod
-    def open(
-        cls, sources: Sequence[Source], cache: ShardCache | None, *, whole: bool = True
-    ) -> ConcatDataset:
-        """Opens datasets with the same tokenizer; `whole` as for `Dataset.open`.
-
-        Raises:
-            ConfigError: a dataset is listed twice.
-            DataError: one is unfinished or damaged, or has another tokenizer.
-        """
-        opened: dict[str, Dataset] = {}
-        for source in sources:
-            dataset = Dataset.open(source.path, cache, whole=whole)
-            # Ids of different tokenizers mean different tokens, which nothing later would notice.
-            for other in opened.values():
-                if dataset.manifest.tokenizer_fingerprint != other.manifest.tokenizer_fingerprint:
-                    raise DataError(
-                        f"{other.name} and {dataset.name} were built with different tokenizers. "
-                        "Build one of them again with "
-                        f"tokenizer.path={other.path / 'tokenizer'}."
-                    )
-                if dataset.manifest.digest == other.manifest.digest:
-                    raise ConfigError(
-                        f"data.sources lists the same dataset twice, {other.name} and "
-                        f"{dataset.name}. List it once, with the sum of the weights."
-                    )
-            opened[source.label] = dataset
-        return cls(opened)
-
-    @property
-    def name(self) -> str:
-        """Their locations, for messages."""
-        return ", ".join(dataset.name for dataset in self.sources.values())
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Their common tokenizer.
-
-        Raises:
-            DataError: the first dataset's folder has another one.
-        """
-        return next(iter(self.sources.values())).tokenizer
-
-
-AnyDataset: TypeAlias = Dataset | ConcatDataset
+AnyDataset: TypeAlias = "Dataset | ConcatDataset"
 
 
 def named_sources(dataset: AnyDataset) -> dict[str, Dataset]:
     """The datasets of a mixture by name; a single dataset by its location."""
-    return dataset.sources if isinstance(dataset, ConcatDataset) else {dataset.name: dataset}
+    return dataset.sources
 
 
 class ConcatSplit:
@@ -167,7 +115,11 @@ class ConcatSplit:
                 # The split knows its own numbering only.
                 error.shard += int(self._first_shard[self._splits.index(split)])
                 raise
-        return parts[0][1] if len(parts) == 1 else _merge(parts, weight)
+        if len(parts) == 1:
+            return parts[0][1]
+        from data_pipeline.reading.several_datasets import merge
+
+        return merge(parts, weight)
 
     def _parts(self, at: Location) -> Iterator[tuple[PackedSplit, Int64, Location]]:
         """For each dataset among the examples: its split, their rows, and their locations in it."""
@@ -181,48 +133,3 @@ class ConcatSplit:
                 at.epoch[rows], at.shard[rows] - self._first_shard[number], at.index[rows]
             )
             yield self._splits[number], rows, within
-
-
-def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float32]) -> Examples:
-    """Merges examples of several datasets into one batch.
-
-    Args:
-        parts: the rows of the batch that come from a dataset, and their examples.
-    """
-    rows, examples = zip(*parts, strict=True)
-    # Rows 0 and 2 of the batch come from dataset A, row 1 from B. A counts its rows 0 and 1, which
-    # become 0 and 2; then chunks are sorted by row.
-    row = np.concatenate([mine[each.row] for mine, each in parts])
-    pieces = np.argsort(row, kind="stable")
-    length = np.concatenate([each.length for each in examples])
-    tokens = ranges((np.cumsum(length) - length)[pieces], length[pieces])
-    by_row = np.argsort(np.concatenate(rows))
-    random = [each.random for each in examples if each.random is not None]
-    paired = [each.paired for each in examples if each.paired is not None]
-    return Examples(
-        tokens=np.concatenate([each.tokens for each in examples])[tokens],
-        row=row[pieces],
-        column=np.concatenate([each.column for each in examples])[pieces],
-        length=length[pieces],
-        key=np.concatenate([each.key for each in examples])[by_row],
-        weight=weight,
-        isolated=examples[0].isolated,
-        random=np.concatenate(random)[by_row] if random else None,
-        paired=np.concatenate(paired)[by_row] if paired else None,
-        labels=_merge_labels([each.labels for each in examples if each.labels is not None], by_row),
-    )
-
-
-def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
-    """Merges the labels of several datasets; `by_row` sorts their rows."""
-    if not parts:
-        return None
-    count = np.concatenate([each.count for each in parts])
-    values = ranges((np.cumsum(count) - count)[by_row], count[by_row])
-    return Labels(
-        values=np.concatenate([each.values for each in parts])[values],
-        count=count[by_row],
-        document=np.concatenate([each.document for each in parts])[by_row],
-        begin=np.concatenate([each.begin for each in parts])[by_row],
-        examples=np.concatenate([each.examples for each in parts])[by_row],
-    )

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from data_pipeline.order.mixture import Proportional, Source, Weights, check_sources
-from data_pipeline.reading.cache import DEFAULT_SIZE, ShardCache
-from data_pipeline.reading.concat_dataset import AnyDataset, ConcatDataset
+from data_pipeline.order.sources import Proportional, Source, Weights, check_sources
+from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.dataset import Dataset
-from samestep.config.sizes import parse_size
+from samestep.config.sizes import DEFAULT_CACHE, parse_size
 from samestep.errors import ConfigError
 from samestep.examples import Policy
 from samestep.storage import is_url
@@ -63,7 +62,7 @@ class Config:
     threads: int = 1
     prefetch: int = 2
     cache: str | None = None
-    cache_size: str = DEFAULT_SIZE
+    cache_size: str = DEFAULT_CACHE
     on_corrupt: Literal["stop", "skip"] = "stop"
     exclude: tuple[tuple[int, ...], ...] = ()
 
@@ -121,9 +120,14 @@ class Config:
             ConfigError: two sources are the same dataset.
         """
         # Only remote datasets have one: a user without a home folder has no default.
-        is_remote = any(map(is_url, self.paths))
-        cache = ShardCache.open_folder(self.cache, self.cache_size) if is_remote else None
+        cache = None
+        if any(map(is_url, self.paths)):
+            from data_pipeline.reading.cache import ShardCache
+
+            cache = ShardCache.open_folder(self.cache, self.cache_size)
         whole = self.on_corrupt == "stop"
         if self.path is None:
+            from data_pipeline.reading.several_datasets import ConcatDataset
+
             return ConcatDataset.open(self.sources, cache, whole=whole)
         return Dataset.open(self.path, cache, whole=whole)

@@ -14,14 +14,6 @@ from samestep.errors import DataError
 _NEVER = np.iinfo(np.int64).max
 
 
-class CorruptShardError(DataError):
-    """A shard's bytes differ from those that were built; `shard` is its index in the split."""
-
-    def __init__(self, message: str, shard: int) -> None:
-        super().__init__(message)
-        self.shard = shard
-
-
 class CorruptShards:
     """The skipped shards, each with the global example from which on it is skipped. Immutable.
 
@@ -48,14 +40,6 @@ class CorruptShards:
         self._first = np.array(
             [first_of.get(shard, _NEVER) for shard in shards] if first_of else (), dtype=np.int64
         )
-
-    def add(self, shard: int, first: int) -> CorruptShards:
-        """Also skips a shard from a global example on."""
-        return self.replaced((*self.found, (*self._shards[shard], first)))
-
-    def replaced(self, found: Iterable[Sequence[str | int]]) -> CorruptShards:
-        """Skips these shards instead."""
-        return CorruptShards(self._shards, found)
 
     def has(self, number: Int64, shard: Int64) -> npt.NDArray[np.bool_]:
         """Whether global examples in these shards are skipped: bool [B]."""

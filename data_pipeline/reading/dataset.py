@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from operator import getitem
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,6 @@ from data_pipeline.format.shards import (
     check_pairs,
     check_tokens,
     open_file,
-    read_rows,
 )
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
@@ -38,25 +38,49 @@ from data_pipeline.packing.policy import (
     needs_parts,
     plan_shard,
 )
-from data_pipeline.reading.cache import ShardCache
-from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.counts import cached_counts, counts_name, read_counts
 from data_pipeline.reading.open_files import MAX_OPEN_SHARDS, max_open_shards
 from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
-from data_pipeline.reading.remote import INDEX_READERS, RemoteDataset, load_manifest
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import CorruptError, DataError
 from samestep.examples import Examples, PackSpec, Policy, TaskRow
 from samestep.hashing import combine, name_key
 from samestep.storage import flock, is_url, shown
 
+if TYPE_CHECKING:
+    from data_pipeline.reading.cache import ShardCache
+    from data_pipeline.reading.remote import RemoteDataset
+    from data_pipeline.tokenizers.tokenizer import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 MAX_PLAN_BYTES = 2**31  # per split
+_INDEX_READERS = 32  # threads that read document lengths of remote shards; mostly they wait
 _OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
+
+
+class CorruptShardError(DataError):
+    """A shard's bytes differ from those that were built; `shard` is its index in the split."""
+
+    def __init__(self, message: str, shard: int) -> None:
+        super().__init__(message)
+        self.shard = shard
+
+
+def load_manifest(location: str) -> Manifest:
+    """Reads the manifest of a dataset, given its folder or its URL without a slash at the end.
+
+    Raises:
+        ConfigError: the URL has a query.
+        DataError: there is no manifest, or it cannot be read.
+    """
+    if not is_url(location):
+        return Manifest.load(Path(location))
+    from data_pipeline.reading.remote import read_manifest
+
+    return read_manifest(location)
 
 
 @dataclass(frozen=True)
@@ -90,8 +114,11 @@ class Dataset:
             DataError: the dataset is unfinished, or a shard is missing or truncated.
         """
         if is_url(str(path)):
+            from data_pipeline.reading.cache import ShardCache
+            from data_pipeline.reading.remote import RemoteDataset, read_manifest
+
             remote = RemoteDataset(str(path).rstrip("/"), cache or ShardCache.open_folder())
-            manifest = load_manifest(remote.url)
+            manifest = read_manifest(remote.url)
             return cls(remote.mirror(manifest), manifest, remote)
         # Only sizes are compared here. Content is verified when a shard is opened.
         folder = Path(path)
@@ -111,6 +138,11 @@ class Dataset:
     def name(self) -> str:
         """Its location, for messages."""
         return shown(self.remote.url) if self.remote else str(self.path)
+
+    @property
+    def sources(self) -> dict[str, Dataset]:
+        """Itself, as the only source of a mixture."""
+        return {self.name: self}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -133,6 +165,8 @@ class Dataset:
         return self._load_tokenizer()
 
     def _load_tokenizer(self) -> Tokenizer:
+        from data_pipeline.tokenizers.tokenizer import Tokenizer
+
         self.manifest.check_tokenizer(self.path)
         tokenizer = Tokenizer.load(self.path / "tokenizer", saved=True)
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
@@ -243,6 +277,8 @@ class Dataset:
         return rows
 
     def _read_rows(self, info: ShardInfo) -> list[TaskRow]:
+        from data_pipeline.format.row_lines import read_rows
+
         name = self._location(info)
         if self.remote is None:
             with open_file(self.path / info.name, info.sha256) as file:
@@ -492,5 +528,5 @@ class PackedSplit:
 
     def _count_all(self) -> Int64:
         # Threads overlap waiting for the disk or the network. Shards do not stay open.
-        with ThreadPoolExecutor(INDEX_READERS if self._dataset.remote else None) as pool:
+        with ThreadPoolExecutor(_INDEX_READERS if self._dataset.remote else None) as pool:
             return np.array(list(pool.map(self._count, range(len(self._shards)))), dtype=np.int64)

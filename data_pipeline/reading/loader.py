@@ -16,30 +16,32 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, SinglePass
+from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, Order, SinglePass
 from data_pipeline.order.exclusions import Exclusions
-from data_pipeline.order.mixture import PERIOD, Mixture, Schedule
+from data_pipeline.order.sources import PERIOD
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, named_sources
 from data_pipeline.reading.config import Config
-from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
-from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.length_groups import GROUPS, LengthGroups, check_groups
+from data_pipeline.reading.dataset import CorruptShardError, Dataset
 from data_pipeline.reading.open_files import max_open_shards
-from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
+
+if TYPE_CHECKING:
+    from data_pipeline.order.mixture import WeightedMixture
+    from data_pipeline.reading.corruption import CorruptShards
+    from data_pipeline.reading.prefetch import Prefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -137,27 +139,34 @@ class StreamingLoader:
         self._packed = ConcatSplit(named, order.split, pack_spec, config.packing, order.seed)
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
+            from data_pipeline.reading.length_groups import check_groups
+
             check_groups(config, pack_spec)
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         # Evaluation reads each source once, so only training has a mixture with weights.
         self._rates = () if order.finite else config.rates(named)
-        # How many more examples the steps so far have consumed than they would have in batches of
-        # the current size.
-        self._surplus = 0
-        self._mixture: Mixture | None = None
+        self._orders: dict[str, Order] = {}
+        self._mixture: WeightedMixture | None = None
         examples: ExampleOrder
         if order.finite:
             examples = SinglePass(self._packed.counts)
             cached = examples.working_set(*self._reach(layout))
         else:
-            self._mixture = self._open_mixture(config)
-            examples = self._mixture.order
-            cached = self._keep_shards_open(config, self._mixture, self._reach(layout))
+            self._orders = self._packed.orders(
+                self._keys, seed=order.seed, lanes=config.lanes, window=config.window
+            )
+            (examples, *others) = self._orders.values()
+            if others or len(self._rates) > 1 or config.proportional is not None:
+                self._mixture = self._mixed()
+                examples = self._mixture.order
+            cached = self._keep_shards_open(config, examples, self._reach(layout))
         shards = [
             (source, shard) for source in named.values() for shard in source.shards(order.split)
         ]
         self._prefetcher: Prefetcher | None = None
         if any(source.remote for source in named.values()):
+            from data_pipeline.reading.prefetch import Prefetcher
+
             self._prefetcher = Prefetcher(
                 [(source.remote, shard) for source, shard in shards], cached
             )
@@ -170,9 +179,8 @@ class StreamingLoader:
             layout,
             self._prefetcher,
         )
-        self._corrupt = CorruptShards(
-            [(source.manifest.digest, shard.name) for source, shard in shards]
-        )
+        self._shards = [(source.manifest.digest, shard.name) for source, shard in shards]
+        self._corrupt: CorruptShards | None = None
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
         # Blocks being made by threads, in order; then the steps of the block that is being read.
         self._ahead: deque[Future[Block | CorruptShardError]] = deque()
@@ -197,48 +205,45 @@ class StreamingLoader:
     def _reach(self, layout: BatchLayout) -> tuple[int, int, int]:
         """Examples that are read together: a batch size, this reader's index, and their count."""
         if self._group is not None:  # every replica sorts whole pools of groups by length
+            from data_pipeline.reading.length_groups import GROUPS
+
             return GROUPS * self._group, 0, 1
         if layout.units:
             return layout.global_batch_size, 0, 1
         return layout.global_batch_size, layout.replica.index, layout.replica.count
 
-    def _open_mixture(self, config: Config) -> Mixture:
-        """The endless order of all sources."""
-        keys = {name: source.manifest.digest for name, source in self._named.items()}
-        orders = self._packed.orders(
-            keys, seed=self._order.seed, lanes=config.lanes, window=config.window
-        )
-        return Mixture(self._schedule(), orders, keys)
+    @property
+    def _keys(self) -> dict[str, str]:
+        return {name: source.manifest.digest for name, source in self._named.items()}
 
-    def _schedule(self) -> Schedule:
-        """The configured shares of the sources over time."""
-        keys, parts = {name: each.manifest.digest for name, each in self._named.items()}, []
-        for step, rates in self._rates:
-            # Weights change at steps, but a mixture counts examples, excluded ones included.
-            consumed = self._consumed_after(step) + self._surplus if step else 0
-            parts.append((self._excluded.after(0, max(0, consumed)), rates))
-        return Schedule.weighted(parts, keys)
+    def _mixed(self) -> WeightedMixture:
+        """The endless order of all sources."""
+        from data_pipeline.order.mixture import WeightedMixture
+
+        return WeightedMixture(
+            self._rates, self._orders, self._keys, self._consumed_after, self._excluded
+        )
 
     def _consumed_after(self, step: int) -> int:
         after = self._order.example_after
         return step * self._batch_size if after is None else after(step)
 
     def _keep_shards_open(
-        self, config: Config, mixture: Mixture, reach: tuple[int, int, int]
+        self, config: Config, examples: ExampleOrder, reach: tuple[int, int, int]
     ) -> int:
         """Sets how many shards of each source stay open; returns how many of these are remote.
 
         Raises:
             ConfigError: the process may not open enough files.
         """
-        needed = mixture.order.working_set(*reach)
+        needed = examples.working_set(*reach)
         if needed > max_open_shards():
             raise ConfigError(
                 f"data.lanes {config.lanes} and data.window {config.window} need {needed} open "
                 f"shards in this process, which can open {max_open_shards()}. Lower one of them "
                 "(in a new run), use more devices, or raise the limit of open files (ulimit -n)."
             )
-        of_each = [each.working_set(*reach) for each in mixture.orders.values()]
+        of_each = [each.working_set(*reach) for each in self._orders.values()]
         spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
         # An open shard cannot be evicted from the cache, so remote sources keep no spare ones.
         remote = [source.remote is not None for source in self._named.values()]
@@ -255,6 +260,8 @@ class StreamingLoader:
     def _grouped(self, order: ExampleOrder) -> ExampleOrder:
         if self._group is None:
             return order
+        from data_pipeline.reading.length_groups import LengthGroups
+
         return LengthGroups(
             order, self._packed.positions, self._group, self._order.seed, self._order.finite
         )
@@ -283,9 +290,17 @@ class StreamingLoader:
         # If one replica finds a shard corrupt, all skip it from this step on. `_largest` tells them
         # which; -1 means none. Another shard may turn up corrupt then, so ask again.
         while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
-            self._corrupt = self._corrupt.add(shard, self._position)
+            self._skip([*self.corrupt, (*self._shards[shard], self._position)])
             self._go_to(self._position)
             shard = self._fill()
+
+    def _skip(self, found: Sequence[Sequence[str | int]]) -> None:
+        """Skips these corrupt shards instead; see `CorruptShards`."""
+        self._corrupt = None
+        if found:
+            from data_pipeline.reading.corruption import CorruptShards
+
+            self._corrupt = CorruptShards(self._shards, found)
 
     def _fill(self) -> int:
         """Makes the next step ready, if there is one; returns a corrupt shard to skip first, or -1.
@@ -320,7 +335,7 @@ class StreamingLoader:
         """Returns the error that one of the next `steps` will raise, if it is known."""
         return error_ahead(self._ahead, steps - len(self._ready))
 
-    def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards]:
+    def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards | None]:
         """Plans the next block; blocks grow, so that the first batch comes soon."""
         starts = []
         for _ in range(self._block_steps):
@@ -330,7 +345,7 @@ class StreamingLoader:
         return starts, self._excluded, self._corrupt
 
     def _make(
-        self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards
+        self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards | None
     ) -> Block | CorruptShardError:
         """Makes a block; returns a corrupt shard's error if such shards are skipped."""
         try:
@@ -360,6 +375,8 @@ class StreamingLoader:
         Empty for skipped corrupt shards.
         """
         at = self._maker.order.locate(numbers)
+        if self._corrupt is None:
+            return self._packed.documents(at)
         rows = np.flatnonzero(~self._corrupt.has(numbers, at.shard))
         found = dict(zip(rows.tolist(), self._packed.documents(at[rows]), strict=True))
         return [found.get(row, []) for row in range(len(numbers))]
@@ -384,7 +401,7 @@ class StreamingLoader:
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:
         """Skipped shards: digest of the dataset, name of the shard, first skipped example."""
-        return self._corrupt.found
+        return () if self._corrupt is None else self._corrupt.found
 
     @property
     def consumed(self) -> list[list[int]]:
@@ -400,18 +417,22 @@ class StreamingLoader:
         assert self._last_start <= first < end
         # Exclusions are immutable, so threads that use the old ones are not disturbed.
         self._excluded |= Exclusions([(first, end)])
-        if len(self._rates) > 1 and self._mixture is not None:  # later changes come later
-            self._mixture.change(self._schedule(), self._position)
+        if self._mixture is not None and self._mixture.exclude(self._excluded, self._position):
             self._maker.order = self._grouped(self._mixture.order)
         elif end <= self._position:
             return  # prefetched steps are still right
         self._go_to(self._position)
 
+    @property
+    def _alone(self) -> list[list[int | dict[str, int]]]:
+        """The state of a mixture that is one source from the beginning; [] for evaluation."""
+        return [[0, {key: PERIOD}] for key in self._orders]
+
     def state_dict(self) -> LoaderState:
         """Number of consumed (not prefetched) examples, exclusions, and the order's identity."""
         return {
             **self._identity,
-            "mixture": self._mixture.state() if self._mixture else [],
+            "mixture": self._mixture.state() if self._mixture else self._alone,
             "example": self._position - self._excluded.before(self._position),
             "excluded": self._excluded.ranges,
             "corrupt": [list(shard) for shard in self.corrupt],
@@ -450,19 +471,16 @@ class StreamingLoader:
                 "continue from an older checkpoint, or start a new run."
             )
         self._excluded = excluded | self._configured
-        self._surplus = 0 if step is None else int(state["example"]) - self._consumed_after(step)
+        # Checkpoints from before mixtures existed name a single dataset.
+        parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
+        if self._mixture is None and self._orders and parts != self._alone:
+            self._mixture = self._mixed()
         if self._mixture is not None:
-            # Checkpoints from before mixtures existed name a single dataset.
-            parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
-            recorded = Schedule.of((first, shares) for first, shares in parts)
-            if as_recorded:
-                self._mixture.follow(recorded)
-            else:
-                self._mixture.resume(
-                    recorded, self._schedule(), position, accept=self._accept_change
-                )
+            surplus = 0 if step is None else int(state["example"]) - self._consumed_after(step)
+            accept = None if as_recorded else self._accept_change
+            self._mixture.load(parts, self._excluded, position, surplus, accept=accept)
             self._maker.order = self._grouped(self._mixture.order)
-        self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
+        self._skip(state.get("corrupt", ()))
         self._go_to(position)
         self._last_start = position
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.cache import ShardCache, locked
+from data_pipeline.tokenizers.settings import SPIECE
 from samestep import storage
 from samestep.errors import ConfigError, DataError, ObjectNotFoundError, StorageError
+from samestep.storage import objects
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-INDEX_READERS = 32  # threads that read document lengths; mostly they wait
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-SENTENCEPIECE_MODEL = "spiece.model"  # SentencePiece tokenizers have it instead of tokenizer.json
 
 # Bytes per range request: enough for the arrays of a chunk of 2,000 documents and the next headers.
 _READ_BYTES = 2**16
@@ -77,7 +77,7 @@ class RemoteDataset:
                 shutil.rmtree(download, ignore_errors=True)
                 try:
                     fetch_tokenizer(self.url, download)
-                    for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL):
+                    for name in (*TOKENIZER_FILES, SPIECE):
                         old, new = folder / "tokenizer" / name, download / "tokenizer" / name
                         if new.exists():
                             new.replace(old)
@@ -136,23 +136,21 @@ class RemoteDataset:
         )
 
 
-def load_manifest(location: str) -> Manifest:
-    """Reads the manifest of a dataset, given its folder or its URL without a slash at the end.
+def read_manifest(url: str) -> Manifest:
+    """Reads the manifest of a dataset, given its URL without a slash at the end.
 
     Raises:
         ConfigError: the URL has a query.
         DataError: there is no manifest, or it cannot be read.
     """
-    if not storage.is_url(location):
-        return Manifest.load(Path(location))
-    if "?" in location:
+    if "?" in url:
         raise ConfigError(
-            f"the dataset's URL {storage.shown(location)} has a query (?...), so names of files "
+            f"the dataset's URL {storage.shown(url)} has a query (?...), so names of files "
             "cannot be appended. Leave it out, and use the store's own credentials."
         )
-    path = f"{location}/{MANIFEST}"
+    path = f"{url}/{MANIFEST}"
     try:
-        return Manifest.parse(storage.read(path), storage.shown(path))
+        return Manifest.parse(objects.read(path), storage.shown(path))
     except ObjectNotFoundError as error:
         raise DataError(
             f"{error}. There is no finished dataset at that URL. Put one there with: samestep data "
@@ -171,7 +169,7 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
     for name in settings:
         if not (folder / name).exists():
             _fetch(f"{url}/{name}", folder / name)
-    if (folder / model).exists() or (folder / SENTENCEPIECE_MODEL).exists():
+    if (folder / model).exists() or (folder / SPIECE).exists():
         return
     try:
         _fetch(f"{url}/{model}", folder / model)
@@ -179,13 +177,13 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
         # Any error may mean that the file is missing: without the right to list a bucket, a store
         # answers "forbidden".
         try:
-            _fetch(f"{url}/{SENTENCEPIECE_MODEL}", folder / SENTENCEPIECE_MODEL)
+            _fetch(f"{url}/{SPIECE}", folder / SPIECE)
         except StorageError:
             raise error from None
 
 
 def _fetch(url: str, file: Path) -> None:
-    content = storage.read(url)
+    content = objects.read(url)
     with storage.atomic_write(file) as out:
         out.write(content)
 
@@ -214,7 +212,7 @@ class _Ranges(io.RawIOBase):
         if end <= self._position:
             return 0
         # At least one byte, or BufferedReader would take it for the end of the file.
-        content = storage.read_range(self._url, self._position, end)
+        content = objects.read_range(self._url, self._position, end)
         view[: len(content)] = content
         self._position += len(content)
         return len(content)

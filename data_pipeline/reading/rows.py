@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location
-from data_pipeline.packing import task_rows
 from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset
@@ -107,6 +106,8 @@ def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int
 def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
     """Number of positions with a token in each row, special tokens included: int64 [B]."""
     if spec.parts is not None:
+        from data_pipeline.packing import task_rows
+
         return task_rows.filled(examples, spec)
     if spec.sides is not None:  # only the objective knows what a text takes of each side
         names = [name for name in ("segments", "target_segments") if name in arrays]

@@ -20,6 +20,7 @@ import zstandard
 from data_pipeline.sources import BadRecord, Record
 from samestep import storage
 from samestep.errors import ConfigError, DataError
+from samestep.storage import objects
 from samestep.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ def matches(pattern: str, name: str = "source.paths") -> list[str]:
         StorageError: a store cannot be listed.
     """
     if storage.is_url(pattern):
-        found, hint = storage.glob(pattern), ""
-        only_folders = not found and storage.exists(pattern)
+        found, hint = objects.glob(pattern), ""
+        only_folders = not found and objects.exists(pattern)
     else:
         escaped = storage.with_literal_names(os.path.expanduser(pattern), os.path.exists)
         # `**` matches folders, too.
@@ -131,7 +132,7 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
     for index, path in enumerate(files):
         line = 0
         try:
-            with storage.open(path) if storage.is_url(path) else open_regular(Path(path)) as disk:
+            with objects.open(path) if storage.is_url(path) else open_regular(Path(path)) as disk:
                 # Progress is counted in compressed bytes: only their number is known in advance.
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)

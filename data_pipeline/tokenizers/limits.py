@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from samestep.config import Tree
 from samestep.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # NFKC makes 18 characters of one (U+FDFA), and ▁ before each word doubles a text of short words.
 _MOST_EXPANSION = 256

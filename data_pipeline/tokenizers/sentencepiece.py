@@ -9,7 +9,7 @@ import hashlib
 import heapq
 import io
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from types import ModuleType
 
@@ -23,17 +23,15 @@ from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned, trim
 from data_pipeline.tokenizers.limits import MOST_SENTINELS, check_charsmap
-from data_pipeline.tokenizers.sentences import full_stops
+from data_pipeline.tokenizers.settings import SPIECE
+from data_pipeline.tokenizers.vocabulary import SPACE, full_stops, sentinels_in
 from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Vocabulary
 
-MODEL = "spiece.model"  # name of the file in transformers
-
 # The classes of these modules are created on import, so type checkers do not know them.
 _protocol: ModuleType = sentencepiece_model_pb2
 _encoded: ModuleType = sentencepiece_pb2
-_SPACE = "▁"  # begins the first piece of a word
 _SENTINELS_OF_T5 = 100
 # Tokenizer classes of transformers that use the ids of a model as they are. Others shift the ids,
 # or change the text first.
@@ -152,7 +150,7 @@ class SentencePiece:
         kind = settings.get("tokenizer_class")
         if kind not in (None, _OF_ANY, *T5_CLASSES):
             raise DataError(
-                f"{kind} of transformers changes the ids of its {MODEL}. Convert it to "
+                f"{kind} of transformers changes the ids of its {SPIECE}. Convert it to "
                 "tokenizer.json with AutoTokenizer.from_pretrained(...).save_pretrained(DIR), and "
                 "name that folder."
             )
@@ -193,7 +191,7 @@ class SentencePiece:
             size=size,
             **{role: ids.get(role) for role in ("pad", "cls", "sep", "mask", "eos")},
             special=tuple(sorted(self._special)),
-            continuing=tuple(i for i, piece in enumerate(pieces) if not piece.startswith(_SPACE)),
+            continuing=tuple(i for i, piece in enumerate(pieces) if not piece.startswith(SPACE)),
             sentinels=sentinels,
             between=1,
             full_stops=full_stops({piece: i for i, piece in enumerate(pieces)}),
@@ -215,7 +213,7 @@ class SentencePiece:
         """
         if self._doubled:
             raise DataError(
-                f"{MODEL} has {self._doubled} sentinels (<extra_id_0>, ...) among its pieces, and "
+                f"{SPIECE} has {self._doubled} sentinels (<extra_id_0>, ...) among its pieces, and "
                 f"extra_ids is {self.settings['extra_ids']}, which makes two of each. Set "
                 "extra_ids to 0 in tokenizer_config.json."
             )
@@ -239,7 +237,7 @@ class SentencePiece:
     def _kinds(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Masks over all pieces: of those that are only spaces, and of those that are bytes."""
         pieces = range(self._processor.get_piece_size())
-        spaces = [not self._processor.id_to_piece(i).strip(_SPACE) for i in pieces]
+        spaces = [not self._processor.id_to_piece(i).strip(SPACE) for i in pieces]
         return np.array(spaces), np.array([self._processor.is_byte(i) for i in pieces])
 
     def _align(self, text: str, content: bytes) -> Aligned:
@@ -271,7 +269,7 @@ class SentencePiece:
                 text += "".join(self._special.get(i, "") for i in part)
                 continue
             # The library drops the space before the first word.
-            if text and self._processor.id_to_piece(part[0]).startswith(_SPACE):
+            if text and self._processor.id_to_piece(part[0]).startswith(SPACE):
                 text += " "
             text += self._processor.decode(part)
         return text
@@ -280,6 +278,13 @@ class SentencePiece:
         if token_id not in self._special and token_id < self._processor.get_piece_size():
             return self._processor.id_to_piece(token_id)
         return self._special.get(token_id)
+
+    def with_tokens(self, tokens: Sequence[str], whole_words: bool) -> SentencePiece:
+        raise ConfigError(
+            f"a {SPIECE} cannot be extended. Convert it with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of transformers, remove "
+            f"DIR/{SPIECE}, and extend DIR."
+        )
 
     def normalized(self, text: str) -> str:
         return text  # as it is: the library does not expose its normalizer
@@ -290,18 +295,7 @@ class SentencePiece:
 
     def files(self) -> dict[str, bytes]:
         """The model's files, by name."""
-        return {MODEL: self._content}
-
-
-def sentinels_in(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids of <extra_id_0>, <extra_id_1>, ... in a vocabulary; mT5 spells ▁ first."""
-    ids = list[int]()
-    while True:
-        name = f"<extra_id_{len(ids)}>"
-        token_id = vocabulary.get(name, vocabulary.get(_SPACE + name))
-        if token_id is None:
-            return tuple(ids)
-        ids.append(token_id)
+        return {SPIECE: self._content}
 
 
 def is_of_t5(model: Message) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 Splitter: TypeAlias = Literal["rules", "lines"]
@@ -23,9 +23,6 @@ _OPENING = "\"'\u2018\u201c\xab(["
 # A possible end of a sentence: marks and closing quotes or brackets, or the end of a line, and the
 # white space that follows.
 _END = re.compile(rf"[{_MARKS}\n][{_MARKS}{_CLOSING}]*\s*")
-# A full stop as a token of its own, with the marks that tokenizers have for a space before it, or
-# for no space (WordPiece).
-_FULL_STOPS = frozenset((".", "\u2581.", "\u0120.", "##.", "\u3002", "\u2581\u3002", "##\u3002"))
 _NEXT_LINE = re.compile(r"\n\s*")
 _WORD = re.compile(r"[^\W\d_]+\Z")
 _LONGEST_WORD = 12  # characters before a full stop in which an abbreviation is searched
@@ -42,11 +39,6 @@ _ABBREVIATIONS = frozenset(
 def splitter_version(splitter: Splitter) -> str:
     """Returns name and version of a splitter, such as "rules 1"."""
     return f"{splitter} {_VERSIONS[splitter]}"
-
-
-def full_stops(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids of the tokens that are a full stop, which end sentences of tokens."""
-    return tuple(sorted(vocabulary[token] for token in _FULL_STOPS & vocabulary.keys()))
 
 
 def split(text: str, splitter: Splitter) -> list[str]:

@@ -9,28 +9,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from data_pipeline.format.shards import Tokens
-from data_pipeline.tokenizers.alignment import Aligned
-from data_pipeline.tokenizers.huggingface import HuggingFace, read, read_saved, train
 from data_pipeline.tokenizers.limits import failures_explained
-from data_pipeline.tokenizers.sentencepiece import MODEL, SentencePiece, train_sentencepiece
-from data_pipeline.tokenizers.settings import (
-    added_tokens,
-    check_sentencepiece,
-    class_name,
-    read_settings,
-)
+from data_pipeline.tokenizers.settings import SPIECE, read_settings
 from samestep.config import Tree
 from samestep.config.sizes import parse_size
 from samestep.errors import ConfigError, DataError
-from samestep.storage import atomic_write, hub
+from samestep.examples import TOKENIZER_FILES
+from samestep.storage import atomic_write, is_hub_path
 from samestep.untrusted import read_regular
 
-Backend: TypeAlias = HuggingFace | SentencePiece
+if TYPE_CHECKING:
+    from data_pipeline.tokenizers.alignment import Aligned
+    from data_pipeline.tokenizers.huggingface import HuggingFace
+    from data_pipeline.tokenizers.sentencepiece import SentencePiece
+
+Backend: TypeAlias = "HuggingFace | SentencePiece"
 
 CONVERTED_FROM = "converted_from"
 """In tokenizer_config.json: the file that tokenizer.json was converted from, to read instead."""
@@ -99,8 +97,13 @@ class Config:
             DataError: there is no text for it.
         """
         if self.algorithm in ("wordpiece", "bpe", "words"):
+            from data_pipeline.tokenizers.huggingface import HuggingFace
+            from data_pipeline.tokenizers.huggingface_models import train
+
             settings = (self.algorithm, self.vocab_size, self.lowercase, self.min_frequency)
             return Tokenizer(HuggingFace(train(texts, *settings), {}))
+        from data_pipeline.tokenizers.sentencepiece import SentencePiece, train_sentencepiece
+
         model = train_sentencepiece(
             texts,
             self.algorithm.removeprefix("sentencepiece_"),
@@ -145,15 +148,19 @@ class Tokenizer:
                 supported.
             StorageError: it cannot be downloaded.
         """
-        path = hub.tokenizer_folder(str(path)) if hub.is_hub_path(str(path)) else Path(path)
+        if is_hub_path(str(path)):
+            from samestep.storage.hub import tokenizer_folder
+
+            path = tokenizer_folder(str(path))
+        path = Path(path)
         try:
             with failures_explained():
                 return cls(_read_backend(path, saved))
         except FileNotFoundError:
             raise DataError(
                 f"there is no tokenizer in {path}: neither tokenizer.json, nor vocab.txt, nor "
-                f"vocab.json with merges.txt, nor {MODEL}. Train one with: samestep data tokenizer "
-                "CONFIG"
+                f"vocab.json with merges.txt, nor {SPIECE}. Train one with: samestep data "
+                "tokenizer CONFIG"
             ) from None
         except Exception as error:  # `tokenizers` raises bare Exception for files it cannot read
             fix = "" if isinstance(error, DataError) else ". Copy or download it again."
@@ -168,7 +175,7 @@ class Tokenizer:
             "tokenizer_config.json": _json(self._backend.settings),
         }
         # Files of another tokenizer, which `load` could prefer.
-        for name in set(hub.TOKENIZER_FILES).difference(files):
+        for name in set(TOKENIZER_FILES).difference(files):
             (folder / name).unlink(missing_ok=True)
         for name, content in files.items():
             with atomic_write(folder / name) as file:
@@ -187,16 +194,12 @@ class Tokenizer:
         Raises:
             ConfigError: it is a SentencePiece model, whose file cannot hold them.
         """
-        if isinstance(self._backend, SentencePiece):
-            raise ConfigError(
-                f"a {MODEL} cannot be extended. Convert it with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of transformers, remove "
-                f"DIR/{MODEL}, and extend DIR."
-            )
         return Tokenizer(self._backend.with_tokens(tokens, whole_words))
 
     def extends(self, other: Tokenizer) -> bool:
         """Whether this is `other` with further tokens after its own; see `with_tokens`."""
+        from data_pipeline.tokenizers.huggingface import HuggingFace
+
         ours, theirs = self._backend, other._backend
         if not (isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace)):
             return False
@@ -283,21 +286,38 @@ class Tokenizer:
 
 def _read_backend(path: Path, saved: bool) -> Backend:
     if path.is_file():
+        from data_pipeline.tokenizers.sentencepiece import SentencePiece
+
         return SentencePiece(read_regular(path), {})
     settings = read_settings(path)
-    if settings.get(CONVERTED_FROM) == MODEL and (path / MODEL).is_file():
+    if settings.get(CONVERTED_FROM) == SPIECE and (path / SPIECE).is_file():
         return _read_sentencepiece(path, settings, saved)
+    from data_pipeline.tokenizers.huggingface import HuggingFace, read_saved
+
     try:
-        backend = read_saved(path) if saved else read(path, settings)
+        if saved:
+            backend = read_saved(path)
+        else:
+            from data_pipeline.tokenizers.huggingface_models import read
+
+            backend = read(path, settings)
     except FileNotFoundError:
         return _read_sentencepiece(path, settings, saved)
     return HuggingFace(backend, settings)
 
 
 def _read_sentencepiece(folder: Path, settings: Tree, saved: bool) -> SentencePiece:
-    content = read_regular(folder / MODEL)
+    from data_pipeline.tokenizers.sentencepiece import SentencePiece
+
+    content = read_regular(folder / SPIECE)
     if saved:
         return SentencePiece(content, settings)
+    from data_pipeline.tokenizers.foreign_settings import (
+        added_tokens,
+        check_sentencepiece,
+        class_name,
+    )
+
     kind = class_name(folder, settings)
     if kind is not None and not settings.get("tokenizer_class"):
         settings = {**settings, "tokenizer_class": kind}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import os
 import pkgutil
-import sys
 import traceback
 import types
 import typing
@@ -16,8 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
-from samestep.config import own_modules, renamed
-from samestep.config.synonyms import SETTINGS
 from samestep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +69,8 @@ class Kinds:
             )
         # A dotted kind is a user's own module, installed or in the working folder.
         if "." in kind:
+            from samestep.config import own_modules
+
             own_modules.announce(kind, path)
             own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
@@ -91,9 +89,12 @@ class Kinds:
                     "Install it, or correct the import."
                 ) from error
             if "." in kind:
-                raise ConfigError(f"{path}.kind: {_absent(kind, self.available())}") from error
+                absent = own_modules.absent(kind, self.available())
+                raise ConfigError(f"{path}.kind: {absent}") from error
+            from samestep.config.synonyms import suggest
+
             raise ConfigError(
-                f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}"
+                f"{path}.kind: no module for {kind!r}; {suggest(kind, self.available())}"
             ) from error
         except Exception as error:
             if "." not in kind:
@@ -123,51 +124,6 @@ def _place_of(error: Exception) -> str:
     return f"{last.filename}, line {last.lineno}"
 
 
-def _absent(name: str, kinds: Iterable[str]) -> str:
-    """Says why a user's own module cannot be imported, and how it can be.
-
-    Args:
-        name: dotted name of the module.
-        kinds: the kinds that samestep has, one of which may have been meant.
-    """
-    parts = name.split(".")
-    # The innermost parent that can be imported tells a missing package from a misspelled module.
-    folders, found = list(sys.path), ""
-    for end in range(1, len(parts)):
-        parent = ".".join(parts[:end])
-        try:
-            folders = list(importlib.import_module(parent).__path__)
-        except (ImportError, AttributeError):  # a module that is no package has no path
-            break
-        found = parent
-    if found:
-        modules = [f"{found}.{module.name}" for module in pkgutil.iter_modules(folders)]
-        close = difflib.get_close_matches(name, modules, n=1)
-        reason = f"no module {name!r}: the package {found} in {', '.join(folders)} has none. "
-        fix = f"Did you mean {close[0]}?" if close else _others(modules)
-    else:
-        reason = f"no module {name!r}: the package {parts[0]} is not installed. "
-        fix = (
-            "Install it (pip install -e FOLDER, where FOLDER has its pyproject.toml), or start "
-            f"from the folder that contains {parts[0]}."
-        )
-    built_in = difflib.get_close_matches(parts[-1], list(kinds), n=1)
-    return reason + fix + (f" samestep itself has {built_in[0]!r}." if built_in else "")
-
-
-def _others(modules: list[str]) -> str:
-    if not modules:
-        return "Add the module."
-    more = ", ..." if len(modules) > 5 else ""
-    return f"Add the module, or name one of {', '.join(modules[:5])}{more}."
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(names)}"
-
-
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
@@ -192,7 +148,10 @@ def decode(schema: TypeForm[T], value: object, path: str = "") -> T:
     try:
         return typing.cast(T, _decode(schema, value, path))
     except _UnknownKey as error:
-        raise ConfigError(f"{error}; {_place(schema, error)}") from None
+        from samestep.config.synonyms import place
+
+        fix = place(schema, error.path, error.key, error.known)
+        raise ConfigError(f"{error}; {fix}") from None
 
 
 def _decode(schema: object, value: object, path: str) -> object:
@@ -229,33 +188,6 @@ class _UnknownKey(ConfigError):
         self.path, self.key, self.known = path, key, known
 
 
-def _place(root: object, error: _UnknownKey) -> str:
-    """Where the setting is that a user has looked for in another place or by another name."""
-    setting = SETTINGS.get(error.key)
-    sections = _sections(root)
-    if setting is not None and setting.partition(".")[0] in sections.get("", ()):
-        known = ", ".join(sorted(error.known))
-        return f"set {setting} instead. Known{f' in {error.path}' * bool(error.path)}: {known}"
-    elsewhere = [_join(path, error.key) for path, names in sections.items() if error.key in names]
-    if elsewhere:
-        return f"set {' or '.join(elsewhere)} instead"
-    return _suggest(error.key, error.known)
-
-
-def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:
-    """Path -> keys of a dataclass and of the dataclasses in it, without kinds."""
-    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
-        return {}
-    found = {path: tuple(field.name for field in dataclasses.fields(schema))}
-    for name, hint in typing.get_type_hints(schema).items():
-        # Sections in a list have a number in their path, and in a mapping a name.
-        inner = () if typing.get_origin(hint) in (tuple, dict) else typing.get_args(hint)
-        for part in (hint, *inner):
-            if dataclasses.is_dataclass(part):
-                found |= _sections(part, _join(path, name))
-    return found
-
-
 def _section(value: object, path: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise _Mismatch(path, value, "a section of key: value lines")
@@ -266,6 +198,8 @@ def _decode_literal(choices: tuple[object, ...], value: object, path: str) -> ob
     # By type as well, since True == 1.
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return value
+    from samestep.config import renamed
+
     if (name := renamed.new_name(path, value)) is not None:
         raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
     one_of = "one of " if len(choices) > 1 else ""

@@ -6,9 +6,12 @@ editable install is found by a finder that comes after `sys.path`.
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import logging
+import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -70,3 +73,42 @@ def announce(kind: str, path: str) -> None:
         )
     if kind not in sys.modules:
         logger.info("importing the module %s, which %s.kind names", kind, path)
+
+
+def absent(name: str, kinds: Iterable[str]) -> str:
+    """Says why a user's own module cannot be imported, and how it can be.
+
+    Args:
+        name: dotted name of the module.
+        kinds: the kinds that samestep has, one of which may have been meant.
+    """
+    parts = name.split(".")
+    # The innermost parent that can be imported tells a missing package from a misspelled module.
+    folders, found = list(sys.path), ""
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        try:
+            folders = list(importlib.import_module(parent).__path__)
+        except (ImportError, AttributeError):  # a module that is no package has no path
+            break
+        found = parent
+    if found:
+        modules = [f"{found}.{module.name}" for module in pkgutil.iter_modules(folders)]
+        close = difflib.get_close_matches(name, modules, n=1)
+        reason = f"no module {name!r}: the package {found} in {', '.join(folders)} has none. "
+        fix = f"Did you mean {close[0]}?" if close else _others(modules)
+    else:
+        reason = f"no module {name!r}: the package {parts[0]} is not installed. "
+        fix = (
+            "Install it (pip install -e FOLDER, where FOLDER has its pyproject.toml), or start "
+            f"from the folder that contains {parts[0]}."
+        )
+    built_in = difflib.get_close_matches(parts[-1], list(kinds), n=1)
+    return reason + fix + (f" samestep itself has {built_in[0]!r}." if built_in else "")
+
+
+def _others(modules: list[str]) -> str:
+    if not modules:
+        return "Add the module."
+    more = ", ..." if len(modules) > 5 else ""
+    return f"Add the module, or name one of {', '.join(modules[:5])}{more}."

@@ -6,6 +6,9 @@ import re
 
 from samestep.errors import ConfigError
 
+DEFAULT_CACHE = "100GB"
+"""Maximum size of the cache of downloaded shards."""
+
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B")
 
 

@@ -1,8 +1,11 @@
-"""Names that other tools give to settings, for the message about an unknown key."""
+"""Messages about an unknown key: where it belongs, or which name was probably meant."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
 
 SETTINGS: Mapping[str, str] = {
     "learning_rate": "optimizer.lr",
@@ -94,3 +97,41 @@ SETTINGS: Mapping[str, str] = {
     "use_cpu": "accelerator",
 }
 """Last part of a key -> the setting of an experiment that does it."""
+
+
+def place(root: object, path: str, key: str, known: Iterable[str]) -> str:
+    """Where the setting is that a user has looked for in another place or by another name."""
+    setting = SETTINGS.get(key)
+    sections = _sections(root)
+    if setting is not None and setting.partition(".")[0] in sections.get("", ()):
+        names = ", ".join(sorted(known))
+        return f"set {setting} instead. Known{f' in {path}' * bool(path)}: {names}"
+    elsewhere = [_join(section, key) for section, names in sections.items() if key in names]
+    if elsewhere:
+        return f"set {' or '.join(elsewhere)} instead"
+    return suggest(key, known)
+
+
+def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:
+    """Path -> keys of a dataclass and of the dataclasses in it, without kinds."""
+    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
+        return {}
+    found = {path: tuple(field.name for field in dataclasses.fields(schema))}
+    for name, hint in typing.get_type_hints(schema).items():
+        # Sections in a list have a number in their path, and in a mapping a name.
+        inner = () if typing.get_origin(hint) in (tuple, dict) else typing.get_args(hint)
+        for part in (hint, *inner):
+            if dataclasses.is_dataclass(part):
+                found |= _sections(part, _join(path, name))
+    return found
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """All known names, and the one that was probably meant."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(names)}"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 
 from samestep.addresses import ELSEWHERE, credential_in, has_userinfo
-from samestep.config import recipes
 from samestep.errors import ConfigError
 
 T = TypeVar("T")
@@ -172,6 +171,16 @@ def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     return list(merge(numbered, changed).values())
 
 
+def _locate(name: str | Path, folder: Path | None = None) -> Path:
+    """The path of a file, or of the recipe with this name; see `recipes.locate`."""
+    path = ((folder or Path.cwd()) / name).resolve()
+    if path.is_file():
+        return path
+    from samestep.config import recipes
+
+    return recipes.locate(name, folder)
+
+
 def _open_file(
     path: Path, name: str | Path, chain: tuple[Path, ...]
 ) -> tuple[Tree, list[tuple[Path, str]]]:
@@ -191,8 +200,11 @@ def _open_file(
         content = path.read_bytes()
     except OSError as error:
         message = f"cannot read the configuration {path}{wanted_by}: {error.strerror}"
-        if isinstance(error, FileNotFoundError) and (hint := recipes.suggestion(name)):
-            message = f"{message}.{hint}"
+        if isinstance(error, FileNotFoundError):
+            from samestep.config import recipes
+
+            hint = recipes.suggestion(name)
+            message += f".{hint}" if hint else ""
         raise ConfigError(message) from error
     tree = parse_file(content, path, wanted_by)
     # `base` belongs to the file, not to the experiment.
@@ -202,7 +214,7 @@ def _open_file(
         raise ConfigError(
             f"base in {path} must be the name of a file, or a list of names, not {bases!r}"
         )
-    return tree, [(recipes.locate(base, path.parent), base) for base in bases]
+    return tree, [(_locate(base, path.parent), base) for base in bases]
 
 
 def _read_file(path: Path, name: str | Path, chain: tuple[Path, ...]) -> Tree:
@@ -222,7 +234,7 @@ def files_of(path: str | Path) -> list[Tree]:
         tree, bases = _open_file(path, name, chain)
         return [each for base in bases for each in collect(*base, (*chain, path))] + [tree]
 
-    return collect(recipes.locate(path), path, ())
+    return collect(_locate(path), path, ())
 
 
 def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[object, object]]:
@@ -311,7 +323,7 @@ def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
     Args:
         path: a file, or the name of a recipe.
     """
-    tree = _read_file(recipes.locate(path), path, ())
+    tree = _read_file(_locate(path), path, ())
     check_addresses(tree)
     return merge_overrides(tree, overrides)
 

@@ -1,4 +1,4 @@
-"""Local files and objects behind URLs: atomic local writes, and object stores through fsspec.
+"""Local files, and which paths are URLs. `storage.objects` reads and writes what URLs name.
 
 Every operation on a URL is retried after transient failures (lost connections, time-outs,
 throttling, server errors). A failure that remains is raised as a `StorageError` in one paragraph.
@@ -7,7 +7,6 @@ Credentials, endpoints and proxies come from where the stores' own tools look fo
 """
 
 from samestep.addresses import shown
-from samestep.storage.attempts import is_url, is_writable, under_way
 from samestep.storage.local import (
     CHUNK_BYTES,
     Digest,
@@ -15,29 +14,11 @@ from samestep.storage.local import (
     chunks,
     copy,
     make_folder,
-    new_folder,
     sync_folder,
     with_literal_names,
     write_text,
 )
-from samestep.storage.objects import (
-    create,
-    download,
-    exists,
-    glob,
-    names,
-    open,
-    read,
-    read_from_keepers,
-    read_range,
-    remove,
-    remove_files,
-    remove_folder,
-    size,
-    sizes,
-    upload,
-    write,
-)
+from samestep.storage.urls import is_hub_path, is_keeper_url, is_url, is_writable, under_way
 
 __all__ = [
     "CHUNK_BYTES",
@@ -45,29 +26,14 @@ __all__ = [
     "atomic_write",
     "chunks",
     "copy",
-    "create",
-    "download",
-    "exists",
-    "glob",
+    "is_hub_path",
+    "is_keeper_url",
     "is_url",
     "is_writable",
     "make_folder",
-    "names",
-    "new_folder",
-    "open",
-    "read",
-    "read_from_keepers",
-    "read_range",
-    "remove",
-    "remove_files",
-    "remove_folder",
     "shown",
-    "size",
-    "sizes",
     "sync_folder",
     "under_way",
-    "upload",
     "with_literal_names",
-    "write",
     "write_text",
 ]

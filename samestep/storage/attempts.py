@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import fsspec
 
-from samestep.addresses import ELSEWHERE, has_userinfo, shown
+from samestep.addresses import shown
 from samestep.errors import (
-    ConfigError,
     MissingExtra,
     ObjectNotFoundError,
     SamestepError,
     StorageError,
     UnreachableError,
 )
+from samestep.storage.urls import Scheme, pending, scheme_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,58 +41,9 @@ _PREAMBLE = re.compile(r"An error occurred \(\w+\) when calling the \w+ operatio
 _FORBIDDEN = re.compile(r"^\w*(Credential|SSOToken|TokenRetrieval|RefreshError)|^OSError Forbidden")
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}  # S3 answers these with 400
 _PERMANENT_NAMES = re.compile(r"Validation|InvalidURL|Profile|Region|Certificate")
-_under_way: dict[object, str] = {}
 _answered: dict[str, str] = {}  # URL of the first successful read at each store
 _renewed = {"at": -math.inf}  # when credentials were read anew, which takes up to seconds
 _RENEW_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class _Scheme:
-    package: str
-    extra: str
-    writable: bool
-    access: str  # how a user gains access
-    tries: int = 6  # attempts at one operation
-
-
-_S3 = _Scheme("s3fs", "s3", True, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-# gcsfs retries for about a minute by itself, huggingface_hub six times.
-_GCS = _Scheme(
-    "gcsfs",
-    "gcs",
-    True,
-    "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    tries=2,
-)
-_HTTP = _Scheme(
-    "aiohttp", "http", False, "use a URL that needs no log-in, or a signed one that has not expired"
-)
-_HUB = _Scheme("huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`", tries=2)
-# keeper:// is internal, see samestep.storage.keeper: users cannot write such a URL in a setting.
-_KEEPER = _Scheme("fsspec", "", True, "", tries=1)
-_SCHEMES = {"s3": _S3, "gs": _GCS, "http": _HTTP, "https": _HTTP, "hf": _HUB}
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is the URL of an object or of a folder of objects, not a local file.
-
-    Raises:
-        ConfigError: the URL has an unsupported scheme, or a password.
-    """
-    scheme, separator, _ = path.partition("://")
-    if separator and scheme not in _SCHEMES:
-        raise ConfigError(
-            f"{shown(path)!r} has an unsupported scheme. Use {', '.join(_SCHEMES)}, or a path."
-        )
-    if has_userinfo(path):
-        raise ConfigError(f"{shown(path)} has a user name or password in it. {ELSEWHERE}")
-    return bool(separator)
-
-
-def is_writable(url: str) -> bool:
-    """Whether objects with this URL scheme can be written."""
-    return _scheme(url).writable
 
 
 def attempt(action: str, url: str, operation: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
@@ -111,11 +62,11 @@ def attempt(action: str, url: str, operation: Callable[[fsspec.AbstractFileSyste
         StorageError: a permanent failure.
         MissingExtra: the package for this URL scheme is not installed.
     """
-    scheme, store = _scheme(url), _store(url)
+    scheme, store = scheme_of(url), _store(url)
     delays, patience = iter(_DELAYS[: scheme.tries - 1]), iter(_PATIENCE)
     accepted = False
     request = object()
-    _under_way[request] = url
+    pending[request] = url
     try:
         while True:
             try:
@@ -145,7 +96,7 @@ def attempt(action: str, url: str, operation: Callable[[fsspec.AbstractFileSyste
                     _answered.setdefault(store, url)
                 return result
     finally:
-        del _under_way[request]
+        del pending[request]
 
 
 def _store(url: str) -> str:
@@ -177,11 +128,6 @@ def _forget_credentials(url: str) -> None:
 def credentials_renewed() -> float:
     """When credentials were last read anew, by the monotonic clock."""
     return _renewed["at"]
-
-
-def under_way() -> list[str]:
-    """URLs of the requests that threads of this process are waiting for, oldest first."""
-    return [shown(url) for url in list(_under_way.values())]
 
 
 @dataclass(frozen=True)
@@ -218,7 +164,7 @@ class _Failure:
             reason = "it does not exist"
         return cls(reason, timed_out or _is_transient(error, status), status)
 
-    def explain(self, failed: str, scheme: _Scheme) -> StorageError:
+    def explain(self, failed: str, scheme: Scheme) -> StorageError:
         message = f"{failed}: {self.reason}"
         if self.status == 404:
             return ObjectNotFoundError(
@@ -281,7 +227,7 @@ def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     try:
         system = fsspec.filesystem(scheme, **_options(scheme))
     except ImportError:
-        raise MissingExtra(_SCHEMES[scheme].package, _SCHEMES[scheme].extra, shown(url)) from None
+        raise MissingExtra(scheme_of(url).package, scheme_of(url).extra, shown(url)) from None
     if scheme == "s3":
         # botocore retries requests and `attempt` retries operations. A third loop in between
         # would only multiply the waiting.
@@ -320,7 +266,3 @@ def _options(scheme: str) -> dict[str, object]:
             section = value if isinstance(value, dict) else None
             options[name] = chosen[name] if section is None else {**section, **chosen[name]}
     return options
-
-
-def _scheme(url: str) -> _Scheme:
-    return _SCHEMES.get(url.partition("://")[0], _KEEPER)

@@ -10,17 +10,8 @@ import re
 from pathlib import Path
 
 from samestep.errors import ConfigError, MissingExtra, StorageError
+from samestep.examples import TOKENIZER_FILES
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-)
 MODEL_FILES = (
     "config.json",
     "model.safetensors",
@@ -34,11 +25,6 @@ _TOKENIZER_NEEDS = (("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model"
 _ADDRESS = re.compile(
     r"hf://(?!datasets/|spaces/)(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@]+))?"
 )
-
-
-def is_hub_path(path: str) -> bool:
-    """Whether `path` names a repository of the Hub rather than a folder."""
-    return path.startswith("hf://")
 
 
 def name_and_revision(path: str) -> tuple[str, str]:

@@ -35,8 +35,6 @@ Blob: TypeAlias = list[Content]
 Entry: TypeAlias = dict[str, str | int]
 Sizes: TypeAlias = dict[str, int]
 
-ENVIRONMENT = "SAMESTEP_KEEPER"
-"""Environment variable with the address of the keeper on a worker's machine."""
 SECRET_ENVIRONMENT = "SAMESTEP_KEEPER_SECRET"
 """Environment variable with the secret of all keepers of the run, in hexadecimal digits."""
 COPIES = 2
@@ -244,11 +242,6 @@ def use(keepers: Sequence[str], own: int, secret: bytes) -> str:
     options = {"keepers": (*keepers[own:], *keepers[:own]), "secret": secret}
     fsspec.config.conf["keeper"] = options
     return "keeper://snapshots"
-
-
-def is_keeper_url(url: str) -> bool:
-    """Whether a URL is served by keepers, which answer as fast as a local disk."""
-    return url.startswith("keeper:")
 
 
 class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]

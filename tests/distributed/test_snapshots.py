@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from samestep.errors import CheckpointError
 from samestep.storage import keeper
-from samestep.storage import write as write_object
 from samestep.storage.keeper import Keeper
+from samestep.storage.objects import write as write_object
 from tests.processes import run_ranks
 from trainer.checkpoint import Checkpointer, Config
-from trainer.checkpoint.files import Url
+from trainer.checkpoint.urls import Url
 from trainer.training.checkpoints import Checkpoints
 
 ELEMENTS = 10_000

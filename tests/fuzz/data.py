@@ -20,7 +20,7 @@ import zstandard
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from data_pipeline.format import shards
+from data_pipeline.format import row_lines, shards, writing
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
 from data_pipeline.sources import BadRecord, PairSource, Source, TaskSource
@@ -68,7 +68,7 @@ def _shard() -> bytes:
     documents = [np.arange(n, dtype=np.uint16) for n in (3, 0, 70)]
     with TemporaryDirectory() as folder:
         path = Path(folder, "shard.tar")
-        shards.write_shard(
+        writing.write_shard(
             path,
             documents,
             np.array([[0, 1], [0, 2], [0, 3]], np.uint32),
@@ -127,7 +127,7 @@ def read_shard(folder: Path) -> object:
     for start, length in zip(shard.start, shard.length, strict=True):
         shard.tokens[start : start + length].sum()
     with path.open("rb") as file:
-        return shards.read_rows(file, str(path), len(shard.start))
+        return row_lines.read_rows(file, str(path), len(shard.start))
 
 
 def _use(source: Source) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from data_pipeline.reading.dataset import PackedSplit
-from samestep import storage
 from samestep.cli import main
 from samestep.config import load
 from samestep.errors import CheckpointError, StorageError
+from samestep.storage import objects
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.checkpoint import files
@@ -106,7 +106,7 @@ def open_out_of_reach() -> str:
             raise StorageError("rank 1 has no network")
         return True
 
-    storage.exists = exists
+    objects.exists = exists
     with pytest.raises(CheckpointError) as caught:
         load_weights("s3://bucket/run/step-00000001", world.rank, world.size)
     return str(caught.value)

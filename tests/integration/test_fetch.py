@@ -16,8 +16,7 @@ from huggingface_hub import constants
 from pyarrow import parquet as pq
 
 from data_pipeline.format.manifest import Manifest
-from samestep import storage
-from samestep.storage import attempts
+from samestep.storage import attempts, objects
 from tests.hub import Hub, running_hub
 from tests.integration.commands import Result, Samestep
 from trainer.training.weights.loading import load_weights
@@ -184,7 +183,7 @@ def upload(dataset: Path, run: Path, url: str) -> None:
     for folder, name in ((dataset, "data"), (run / "checkpoints", "run"), (run, "")):
         for path in folder.glob("tokenizer/*") if not name else folder.rglob("*"):
             if path.is_file():
-                storage.upload(path, f"{url}/{name or 'run'}/{path.relative_to(folder)}")
+                objects.upload(path, f"{url}/{name or 'run'}/{path.relative_to(folder)}")
 
 
 def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
@@ -263,7 +262,7 @@ def test_frozen_weights_are_fetched_with_what_was_trained(
     )
     assert "library_name: peft\n" in (card := (exported / "README.md").read_text())
     assert "base_model: owner/tiny\n" in card
-    storage.remove_folder(s3_folder)
+    objects.remove_folder(s3_folder)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
     unplug(hub, monkeypatch)
     result = samestep("train", experiment_file, f"output={tmp_path / 'student'}", *student, *found)

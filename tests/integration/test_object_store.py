@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.format.manifest import Manifest
-from samestep import storage
+from samestep.storage import objects
 from tests.faulty_proxy import FaultyProxy
 from tests.integration.commands import Samestep, Start, losses
 from trainer.checkpoint import files, integrity
@@ -52,7 +52,7 @@ def test_a_run_lives_on_in_the_store(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
         process = start("train", experiment_file, "--processes", "2", *settings)
-    while not storage.exists(f"{checkpoints}/step-00000004/COMMITTED"):
+    while not objects.exists(f"{checkpoints}/step-00000004/COMMITTED"):
         assert process.popen.poll() is None, process.stderr.read_text()
         time.sleep(0.2)
     process.popen.send_signal(signal.SIGKILL)
@@ -61,7 +61,7 @@ def test_a_run_lives_on_in_the_store(
     assert samestep("train", experiment_file, *settings).code == 0
     assert not (run / "checkpoints").exists()
     assert integrity.committed_steps(files.location(checkpoints)) == [8, 12]
-    assert "tokenizer" in storage.names(checkpoints)
+    assert "tokenizer" in objects.names(checkpoints)
     assert losses(run) == pytest.approx(losses(finished_run), rel=1e-5)
     assert heads(run) == heads(finished_run)
     assert samestep("ledger", "verify", run).code == 0
@@ -124,7 +124,7 @@ def test_a_shard_that_is_gone_is_named_once(
     result = samestep("data", "verify", remote_dataset)
     assert (result.code, "is whole: 6 shards" in result.out) == (0, True)
     for shard in Manifest.load(dataset_folder).splits["train"]:
-        storage.remove(f"{remote_dataset}/{shard.name}")
+        objects.remove(f"{remote_dataset}/{shard.name}")
     result = samestep("train", experiment_file, *overrides)
     assert result.code == 1
     assert f"{remote_dataset}/train-00000" in result.message

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from data_pipeline.building.verify import verify
 from data_pipeline.reading.dataset import Dataset
-from samestep import storage
 from samestep.cli import build_parser
 from samestep.errors import CheckpointError, SamestepError
-from samestep.storage import Digest
+from samestep.storage import Digest, objects
 from tests.conftest import Samestep
 from tests.damage import KINDS, time_limit, with_unreadable_files
 from trainer.checkpoint import files, integrity
+from trainer.checkpoint.urls import Url
 from trainer.inspect.audit.batches import Run
 from trainer.monitoring.report import write_report
 from trainer.training.weights.loading import load_config, load_weights
@@ -347,8 +347,8 @@ def test_keys_of_a_bucket_do_not_lead_out_of_the_folder(
 def test_a_folder_of_a_store_is_copied_into_its_folder_only(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "names", lambda url: [name])
-    monkeypatch.setattr(storage, "read", lambda url: b"{}")
+    monkeypatch.setattr(objects, "names", lambda url: [name])
+    monkeypatch.setattr(objects, "read", lambda url: b"{}")
     with pytest.raises(CheckpointError, match="cannot hold a file named"):
-        files.copy_folder(files.Url("s3://bucket/tokenizer"), tmp_path / "copy")
+        files.copy_folder(Url("s3://bucket/tokenizer"), tmp_path / "copy")
     assert not list(tmp_path.rglob("*"))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.manifest import Manifest
-from data_pipeline.format.shards import Shard, write_shard
+from data_pipeline.format.shards import Shard
+from data_pipeline.format.writing import write_shard
 from samestep.config import load
 from tests.conformance import worker
 from tests.integration.commands import Samestep, losses

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError
-from samestep.storage import new_folder
+from samestep.storage.new_folder import new_folder
 from samestep.untrusted import inside, regular
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 

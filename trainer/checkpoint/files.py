@@ -16,13 +16,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,9 +26,12 @@ from torch import Tensor
 from samestep import storage
 from samestep.config import Tree
 from samestep.errors import CheckpointError, ObjectNotFoundError, fix_of
-from samestep.storage import Digest, keeper
+from samestep.storage import Digest
 from samestep.stored_json import parse_json
 from samestep.untrusted import NotRegularError, inside, open_regular, read_regular, regular
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.urls import Url
 
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""
@@ -40,40 +39,8 @@ _CHECKSUM = "checksum"
 THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
-_BLOCK_BYTES = 2**18  # takes an object store about as long as a byte
-_BLOCKS_KEPT = 8  # per file
-# Large ranges are read in parts of this size: parallel parts are faster, and cheaper to retry.
-_PART_BYTES = 2**25
 
-
-@dataclass(frozen=True)
-class Url:
-    """The address of an object or a folder of objects, with the methods of a `Path` used here."""
-
-    url: str
-
-    def __str__(self) -> str:
-        return storage.shown(self.url)
-
-    def __truediv__(self, name: str) -> Url:
-        return Url(f"{self.url}/{name}")
-
-    @property
-    def name(self) -> str:
-        return self.url.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Url:
-        return Url(self.url.rpartition("/")[0])
-
-    def exists(self) -> bool:
-        return storage.exists(self.url)
-
-    def open(self, _mode: str) -> BufferedReader:
-        return storage.open(self.url)
-
-
-Location: TypeAlias = Path | Url
+Location: TypeAlias = "Path | Url"
 
 
 def location(path: str | Location) -> Location:
@@ -83,7 +50,11 @@ def location(path: str | Location) -> Location:
         ConfigError: an address of an unknown kind.
     """
     if isinstance(path, str):
-        return Url(path.rstrip("/")) if storage.is_url(path) else Path(path)
+        if not storage.is_url(path):
+            return Path(path)
+        from trainer.checkpoint.urls import Url
+
+        return Url(path.rstrip("/"))
     return path
 
 
@@ -94,8 +65,8 @@ def write(path: Location, *parts: bytes | memoryview) -> Digest:
         CheckpointError: the disk is full, the folder is not writable, and so on. The file then does
             not exist, or still has its former content.
     """
-    if isinstance(path, Url):
-        return storage.write(path.url, *parts)
+    if not isinstance(path, Path):
+        return path.write(*parts)
     # Writes a temporary file, fsyncs it, renames it, and fsyncs the folder, in this order.
     with storage.atomic_write(path) as file:
         return storage.copy(storage.chunks(parts), file)
@@ -139,8 +110,8 @@ def create(path: Location, content: bytes) -> bool:
     Raises:
         CheckpointError: it cannot be written.
     """
-    if isinstance(path, Url):
-        return storage.create(path.url, content)
+    if not isinstance(path, Path):
+        return path.create(content)
     with _explained("write", path):
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -163,8 +134,8 @@ def claim(folder: Location, name: str, content: bytes) -> bool:
     Raises:
         CheckpointError: it cannot be made.
     """
-    if isinstance(folder, Url):
-        return not names(folder) and storage.create(f"{folder.url}/{name}", content)
+    if not isinstance(folder, Path):
+        return not names(folder) and (folder / name).create(content)
     # The folder appears with the file: a folder without it may be removed as somebody's leftover.
     temporary = folder.with_name(f"{CLAIMING}{folder.name}-{uuid.uuid4().hex}")
     with _explained("write in", folder.parent):
@@ -187,8 +158,8 @@ def read(path: Location) -> bytes:
     Raises:
         CheckpointError: it cannot be read.
     """
-    if isinstance(path, Url):
-        return storage.read(path.url)
+    if not isinstance(path, Path):
+        return path.read()
     with _explained("read", path):
         return read_regular(path)
 
@@ -215,9 +186,11 @@ def read_all(paths: Sequence[Location]) -> list[bytes]:
     Raises:
         CheckpointError: one cannot be read.
     """
-    urls = [path.url for path in paths if isinstance(path, Url) and keeper.is_keeper_url(path.url)]
+    urls = [path.url for path in paths if not isinstance(path, Path) and path.in_keepers]
     if urls:
-        return storage.read_from_keepers(urls)
+        from samestep.storage.objects import read_from_keepers
+
+        return read_from_keepers(urls)
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(read, paths))
 
@@ -228,7 +201,7 @@ def digest(path: Location) -> Digest:
     Raises:
         CheckpointError: it cannot be read.
     """
-    if isinstance(path, Url):
+    if not isinstance(path, Path):
         with path.open("rb") as file:
             return Digest.of(file)
     with _explained("read", path), open_regular(path) as file:
@@ -241,16 +214,16 @@ def size(path: Location) -> int:
     Raises:
         CheckpointError: it does not exist.
     """
-    if isinstance(path, Url):
-        return storage.size(path.url)
+    if not isinstance(path, Path):
+        return path.size()
     with _explained("read", path):
         return regular(path).stat().st_size
 
 
 def sizes(folder: Location) -> dict[str, int]:
     """Returns the bytes of each file in a folder, by name; a missing folder has none."""
-    if isinstance(folder, Url):
-        return storage.sizes(folder.url)
+    if not isinstance(folder, Path):
+        return folder.sizes()
     with _explained("read", folder):
         if not folder.exists():
             return {}
@@ -264,8 +237,8 @@ def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
 
     A local file is memory-mapped. Of an object, little more than the range is requested.
     """
-    if isinstance(path, Url):
-        return _Ranges(path.url)
+    if not isinstance(path, Path):
+        return path.open_bytes()
     with _explained("read", path):
         # A link could lead to the tensors of another run.
         length = regular(path, links=False).stat().st_size
@@ -273,46 +246,10 @@ def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
     return lambda start, stop: content[start:stop]
 
 
-class _Ranges:
-    """Reads ranges of an object; small ones, such as neighboring biases, from cached blocks."""
-
-    def __init__(self, url: str) -> None:
-        size = storage.size(url)
-        self._url = url
-        self._lock = Lock()
-        self._block = lru_cache(_BLOCKS_KEPT)(
-            lambda start: storage.read_range(url, start, min(start + _BLOCK_BYTES, size))
-        )
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        if start == stop:  # torch.frombuffer rejects an empty buffer
-            return torch.empty(0, dtype=torch.uint8)
-        if stop - start >= _BLOCK_BYTES:
-            content = self._read_parts(start, stop)
-        else:
-            first = start - start % _BLOCK_BYTES
-            # Under the lock, or threads that need the same block would all request it.
-            with self._lock:
-                blocks = b"".join(self._block(begin) for begin in range(first, stop, _BLOCK_BYTES))
-            content = bytearray(blocks[start - first : stop - first])
-        return torch.frombuffer(content, dtype=torch.uint8)
-
-    def _read_parts(self, start: int, stop: int) -> bytearray:
-        content = bytearray(stop - start)
-
-        def read_part(begin: int) -> None:
-            end = min(begin + _PART_BYTES, stop)
-            content[begin - start : end - start] = storage.read_range(self._url, begin, end)
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(read_part, range(start, stop, _PART_BYTES)))
-        return content
-
-
 def names(folder: Location) -> list[str]:
     """Lists a folder, sorted; a missing folder is empty."""
-    if isinstance(folder, Url):
-        return storage.names(folder.url)
+    if not isinstance(folder, Path):
+        return folder.names()
     with _explained("read", folder):
         return sorted(os.listdir(folder)) if folder.exists() else []
 
@@ -329,7 +266,7 @@ def appears(path: Location, seconds: float) -> bool:
 
 def pause(path: Location) -> None:
     """Sleeps between two looks for something in a folder; longer if a store charges for each."""
-    remote = isinstance(path, Url) and not keeper.is_keeper_url(path.url)
+    remote = not isinstance(path, Path) and not path.in_keepers
     time.sleep(_REMOTE_POLL_SECONDS if remote else _LOCAL_POLL_SECONDS)
 
 
@@ -339,7 +276,7 @@ def make_folder(folder: Location) -> None:
     Raises:
         CheckpointError: with the folder and the reason.
     """
-    if isinstance(folder, Url):
+    if not isinstance(folder, Path):
         return
     with _explained("write in", folder):
         storage.make_folder(folder)
@@ -349,8 +286,8 @@ def make_folder(folder: Location) -> None:
 
 def remove(path: Location) -> None:
     """Removes a file, if it exists."""
-    if isinstance(path, Url):
-        storage.remove(path.url)
+    if not isinstance(path, Path):
+        path.remove()
     else:
         with _explained("remove", path):
             path.unlink(missing_ok=True)
@@ -358,8 +295,8 @@ def remove(path: Location) -> None:
 
 def remove_files(folder: Location, names: Iterable[str]) -> None:
     """Removes files of a folder, if they exist; few requests of an object store for any number."""
-    if isinstance(folder, Url):
-        storage.remove_files([f"{folder.url}/{name}" for name in names])
+    if not isinstance(folder, Path):
+        folder.remove_files(names)
     else:
         for name in names:
             remove(folder / name)
@@ -368,8 +305,8 @@ def remove_files(folder: Location, names: Iterable[str]) -> None:
 def remove_folder(folder: Location, first: str) -> None:
     """Removes a folder with its files; the file named `first` is durably gone before any other."""
     remove(folder / first)
-    if isinstance(folder, Url):
-        storage.remove_folder(folder.url)
+    if not isinstance(folder, Path):
+        folder.remove_folder()
     else:
         with _explained("remove", folder):
             # Without this fsync a power cut could bring `first` back after other files are gone.

@@ -24,7 +24,7 @@ from samestep.errors import CheckpointError
 from samestep.storage import flock
 from samestep.untrusted import open_regular
 from trainer.checkpoint import files, integrity
-from trainer.checkpoint.files import Location, Url
+from trainer.checkpoint.files import Location
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Holds:
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        if not isinstance(self._root, Url):
+        if isinstance(self._root, Path):
             return set()
         if certain and self.held():
             logger.info("waiting for %g s to see which readers are alive", _STALE_SECONDS)

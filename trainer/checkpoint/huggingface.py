@@ -15,8 +15,7 @@ from torch import Tensor
 
 from samestep.config import Tree
 from samestep.errors import CheckpointError, fix_of
-from samestep.storage import new_folder
-from samestep.storage.hub import TOKENIZER_FILES
+from samestep.examples import TOKENIZER_FILES
 from samestep.untrusted import is_plain, read_regular, regular
 from trainer.checkpoint import files
 
@@ -179,6 +178,8 @@ def save_folder(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists. Remove it, or export to another folder")
+    from samestep.storage.new_folder import new_folder
+
     config_name, weights = (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS) if adapter else (_CONFIG, _WEIGHTS)
     try:
         with new_folder(folder) as temporary:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Required, TypedDict
 
-from samestep.config import Tree, renamed
+from samestep.config import Tree
 from samestep.errors import CheckpointError, ObjectNotFoundError, StorageError
 from samestep.storage import Digest
 from samestep.stored_json import Count, JsonError, Matching, Measure, checked, parse_json
@@ -492,6 +492,8 @@ def _read_meta(folder: Location, expected: Digest) -> Tree:
         raise _damaged(folder / META, str(error)) from error
     # Older versions used other words for some settings.
     if "config" in meta:
+        from samestep.config import renamed
+
         meta["config"] = renamed.current(meta["config"])
     return _Content(folder / META, meta)
 

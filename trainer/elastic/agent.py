@@ -28,6 +28,7 @@ from samestep.errors import (
 )
 from samestep.storage import keeper
 from samestep.storage.keeper import Keeper
+from samestep.storage.urls import KEEPER
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lock import GROUP, Group
 from trainer.elastic.rendezvous import Rendezvous, RunEnded
@@ -225,7 +226,7 @@ class _Agent:
             if self._keeper is None:  # one for all rounds, or restarts would lose the snapshots
                 own = own_address(self._rendezvous.host, joined.port)
                 self._keeper = Keeper(secret, own, interface_of(own))
-            shared[keeper.ENVIRONMENT] = self._keeper.address
+            shared[KEEPER] = self._keeper.address
             shared[keeper.SECRET_ENVIRONMENT] = secret.hex()
         return [
             shared | {"RANK": str(joined.first_rank + index), "LOCAL_RANK": str(index)}

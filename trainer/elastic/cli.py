@@ -37,7 +37,6 @@ def register(commands: Commands) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from samestep.cli import main
     from trainer.elastic.command import processes_to_start, worker_arguments
     from trainer.training.starting import load_experiment
 
@@ -58,6 +57,7 @@ def _train(args: argparse.Namespace) -> int:
         elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots, folder, facts)
     processes = processes_to_start(args, experiment)
     if processes > 1 or (processes and elastic):
+        from samestep.cli import main
         from trainer.elastic import agent
 
         signals = experiment.training.preemption.numbers

@@ -21,11 +21,12 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from samestep.stored_json import JsonError, checked, parse_json
 from trainer.checkpoint import files
-from trainer.checkpoint.files import Location, Url
+from trainer.checkpoint.files import Location
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Records:
         self._folder = folder
         self._seen: Record | None = None
         self._since = self._looked = 0.0  # times of its first look and of the last one
-        in_store = isinstance(folder, Url)
+        in_store = not isinstance(folder, Path)
         self._silent_seconds = _SILENT_SECONDS_IN_STORE if in_store else _SILENT_SECONDS
         self.renew_seconds = _RENEW_SECONDS_IN_STORE if in_store else _RENEW_SECONDS
 

@@ -13,7 +13,7 @@ from samestep.errors import ConfigError, ObjectNotFoundError, StorageError, fix_
 from samestep.storage import make_folder, sync_folder
 from samestep.storage.channel import SECRET_BYTES
 from trainer.checkpoint import files
-from trainer.checkpoint.files import Location, Url
+from trainer.checkpoint.files import Location
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _checked(content: bytes, place: str, fix: str) -> bytes:
 
 
 def _stored(place: Location) -> bytes | None:
-    if isinstance(place, Url):
+    if not isinstance(place, Path):
         try:
             return files.read(place)
         except ObjectNotFoundError:
@@ -101,7 +101,7 @@ def _stored(place: Location) -> bytes | None:
 
 def _create(place: Location) -> None:
     content = f"{secrets.token_hex(SECRET_BYTES)}\n".encode()
-    if isinstance(place, Url):
+    if not isinstance(place, Path):
         files.write(place, content)
         return
     # The name appears with the whole content, and never with a mode that lets others read it.

@@ -11,8 +11,8 @@ import torch
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.packing import text_pairs
-from data_pipeline.reading.concat_dataset import ConcatDataset
 from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.several_datasets import ConcatDataset
 from data_pipeline.sources import BadRecord, PairSource
 from samestep.config import Kinds, decode
 from samestep.config.tree import merge_overrides

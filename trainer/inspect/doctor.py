@@ -22,6 +22,7 @@ from data_pipeline.reading.cache import ShardCache
 from samestep import storage
 from samestep.errors import fix_of, install_command
 from samestep.findings import Check, Finding, State, tried
+from samestep.storage import objects
 from samestep.version import __version__
 from trainer.accelerators import version_of
 from trainer.accelerators.trial import OWN_ENVIRONMENT, software
@@ -159,9 +160,9 @@ def _object_store(url: str) -> Iterator[Finding]:
     address, content = f"{url.rstrip('/')}/.samestep-doctor-{secrets.token_hex(8)}", os.urandom(64)
     started = time.perf_counter()
     # A real object shows credentials, permissions and the endpoint at once.
-    storage.write(address, content)
-    same = storage.read(address) == content
-    storage.remove(address)
+    objects.write(address, content)
+    same = objects.read(address) == content
+    objects.remove(address)
     seconds = time.perf_counter() - started
     found = f"{storage.shown(url)}: wrote, read and removed an object in {seconds:.2f} s"
     if same:

@@ -19,8 +19,9 @@ from data_pipeline.sources.table import TableConfig
 from samestep import storage
 from samestep.config import decode, read_tree, to_tree
 from samestep.errors import ConfigError, DataError
-from samestep.storage import Digest
-from samestep.storage.hub import is_hub_path, model_folder, tokenizer_folder
+from samestep.storage import Digest, objects
+from samestep.storage.hub import model_folder, tokenizer_folder
+from samestep.storage.urls import is_hub_path
 from samestep.untrusted import inside
 from trainer.checkpoint import files, integrity
 from trainer.training.experiment import Experiment
@@ -154,14 +155,14 @@ def _source_files(source: Source, limit: int | None, folder: Path) -> None:
 
 def _source_file(url: str, path: Path) -> None:
     # Their hashes are unknown, and a corpus may take days, so the size has to be enough.
-    if not path.exists() or path.stat().st_size != storage.size(url):
+    if not path.exists() or path.stat().st_size != objects.size(url):
         _download(url, path)
 
 
 def _dataset(url: str, folder: Path) -> Path:
     """Downloads a dataset of `samestep data build`; the manifest last, which makes it complete."""
     url = url.rstrip("/")
-    manifest = Manifest.parse(storage.read(f"{url}/{MANIFEST}"), url)
+    manifest = Manifest.parse(objects.read(f"{url}/{MANIFEST}"), url)
     folder = Path(_local(url, folder))
     if not _is_of(folder, manifest):  # it was built again since the last download
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -190,7 +191,7 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
     step, base = integrity.step_folder(run, weights.step), weights.base
     assert isinstance(step, Path)
     if base is not None:
-        if isinstance(base.folder, files.Url):
+        if not isinstance(base.folder, Path):
             _checkpoint(base, run / BASE)
         elif base.hub is not None:
             shutil.copytree(base.folder, run / BASE, dirs_exist_ok=True)
@@ -231,7 +232,7 @@ def _download(url: str, path: Path, digest: Digest | None = None) -> None:
     """
     if digest is None:
         with storage.atomic_write(path) as file:
-            storage.download(url, file)
+            objects.download(url, file)
     elif not path.exists() or files.digest(path) != digest:
         with storage.atomic_write(path) as file:
-            storage.download(url, file, digest.bytes, digest.sha256)
+            objects.download(url, file, digest.bytes, digest.sha256)

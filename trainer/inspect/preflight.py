@@ -13,7 +13,7 @@ from data_pipeline.reading.batches import check_batch
 from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import CheckpointError, fix_of
 from samestep.storage import is_url
-from samestep.storage.hub import is_hub_path
+from samestep.storage.urls import is_hub_path
 from trainer.checkpoint import files, integrity
 from trainer.strategies import Replica
 from trainer.training import starting

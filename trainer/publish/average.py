@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError, ConfigError, fix_of
 from samestep.progress import Progress
-from samestep.storage import new_folder
+from samestep.storage.new_folder import new_folder
 from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config

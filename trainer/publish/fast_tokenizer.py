@@ -13,7 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from data_pipeline.tokenizers.sentencepiece import MODEL, is_of_t5, parse
+from data_pipeline.tokenizers.sentencepiece import is_of_t5, parse
+from data_pipeline.tokenizers.settings import SPIECE
 from data_pipeline.tokenizers.tokenizer import CONVERTED_FROM
 from samestep.errors import DataError
 from samestep.examples import Vocabulary
@@ -34,7 +35,7 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     Returns:
         Whether it was written.
     """
-    model = parse((folder / MODEL).read_bytes())
+    model = parse((folder / SPIECE).read_bytes())
     if not is_of_t5(model) or vocabulary.pad is None or vocabulary.eos is None:
         return False
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
@@ -61,6 +62,6 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     backend.save(str(folder / "tokenizer.json"))
     file = folder / "tokenizer_config.json"
     with damage_of(file, DataError, "Copy the tokenizer again."):
-        settings = read_json(file, dict[str, Any]) | {CONVERTED_FROM: MODEL}
+        settings = read_json(file, dict[str, Any]) | {CONVERTED_FROM: SPIECE}
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return True

@@ -16,11 +16,12 @@ import jinja2
 import yaml
 
 from data_pipeline.format.manifest import Manifest
-from data_pipeline.reading.remote import load_manifest
+from data_pipeline.reading.dataset import load_manifest
 from samestep.config import Tree
 from samestep.errors import SamestepError
 from samestep.storage import shown
-from samestep.storage.hub import is_hub_path, name_and_revision
+from samestep.storage.hub import name_and_revision
+from samestep.storage.urls import is_hub_path
 from samestep.tasks import facts_of_head
 from trainer.checkpoint import integrity
 from trainer.models import ModelConfig

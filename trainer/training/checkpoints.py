@@ -22,10 +22,9 @@ from samestep.config import Tree, decode, differences, to_tree
 from samestep.config.tree import of_kinds
 from samestep.errors import CheckpointError, ConfigError
 from samestep.examples import LoaderState
-from samestep.storage import keeper
+from samestep.storage.urls import KEEPER
 from trainer.checkpoint import integrity
 from trainer.checkpoint.collective import gather
-from trainer.checkpoint.files import Url
 from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.optim import groups
 from trainer.strategies import Strategy
@@ -119,13 +118,16 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
     every = experiment.checkpoint.snapshot_every
     if every is None:
         return None
-    addresses = gather(os.environ.get(keeper.ENVIRONMENT, ""), world.size)
+    addresses = gather(os.environ.get(KEEPER, ""), world.size)
     if "" in addresses:
         if world.rank == 0:
             logger.warning(
                 "no snapshots are taken: only `samestep train --elastic` has a place to keep them"
             )
         return None
+    from samestep.storage import keeper
+    from trainer.checkpoint.urls import Url
+
     # One address per rank, one keeper per machine: ranks of a machine share theirs. With 2 + 2
     # ranks, addresses is [a, a, b, b] and the ring is [a, b].
     ring = list(dict.fromkeys(addresses))

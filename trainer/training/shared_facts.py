@@ -19,7 +19,7 @@ import torch
 
 from data_pipeline.order.example_order import ORDER_VERSION
 from data_pipeline.packing.plan import PACKING_VERSION
-from data_pipeline.reading.remote import load_manifest
+from data_pipeline.reading.dataset import load_manifest
 from samestep.config import to_tree
 from samestep.errors import SamestepError, UnreachableError
 from samestep.untrusted import regular

@@ -91,7 +91,7 @@ def _run_before(tree: Tree, offline: bool) -> Tree:
     given = section.get("folder") if isinstance(section, dict) else None
     location = files.location(given if isinstance(given, str) else output / "checkpoints")
     settings = output / "config.yaml"
-    if offline and isinstance(location, files.Url):
+    if offline and not isinstance(location, Path):
         return read_stored(settings) if settings.is_file() else {}
     if not integrity.committed_steps(location):
         return {}

@@ -16,8 +16,9 @@ import torch
 from samestep.storage import local
 from tests.processes import fork
 from trainer.checkpoint import Checkpointer, Config, files, holding, integrity, removal
-from trainer.checkpoint.files import Location, Url
+from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.urls import Url
 
 
 @pytest.fixture(params=["disk", "store"])

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from samestep import storage
 from samestep.errors import CheckpointError, ConfigError
+from samestep.storage import objects
 from tests.faulty_proxy import FaultyProxy
 from tests.processes import run_ranks
-from trainer.checkpoint import Checkpointer, Config, files
+from trainer.checkpoint import Checkpointer, Config, files, urls
 
 WHOLE = torch.arange(7 * 3.0).view(7, 3)
 
@@ -49,10 +49,10 @@ def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
     checkpointer = open_at(s3_folder)
     assert checkpointer.latest() is None
     checkpointer.check_shared()
-    assert storage.names(s3_folder) == []
+    assert objects.names(s3_folder) == []
     assert save(s3_folder, *range(1, 5), keep_every=2).steps() == [2, 3, 4]
-    assert storage.names(s3_folder) == [f"step-{step:08d}" for step in (2, 3, 4)]
-    assert storage.names(f"{s3_folder}/step-00000004") == [
+    assert objects.names(s3_folder) == [f"step-{step:08d}" for step in (2, 3, 4)]
+    assert objects.names(f"{s3_folder}/step-00000004") == [
         "COMMITTED",
         "checksums.json",
         "meta.json",
@@ -60,24 +60,24 @@ def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
     ]
     check_restores(s3_folder, 4)
 
-    storage.write(f"{s3_folder}/step-00000007/rank-00000.json", b"{}")
+    objects.write(f"{s3_folder}/step-00000007/rank-00000.json", b"{}")
     checkpointer.restore(tensors(), step=2)
     checkpointer.save(3, tensors(3), {"order": 3})
     checkpointer.wait()
-    assert storage.names(s3_folder) == ["step-00000002", "step-00000003"], (
+    assert objects.names(s3_folder) == ["step-00000002", "step-00000003"], (
         "the abandoned step and the leftover go"
     )
 
 
 def truncate(url: str) -> None:
-    storage.write(url, storage.read(url)[:-1])
+    objects.write(url, objects.read(url)[:-1])
 
 
 def test_damage_is_walked_back_over(s3_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     harms: list[tuple[Callable[[str], None], str]] = [
         (truncate, "rank-00000.safetensors"),
-        (storage.remove, "rank-00000.safetensors"),
-        (storage.remove, "COMMITTED"),
+        (objects.remove, "rank-00000.safetensors"),
+        (objects.remove, "COMMITTED"),
     ]
     save(s3_folder, *range(len(harms) + 1), keep_every=1)
     for step, (harm, name) in enumerate(harms, start=1):
@@ -96,9 +96,9 @@ def test_little_more_than_what_is_wanted_is_read(
     checkpointer.save(1, {"model/weight": large, **small}, {})
     checkpointer.wait()
     _, stored = checkpointer.open(files.location(f"{s3_folder}/step-00000001"))
-    ranges, read_range = [], storage.read_range
+    ranges, read_range = [], objects.read_range
     monkeypatch.setattr(
-        storage,
+        objects,
         "read_range",
         lambda *call: (ranges.append(call[2] - call[1]), read_range(*call))[1],
     )
@@ -110,7 +110,7 @@ def test_little_more_than_what_is_wanted_is_read(
     assert torch.equal(stored.elements("model/weight", 999, 1001), large.flatten()[999:1001])
     assert sum(ranges[1:]) <= 3 * 2**18
     ranges.clear()
-    monkeypatch.setattr(files, "_PART_BYTES", 3 * 2**20)
+    monkeypatch.setattr(urls, "_PART_BYTES", 3 * 2**20)
     assert torch.equal(stored["model/weight"], large)
     assert sorted(ranges) == [2 * 2**20, 3 * 2**20, 3 * 2**20]
 
@@ -166,7 +166,7 @@ def test_a_save_that_is_cut_off_before_any_request_leaves_a_whole_checkpoint(
         assert all(torch.equal(live[name], tensor) for name, tensor in tensors(step).items())
         found.append(step)
         save(folder, 4)
-        assert storage.names(folder) == [f"step-{step:08d}", "step-00000004"]
+        assert objects.names(folder) == [f"step-{step:08d}", "step-00000004"]
     assert found == sorted(found)
     assert set(found) == {2, 3}
     assert len(found) > 20, "most requests were seen"
@@ -176,7 +176,7 @@ def test_a_bucket_that_vanishes_is_named(s3_server: str) -> None:
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="short-lived")
     checkpointer = save("s3://short-lived/run", 1)
-    storage.remove_folder("s3://short-lived/run")
+    objects.remove_folder("s3://short-lived/run")
     s3.delete_bucket(Bucket="short-lived")
     checkpointer.save(2, tensors(), {})
     with pytest.raises(
@@ -205,8 +205,8 @@ def save_on_all(url: str) -> list[str]:
     logging.disable()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    written, write = [], storage.write
-    storage.write = lambda url, *parts: (
+    written, write = [], objects.write
+    objects.write = lambda url, *parts: (
         written.append(url.rpartition("/")[2]),
         write(url, *parts),
     )[1]

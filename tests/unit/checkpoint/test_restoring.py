@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep import storage
 from samestep.errors import CheckpointError
+from samestep.storage import objects
 from tests.faulty_proxy import FaultyProxy
 from trainer.checkpoint import files, integrity, layout, restoring, writer
 from trainer.checkpoint.files import Location
@@ -209,7 +209,7 @@ def test_the_notes_of_all_ranks_are_listed_and_removed_at_once(faulty_s3, s3_fol
     few = requests_of_a_commit(faulty_s3, f"{s3_folder}/few", 3)
     many = requests_of_a_commit(faulty_s3, f"{s3_folder}/many", 40)
     assert len(few) == len(many) == 2
-    names = storage.names(f"{s3_folder}/many")
+    names = objects.names(f"{s3_folder}/many")
     assert len(names) == 43  # 40 tensor files, meta.json, checksums.json and COMMITTED
     assert not [name for name in names if name.startswith("rank-") and name.endswith(".json")]
 
@@ -223,10 +223,10 @@ def test_sizes_of_all_files_are_one_listing(faulty_s3, s3_folder) -> None:
         integrity.check_sizes(folder)
         found.append(len(faulty_s3.requests))
     assert found[0] == found[1]
-    storage.remove(f"{s3_folder}/30/rank-00007.safetensors")
+    objects.remove(f"{s3_folder}/30/rank-00007.safetensors")
     with pytest.raises(CheckpointError, match="rank-00007"):
         integrity.check_sizes(folder)
-    storage.write(f"{s3_folder}/30/rank-00007.safetensors", b"short")
+    objects.write(f"{s3_folder}/30/rank-00007.safetensors", b"short")
     with pytest.raises(CheckpointError, match=r"rank-00007\..* it has 5 bytes"):
         integrity.check_sizes(folder)
 

@@ -22,8 +22,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samestep.errors import CheckpointError, SupersededError
 from samestep.storage import attempts, objects
 from trainer.checkpoint import Checkpointer, Config, files, integrity, lease
-from trainer.checkpoint.files import Url
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.urls import Url
 
 Line = list[list[Any]]
 """What a training has gone through: the step and the name of the training that took it."""

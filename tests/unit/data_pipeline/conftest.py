@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.manifest import FORMAT, Manifest
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from samestep.hashing import combine
 
 VOCAB_SIZE = 40_000

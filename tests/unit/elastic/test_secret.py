@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import ConfigError, StorageError
-from trainer.checkpoint.files import Url
+from trainer.checkpoint.urls import Url
 from trainer.elastic import secret
 
 

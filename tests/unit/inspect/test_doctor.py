@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.config import load
 from samestep.findings import Finding, report, tried
+from samestep.storage import objects
 from samestep.terminal import Console
 from trainer.accelerators import trial as device_trial
 from trainer.accelerators.kinds import cuda
@@ -147,10 +148,9 @@ def test_a_disk_that_is_full_or_read_only_is_found(tmp_path: Path):
 
 
 def test_an_object_store_is_written_to_and_left_clean(s3_folder: str, experiment_file: str):
-    from samestep import storage
 
     assert states(doctor._object_store(s3_folder)) == {"checkpoints": "ok"}
-    assert storage.names(s3_folder) == []
+    assert objects.names(s3_folder) == []
     wrong = load(Experiment, experiment_file, ["checkpoint.folder=s3://no-such-bucket/run"])
     found = next(
         finding for finding in doctor.examine(wrong, 1) if finding.subject == "checkpoints"

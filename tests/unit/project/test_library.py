@@ -75,7 +75,7 @@ def test_settings_in_the_table_of_callbacks_exist():
     (table,) = re.findall(r"^## What callbacks.*?\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
     keys = re.findall(r"`((?:training|checkpoint|tracking)\.\w+)", table)
     assert len(keys) > 10
-    from samestep.config.decode import _sections
+    from samestep.config.synonyms import _sections
     from trainer.training.experiment import Experiment
 
     sections = _sections(Experiment)

@@ -64,6 +64,7 @@ JOINS: dict[str, tuple[str, ...]] = {
     ),
     "trainer/checkpoint/history.py": ("root / name",),
     "samestep/config/recipes.py": ("(folder or Path.cwd()) / name",),
+    "samestep/config/tree.py": ("(folder or Path.cwd()) / name",),
     "trainer/inspect/fetch.py": ("folder / path",),
     "trainer/inspect/recipes.py": ("folder / source.name",),
     "trainer/monitoring/report/__init__.py": (
@@ -100,6 +101,7 @@ READS = {
     *("trainer/training/shared_facts.py", "samestep/untrusted.py"),
     *("data_pipeline/format/shards.py", "samestep/storage/objects.py"),
     *("data_pipeline/tokenizers/huggingface.py", "data_pipeline/tokenizers/settings.py"),
+    "data_pipeline/tokenizers/huggingface_models.py",
     "trainer/monitoring/report/study.py",
     # Of the system, or of samestep itself.
     *("samestep/environment.py", "trainer/monitoring/costs.py", "launch/kinds/local.py"),
@@ -115,6 +117,7 @@ READS = {
     *("trainer/inference/resumable.py", "trainer/inference/features.py", "trainer/vectors/work.py"),
     *("trainer/monitoring/report/suite.py", "trainer/publish/fast_tokenizer.py"),
     *("trainer/publish/hub.py", "trainer/publish/tokenizer.py", "samestep/storage/local.py"),
+    "samestep/storage/new_folder.py",
     *(
         "trainer/training/observers/profiler.py",
         "trainer/studies/execution.py",

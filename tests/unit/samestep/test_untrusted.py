@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep import storage
 from samestep.errors import CorruptError
+from samestep.storage import objects
 from samestep.untrusted import inside, is_plain, open_regular, read_regular, regular
 
 _GOOD = (
@@ -47,7 +47,7 @@ def test_a_name_becomes_a_path_in_its_folder(name: str, tmp_path: Path) -> None:
 
 def test_the_function_of_this_name_stays() -> None:
     """Python binds a module to its package when it is imported, and so would replace it."""
-    assert callable(storage.names)
+    assert callable(objects.names)
 
 
 def test_no_hostile_name_becomes_a_path(tmp_path: Path) -> None:

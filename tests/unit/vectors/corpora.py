@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from data_pipeline.format.manifest import ShardInfo
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from tests.datasets import save_manifest
 

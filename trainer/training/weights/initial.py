@@ -7,12 +7,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.config import Kinds, differences, kind_name, to_tree
 from samestep.config.tree import of_kinds
 from samestep.errors import CheckpointError, ConfigError
@@ -23,6 +22,9 @@ from trainer.training.start_record import alters_model
 from trainer.training.weights.added_tokens import ExtendedRows, extended_rows
 from trainer.training.weights.label_order import is_reordered
 from trainer.training.weights.loading import Weights
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

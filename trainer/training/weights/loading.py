@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.config import Kinds, Tree, decode
 from samestep.errors import CheckpointError, ConfigError
-from samestep.storage.hub import is_hub_path, model_folder
+from samestep.storage.urls import is_hub_path
 from samestep.untrusted import read_stored
 from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
@@ -32,6 +31,9 @@ from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
 from trainer.training.weights.label_order import is_reordered, with_label_order
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class Weights:
     @property
     def path(self) -> str:
         """Opens these very weights again; of a run, its checkpoint, as it will have newer ones."""
-        if isinstance(self.folder, files.Url):
+        if not isinstance(self.folder, Path):
             return self.folder.url
         return self.hub or str(self.folder.absolute())
 
@@ -164,6 +166,8 @@ class Weights:
 
     def load_tokenizer(self) -> Tokenizer:
         """Loads the tokenizer that goes with the weights."""
+        from data_pipeline.tokenizers.tokenizer import Tokenizer
+
         with self.tokenizer_files() as folder:
             return Tokenizer.load(folder, saved=self.step is not None)
 
@@ -296,7 +300,7 @@ def _load_base(
         # A link leads to a checkpoint that has its tokenizer, and its own base, beside the target.
         place = beside.resolve() if isinstance(beside, Path) else beside
     fix = f"restore the original content of {stored['path']}"
-    if isinstance(beside, files.Url):
+    if not isinstance(beside, Path):
         fix += f", or download {folder.parent} and put the frozen weights there as {BASE}"
     elif beside != folder:
         fix += f", or copy that to {beside}, or put a link there to where it is now"
@@ -438,6 +442,8 @@ def _resolve_together(path: str | Location, world_size: int) -> Location:
 def resolve(path: str | Location) -> Location:
     """Returns a folder; downloads a model of the Hub, and finds the checkpoint of RUN/best."""
     if is_hub_path(str(path)):
+        from samestep.storage.hub import model_folder
+
         return model_folder(str(path))
     return _resolve_best(files.location(path))
 
@@ -529,6 +535,8 @@ def _base_of_adapter(folder: Path, content: Tree) -> Weights:
         )
     # peft stores a local folder or a name on the Hub, and does not say which.
     if not os.path.exists(path):
+        from samestep.storage.hub import model_folder
+
         hub = path if is_hub_path(path) else f"hf://{path}" + (f"@{revision}" if revision else "")
         return _from_huggingface(model_folder(hub), hub)
     if not _is_huggingface(Path(path)):

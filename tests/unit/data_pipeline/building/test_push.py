@@ -16,8 +16,8 @@ from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.inspection.report import inspect
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from samestep import storage
 from samestep.errors import ConfigError, DataError
+from samestep.storage import Digest, objects
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,8 @@ def test_a_copy_is_whole_and_looks_like_the_original(
 ) -> None:
     assert sent(caplog, dataset, s3_folder + "/") == "6 shards sent, 0 were there"
     assert verify(s3_folder) == []
-    assert storage.read(f"{s3_folder}/{MANIFEST}") == (dataset / MANIFEST).read_bytes()
-    assert not storage.exists(f"{s3_folder}/{PARTIAL_MANIFEST}")
+    assert objects.read(f"{s3_folder}/{MANIFEST}") == (dataset / MANIFEST).read_bytes()
+    assert not objects.exists(f"{s3_folder}/{PARTIAL_MANIFEST}")
     local, remote = Dataset.open(dataset), Dataset.open(s3_folder)
     assert remote.tokenizer.fingerprint == local.tokenizer.fingerprint
     assert remote.name == s3_folder
@@ -70,10 +70,10 @@ def test_a_stopped_push_goes_on_and_is_no_dataset_before(
         push(dataset, s3_folder)
     with pytest.raises(DataError, match="no finished dataset at that URL"):
         Dataset.open(s3_folder)
-    assert not storage.exists(f"{s3_folder}/train-000004.tar")
+    assert not objects.exists(f"{s3_folder}/train-000004.tar")
     content[1000] ^= 1
     shard.write_bytes(content)
-    there = sum(name.endswith(".tar") for name in storage.names(s3_folder))
+    there = sum(name.endswith(".tar") for name in objects.names(s3_folder))
     assert there > 0
     assert sent(caplog, dataset, s3_folder) == f"{6 - there} shards sent, {there} were there"
     assert verify(s3_folder) == []
@@ -83,10 +83,10 @@ def test_what_is_wrong_with_a_copy_is_found(dataset: Path, s3_folder: str) -> No
     push(dataset, s3_folder)
     content = bytearray((dataset / "train-000001.tar").read_bytes())
     content[1000] ^= 1
-    storage.write(f"{s3_folder}/train-000001.tar", bytes(content))
-    storage.write(f"{s3_folder}/train-000002.tar", bytes(content[:5000]))
-    storage.remove(f"{s3_folder}/train-000003.tar")
-    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
+    objects.write(f"{s3_folder}/train-000001.tar", bytes(content))
+    objects.write(f"{s3_folder}/train-000002.tar", bytes(content[:5000]))
+    objects.remove(f"{s3_folder}/train-000003.tar")
+    objects.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
     found = verify(s3_folder)
     expected = [
         "cannot read the tokenizer",
@@ -101,11 +101,11 @@ def test_what_is_wrong_with_a_copy_is_found(dataset: Path, s3_folder: str) -> No
 def test_what_is_at_the_address_is_not_overwritten_unasked(
     dataset: Path, s3_folder: str, caplog: Any
 ) -> None:
-    storage.write(f"{s3_folder}/thesis.txt", b"years of work")
+    objects.write(f"{s3_folder}/thesis.txt", b"years of work")
     for force in (False, True):
         with pytest.raises(DataError, match="neither empty nor a dataset"):
             push(dataset, s3_folder, force=force)
-    storage.remove(f"{s3_folder}/thesis.txt")
+    objects.remove(f"{s3_folder}/thesis.txt")
     push(dataset, s3_folder)
     manifest = Manifest.load(dataset)
     smaller = Manifest(
@@ -116,7 +116,7 @@ def test_what_is_at_the_address_is_not_overwritten_unasked(
         push(dataset, s3_folder)
     assert sent(caplog, dataset, s3_folder, force=True) == "3 shards sent, 0 were there"
     assert verify(s3_folder) == []
-    assert len([name for name in storage.names(s3_folder) if name.endswith(".tar")]) == 3
+    assert len([name for name in objects.names(s3_folder) if name.endswith(".tar")]) == 3
 
 
 def without_a_shard(dataset: Path) -> Path:
@@ -137,11 +137,11 @@ def test_a_forced_push_leaves_nothing_of_the_former_dataset(dataset: Path, s3_fo
     (dataset / "rejected.jsonl").write_text("{}\n")
     push(dataset, s3_folder)
     push(other, s3_folder, force=True)
-    assert storage.names(f"{s3_folder}/.cache") == ["new.counts"]
-    assert storage.names(f"{s3_folder}/tokenizer") == sorted(
+    assert objects.names(f"{s3_folder}/.cache") == ["new.counts"]
+    assert objects.names(f"{s3_folder}/tokenizer") == sorted(
         path.name for path in (other / "tokenizer").iterdir()
     )
-    assert not storage.exists(f"{s3_folder}/rejected.jsonl")
+    assert not objects.exists(f"{s3_folder}/rejected.jsonl")
 
 
 def test_a_push_removes_the_tokenizer_that_a_former_dataset_has_left(
@@ -149,9 +149,9 @@ def test_a_push_removes_the_tokenizer_that_a_former_dataset_has_left(
 ) -> None:
     other = without_a_shard(dataset)
     push(other, s3_folder)
-    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
+    objects.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
     push(other, s3_folder)
-    assert "tokenizer.json" not in storage.names(f"{s3_folder}/tokenizer")
+    assert "tokenizer.json" not in objects.names(f"{s3_folder}/tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_forced_push_that_was_stopped_goes_on(
 ) -> None:
     other = without_a_shard(dataset)
     push(dataset, s3_folder)
-    do = getattr(storage, action)
+    do = getattr(objects, action)
 
     def stop(*arguments: Any) -> Any:
         if arguments[-1] == f"{s3_folder}/{name}":
@@ -176,12 +176,12 @@ def test_a_forced_push_that_was_stopped_goes_on(
         return do(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, action, stop)
+        patch.setattr(objects, action, stop)
         with pytest.raises(DataError, match="stopped here"):
             push(other, s3_folder, force=True)
     push(other, s3_folder, force=True)
     shards = [shard.name for shard in Manifest.load(other).shards]
-    assert storage.names(s3_folder) == sorted([MANIFEST, "tokenizer", *shards])
+    assert objects.names(s3_folder) == sorted([MANIFEST, "tokenizer", *shards])
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -190,13 +190,13 @@ def test_the_manifest_is_sent_once_under_each_name(
 ) -> None:
     if force:
         push(without_a_shard(dataset), s3_folder)
-    upload, uploaded = storage.upload, list[str]()
+    upload, uploaded = objects.upload, list[str]()
 
-    def record(file: Path, url: str) -> storage.Digest:
+    def record(file: Path, url: str) -> Digest:
         uploaded.append(url.removeprefix(f"{s3_folder}/"))
         return upload(file, url)
 
-    monkeypatch.setattr(storage, "upload", record)
+    monkeypatch.setattr(objects, "upload", record)
     push(dataset, s3_folder, force=force)
     manifests = [name for name in uploaded if "manifest" in name]
     assert manifests == [PARTIAL_MANIFEST, MANIFEST]
@@ -209,13 +209,13 @@ def test_a_tokenizer_that_cannot_be_downloaded_again_stays(
     mirror = Dataset.open(s3_folder).path
     TokenizerConfig("x", "wordpiece", 300).train(["other words"]).save(mirror / "tokenizer")
     before = {path: path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
-    whole = storage.read(f"{s3_folder}/tokenizer/tokenizer.json")
-    storage.remove(f"{s3_folder}/tokenizer/tokenizer.json")
+    whole = objects.read(f"{s3_folder}/tokenizer/tokenizer.json")
+    objects.remove(f"{s3_folder}/tokenizer/tokenizer.json")
     with pytest.raises(DataError, match=r"has fingerprint .* Restore that tokenizer"):
         assert Dataset.open(s3_folder).tokenizer
     assert "cannot download the tokenizer of s3://" in caplog.text
     assert {path: path.read_bytes() for path in mirror.rglob("*") if path.is_file()} == before
-    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", whole)
+    objects.write(f"{s3_folder}/tokenizer/tokenizer.json", whole)
     assert Dataset.open(s3_folder).tokenizer
 
 
@@ -229,7 +229,7 @@ def test_a_copy_of_another_tokenizer_in_the_cache_is_replaced(
     assert Dataset.open(s3_folder).tokenizer.fingerprint == fingerprint
     (mirror / "tokenizer.json").write_text("{}")
     assert Dataset.open(s3_folder).tokenizer.fingerprint == fingerprint
-    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
+    objects.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
     (mirror / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         assert Dataset.open(s3_folder).tokenizer

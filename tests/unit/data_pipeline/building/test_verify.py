@@ -23,8 +23,8 @@ from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.remote import TOKENIZER_FILES
 from data_pipeline.sources.kinds import classification, jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from samestep import storage
 from samestep.errors import DataError
+from samestep.storage import objects
 from trainer.inspect.fetch import _dataset
 
 TEXTS = [f"document {i} has the words w{i % 7} and w{i % 5}. And w{i % 3}." for i in range(40)]
@@ -169,9 +169,9 @@ def test_a_copy_in_a_store_is_sealed_as_well(built, s3_folder, tmp_path, monkeyp
     assert verify(fetched) == unsealed(str(fetched)) == []
     cached = [name for name in files_of(folder) if name.startswith(".cache")]
     for name in ("tokenizer/tokenizer_config.json", *cached[:1]):
-        stored = storage.read(f"{s3_folder}/{name}")
-        storage.write(f"{s3_folder}/{name}", stored[:-1] + b"!")
+        stored = objects.read(f"{s3_folder}/{name}")
+        objects.write(f"{s3_folder}/{name}", stored[:-1] + b"!")
         assert any(name in problem for problem in verify(s3_folder)), name
-        storage.write(f"{s3_folder}/{name}", stored)
-    storage.write(f"{s3_folder}/more", b"")
+        objects.write(f"{s3_folder}/{name}", stored)
+    objects.write(f"{s3_folder}/more", b"")
     assert unsealed(s3_folder) == ["more: the manifest does not name it"]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import webdataset
 
-from data_pipeline.format import shards
-from data_pipeline.format.shards import Shard, write_shard
+from data_pipeline.format import writing
+from data_pipeline.format.shards import Shard
+from data_pipeline.format.writing import write_shard
 from samestep.errors import DataError
 from samestep.storage import atomic_write
 from tests.damage import sparse_tar
@@ -40,7 +41,7 @@ def shard_path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [np.dtype(np.uint16), np.dtype(np.uint32)])
 @pytest.mark.parametrize("lengths", [[1], [0, 0], [7, 0, 3000, 1], [100] * 500, [5000, 1, 1]])
 def test_what_is_written_is_read_back_as_plain_slices(tmp_path, monkeypatch, dtype, lengths):
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", 1000)  # several chunks, some of one long document
+    monkeypatch.setattr(writing, "CHUNK_TOKENS", 1000)  # several chunks, some of one long document
     documents, origin = make_documents(lengths, dtype)
     info = write_shard(tmp_path / "a.tar", documents, origin, dtype)
     shard = Shard.open(tmp_path / "a.tar", dtype)
@@ -64,7 +65,7 @@ def test_the_bytes_depend_on_the_content_only(tmp_path):
 
 
 def test_webdataset_reads_a_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr(writing, "CHUNK_TOKENS", 64)
     documents, origin = make_documents([30, 50, 10, 200, 5])
     write_shard(tmp_path / "a.tar", documents, origin, UINT16)
     samples = list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False).decode())

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.format import row_lines, shards
-from data_pipeline.format.shards import Shard, ShardIndex, write_shard
+from data_pipeline.format import row_lines, writing
+from data_pipeline.format.shards import Shard, ShardIndex
+from data_pipeline.format.writing import write_shard
 from samestep.errors import CorruptError, DataError
 from samestep.examples import TaskRow
 
@@ -33,7 +34,7 @@ def write(tmp_path: Path, labels: list[list[float]], rows: list[TaskRow] | None 
 
 @pytest.mark.parametrize("chunk", [15, 2**20])
 def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(writing, "CHUNK_TOKENS", chunk)
     labels = [[1.0], [], [], [0.25, -3.5, 7.0], [2.0]]
     rows = [
         TaskRow(
@@ -53,9 +54,9 @@ def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, ch
     assert index.label_start[[0, -1]].tolist() == [0, 5]
     assert not len(index.sentences)
     with (tmp_path / "a.tar").open("rb") as file:
-        assert shards.read_rows(file, "a.tar", 5) == rows
+        assert row_lines.read_rows(file, "a.tar", 5) == rows
         with pytest.raises(CorruptError, match="has 5 rows for 6"):
-            shards.read_rows(file, "a.tar", 6)
+            row_lines.read_rows(file, "a.tar", 6)
     assert not len(read_only(tmp_path).label_start)  # not read unless asked for
     write_shard(
         tmp_path / "a.tar",

@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline import cli
 from data_pipeline.format.manifest import FORMAT, Manifest
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from data_pipeline.inspection.report import inspect, plot, report
 from data_pipeline.inspection.show import show
 from data_pipeline.reading.dataset import Dataset, PackedSplit

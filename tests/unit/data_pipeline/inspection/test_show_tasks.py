@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.manifest import FORMAT, Manifest
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from data_pipeline.inspection.show import show
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.terminal import Console

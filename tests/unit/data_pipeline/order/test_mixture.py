@@ -11,7 +11,8 @@ import pytest
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.order.example_order import Order
-from data_pipeline.order.mixture import PERIOD, MixedOrder, Schedule, Source, Weights, round_weights
+from data_pipeline.order.mixture import MixedOrder, Schedule
+from data_pipeline.order.sources import PERIOD, Source, Weights, round_weights
 from data_pipeline.reading import concat_dataset as mixed
 from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module

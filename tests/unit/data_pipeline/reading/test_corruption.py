@@ -188,7 +188,8 @@ def test_a_second_shard_and_excluded_examples(sound: Path, corrupt: Path) -> Non
 
 
 def test_a_shard_that_is_listed_twice_is_skipped_from_the_earlier_example_on() -> None:
-    skipped = CorruptShards([("digest", "a"), ("digest", "b")]).add(0, 100).add(0, 40)
+    found = [("digest", "a", 100), ("digest", "a", 40)]
+    skipped = CorruptShards([("digest", "a"), ("digest", "b")], found)
     examples = np.array([39, 40, 99, 100])
     assert skipped.has(examples, np.zeros(4, dtype=np.int64)).tolist() == [False, True, True, True]
 

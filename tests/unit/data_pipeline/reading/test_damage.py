@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.format import shards
+from data_pipeline.format import writing
 from data_pipeline.format.manifest import FORMAT, Manifest
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.policy import count_digest
 from data_pipeline.reading.cache import ShardCache
-from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.counts import counts_name, write_counts
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import CorruptShardError, Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import CorruptError, DataError
 from samestep.examples import PackSpec, Policy, Sides
@@ -144,7 +143,7 @@ def test_forged_counts_do_not_hide_a_pair_that_is_too_long(tmp_path: Path):
 
 @pytest.mark.parametrize("place", [0, 5, 12])
 def test_forged_tokens_are_in_the_vocabulary(tmp_path: Path, monkeypatch, place: int):
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", 5)
+    monkeypatch.setattr(writing, "CHUNK_TOKENS", 5)
     tokens = np.full(13, 99)
     documents = np.split(tokens, [3, 4, 7, 7])
     read(forge(tmp_path, documents), PackSpec(16, 1, 1), "padded")

@@ -16,7 +16,8 @@ import pytest
 from data_pipeline.building.push import push
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.order.example_order import Order, share
-from data_pipeline.order.mixture import MixedOrder, Schedule, Source
+from data_pipeline.order.mixture import MixedOrder, Schedule
+from data_pipeline.order.sources import Source
 from data_pipeline.reading import batches, prefetch
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache, locked
@@ -25,9 +26,9 @@ from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.remote import TOKENIZER_FILES, RemoteDataset
-from samestep import storage
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Batch, Examples, PackSpec
+from samestep.storage import objects
 from tests.faulty_proxy import FaultyProxy
 from tests.waiting import until
 from trainer.strategies import Replica
@@ -126,7 +127,7 @@ def test_batches_are_those_of_the_local_folder_with_a_cold_and_a_warm_cache(
     for replica in (Replica(0, 1), Replica(0, 2), Replica(1, 2)):
         expected = digests(make_loader(dataset, None, replica), 20)
         assert digests(make_loader(remote, tmp_path / "cache", replica, threads=2), 20) == expected
-    monkeypatch.delattr(storage, "download")
+    monkeypatch.delattr(objects, "download")
     assert digests(make_loader(remote, tmp_path / "cache"), 20) == digests(
         make_loader(dataset, None), 20
     )
@@ -204,7 +205,7 @@ def test_examples_are_counted_without_a_download_of_any_shard(
 def test_counts_that_were_made_locally_are_pushed(
     remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(storage, "read_range")
+    monkeypatch.delattr(objects, "read_range")
     make_loader(remote, tmp_path / "cache").close()
 
 
@@ -309,12 +310,12 @@ def test_a_missing_and_a_replaced_shard_are_named_at_the_start(
     dataset: Path, own_remote: str, tmp_path: Path
 ) -> None:
     address = f"{own_remote}/train-000003.tar"
-    storage.upload(dataset / "train-000004.tar", address)
+    objects.upload(dataset / "train-000004.tar", address)
     with pytest.raises(
         DataError, match=rf"{address} (differs from the shard in the manifest|is cut short)"
     ):
         make_loader(own_remote, tmp_path / "cache")
-    storage.remove(address)
+    objects.remove(address)
     with pytest.raises(DataError, match=rf"cannot read {address}"):
         make_loader(own_remote, tmp_path / "cache")
 

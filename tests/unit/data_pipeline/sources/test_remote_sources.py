@@ -18,9 +18,8 @@ from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.sources.kinds import huggingface, jsonl, parquet, text
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from samestep import storage
 from samestep.errors import ConfigError, DataError
-from samestep.storage import attempts
+from samestep.storage import attempts, objects
 from tests.hub import COMMIT, running_hub
 from tests.unit.data_pipeline.sources.test_parquet import parsed
 
@@ -111,8 +110,8 @@ def test_a_folder_of_the_hub_is_told_from_a_pattern_without_a_match(hub):
 
 def test_an_object_store_is_listed_and_read(s3_folder):
     for name in ("b", "a"):
-        storage.write(f"{s3_folder}/deep/{name}.jsonl.gz", gzip.compress(JSON_LINES))
-    storage.write(f"{s3_folder}/rows.parquet", parquet_bytes(TEXTS))
+        objects.write(f"{s3_folder}/deep/{name}.jsonl.gz", gzip.compress(JSON_LINES))
+    objects.write(f"{s3_folder}/rows.parquet", parquet_bytes(TEXTS))
     source = jsonl.Config((f"{s3_folder}/**/*.jsonl.gz",)).build()
     assert source.files == (f"{s3_folder}/deep/a.jsonl.gz", f"{s3_folder}/deep/b.jsonl.gz")
     assert texts_of(source) == TEXTS * 2

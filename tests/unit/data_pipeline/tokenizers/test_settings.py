@@ -14,7 +14,7 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.sources.kinds import jsonl
-from data_pipeline.tokenizers.settings import BERT_CLASSES, GPT2_CLASSES
+from data_pipeline.tokenizers.foreign_settings import BERT_CLASSES, GPT2_CLASSES
 from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from samestep.errors import DataError
 from trainer.models.families import bert as family

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from samestep.config import Kinds, decode
-from samestep.config.decode import _sections
-from samestep.config.synonyms import SETTINGS
+from samestep.config.synonyms import SETTINGS, _sections
 from samestep.errors import ConfigError
 from trainer.training.experiment import Experiment
 

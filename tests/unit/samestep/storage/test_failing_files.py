@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from data_pipeline.format.manifest import Manifest, ShardInfo
-from data_pipeline.format.shards import write_shard
+from data_pipeline.format.writing import write_shard
 from samestep.errors import SamestepError, fix_of
 from samestep.storage import json_lines, write_text
 from tests.failing_files import ERRORS, contents, each_failure, failing

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from samestep import storage
 from samestep.errors import ObjectNotFoundError, StorageError
-from samestep.storage import keeper
+from samestep.storage import keeper, objects
 from samestep.storage.channel import Channel, WrongSecretError
 from samestep.storage.keeper import Keeper, Upload, request
 
@@ -34,35 +33,35 @@ def url(keepers: list[Keeper]) -> str:
 def test_content_comes_back_whole_and_in_ranges(url: str) -> None:
     parts = (b"head", memoryview(bytes(range(256))), b"", b"tail")  # each a frame
     content = b"".join(parts)
-    digest = storage.write(f"{url}/a", *parts)
-    assert digest.bytes == storage.size(f"{url}/a") == len(content)
-    assert storage.read(f"{url}/a") == content
+    digest = objects.write(f"{url}/a", *parts)
+    assert digest.bytes == objects.size(f"{url}/a") == len(content)
+    assert objects.read(f"{url}/a") == content
     edges = [0, 1, 3, 4, 5, 259, 260, 261, 264]
     for start, stop in itertools.combinations(edges, 2):
-        assert storage.read_range(f"{url}/a", start, stop) == content[start:stop]
-    with storage.open(f"{url}/a") as file:
+        assert objects.read_range(f"{url}/a", start, stop) == content[start:stop]
+    with objects.open(f"{url}/a") as file:
         assert file.read() == content
-    assert storage.write(f"{url}/nothing").bytes == storage.size(f"{url}/nothing") == 0
+    assert objects.write(f"{url}/nothing").bytes == objects.size(f"{url}/nothing") == 0
 
 
 def test_folders(url: str) -> None:
     for name in ("step-1/a", "step-1/b", "step-10/a"):
-        storage.write(f"{url}/{name}", name.encode())
-    assert storage.names(url) == ["step-1", "step-10"]
-    assert storage.names(f"{url}/step-1") == ["a", "b"]
-    assert storage.exists(f"{url}/step-1")
-    assert not storage.exists(f"{url}/step")
-    storage.remove(f"{url}/step-1/a")
-    storage.remove_folder(f"{url}/step-10")
-    assert storage.names(url) == ["step-1"]
-    assert storage.names(f"{url}/none") == []
-    storage.remove_folder(f"{url}/none")
+        objects.write(f"{url}/{name}", name.encode())
+    assert objects.names(url) == ["step-1", "step-10"]
+    assert objects.names(f"{url}/step-1") == ["a", "b"]
+    assert objects.exists(f"{url}/step-1")
+    assert not objects.exists(f"{url}/step")
+    objects.remove(f"{url}/step-1/a")
+    objects.remove_folder(f"{url}/step-10")
+    assert objects.names(url) == ["step-1"]
+    assert objects.names(f"{url}/none") == []
+    objects.remove_folder(f"{url}/none")
     for name in ("c", "deep/a"):
-        storage.write(f"{url}/step-1/{name}", b"more")
-    assert storage.sizes(f"{url}/step-1") == {"b": len(b"step-1/b"), "c": 4}
-    assert storage.sizes(f"{url}/none") == {}
-    storage.remove_files([f"{url}/step-1/{name}" for name in ("b", "none", "deep/a")])
-    assert storage.names(f"{url}/step-1") == ["c"]
+        objects.write(f"{url}/step-1/{name}", b"more")
+    assert objects.sizes(f"{url}/step-1") == {"b": len(b"step-1/b"), "c": 4}
+    assert objects.sizes(f"{url}/none") == {}
+    objects.remove_files([f"{url}/step-1/{name}" for name in ("b", "none", "deep/a")])
+    assert objects.names(f"{url}/step-1") == ["c"]
 
 
 def test_several_blobs_take_one_request_of_each_keeper(
@@ -73,8 +72,8 @@ def test_several_blobs_take_one_request_of_each_keeper(
     for own in range(3):  # each machine writes to its own keeper and to the next one
         url = keeper.use(addresses, own, SECRET)
         for rank in range(4):
-            storage.write(f"{url}/step-1/{own}-{rank}", b"%d" % own * (rank + 1))
-    storage.write(f"{url}/step-1/empty")
+            objects.write(f"{url}/step-1/{own}-{rank}", b"%d" % own * (rank + 1))
+    objects.write(f"{url}/step-1/empty")
     requests, connect = [], keeper._connect
 
     def counted(*arguments: Any, **details: Any) -> Channel:
@@ -84,18 +83,18 @@ def test_several_blobs_take_one_request_of_each_keeper(
     monkeypatch.setattr(keeper, "_connect", counted)
     names = [f"{own}-{rank}" for rank in range(4) for own in range(3)]
     urls = [f"{url}/step-1/{name}" for name in (*names, "empty")]
-    assert storage.read_from_keepers(urls) == [
+    assert objects.read_from_keepers(urls) == [
         b"%d" % own * (rank + 1) for rank in range(4) for own in range(3)
     ] + [b""]
     assert len(requests) == 2, "two of the three keepers hold them all"
     with pytest.raises(ObjectNotFoundError, match="cannot read keeper://snapshots"):
-        storage.read_from_keepers([*urls, f"{url}/step-1/none"])
+        objects.read_from_keepers([*urls, f"{url}/step-1/none"])
     requests.clear()
-    storage.remove_files(urls[1:])
+    objects.remove_files(urls[1:])
     assert sorted(requests) == sorted(addresses)
-    assert storage.names(f"{url}/step-1") == [names[0]]
+    assert objects.names(f"{url}/step-1") == [names[0]]
     requests.clear()
-    assert storage.read_from_keepers([]) == []
+    assert objects.read_from_keepers([]) == []
     assert not requests
 
 
@@ -103,15 +102,15 @@ def test_two_keepers_hold_a_blob_and_one_is_enough_to_read_it(
     url: str, keepers: list[Keeper]
 ) -> None:
     content = b"x" * 1000
-    storage.write(f"{url}/a", content)
+    objects.write(f"{url}/a", content)
     assert [keeper.bytes for keeper in keepers] == [1000, 1000, 0]
     keepers[0].close()
-    assert storage.read(f"{url}/a") == content
-    assert storage.names(url) == ["a"]
+    assert objects.read(f"{url}/a") == content
+    assert objects.names(url) == ["a"]
     with pytest.raises(StorageError, match="cannot write keeper://snapshots/b"):
-        storage.write(f"{url}/b", content)
+        objects.write(f"{url}/b", content)
     keepers[1].close()
-    assert not storage.exists(f"{url}/a"), "no keeper is nothing, not an error"
+    assert not objects.exists(f"{url}/a"), "no keeper is nothing, not an error"
 
 
 def test_a_write_that_breaks_off_leaves_the_former_content(keepers: list[Keeper]) -> None:
@@ -131,8 +130,8 @@ def test_the_secret_is_needed(keepers: list[Keeper]) -> None:
 
 def test_memory_is_freed(url: str, keepers: list[Keeper]) -> None:
     for number in range(5):
-        storage.write(f"{url}/step-{number}/a", bytes(1000))
-        storage.remove_folder(f"{url}/step-{number - 1}")
+        objects.write(f"{url}/step-{number}/a", bytes(1000))
+        objects.remove_folder(f"{url}/step-{number - 1}")
     assert [keeper.bytes for keeper in keepers] == [1000, 1000, 0]
 
 
@@ -160,7 +159,7 @@ def test_a_keeper_survives_every_error(
 def test_an_answer_that_is_no_list_of_sizes_is_that_of_a_keeper_that_does_not_answer(
     url: str, keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage.write(f"{url}/a", b"content")
+    objects.write(f"{url}/a", b"content")
     send = Channel.send_json
     first = iter([{"snapshots/a": "x"}])
     monkeypatch.setattr(
@@ -168,4 +167,4 @@ def test_an_answer_that_is_no_list_of_sizes_is_that_of_a_keeper_that_does_not_an
         "send_json",
         lambda self, message: send(self, message if "do" in message else next(first, message)),
     )
-    assert storage.read(f"{url}/a") == b"content"
+    assert objects.read(f"{url}/a") == b"content"

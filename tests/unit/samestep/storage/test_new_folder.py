@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from samestep.storage import atomic_write, local, new_folder
+from samestep.storage import atomic_write
 from samestep.storage.local import temporary_name
+from samestep.storage.new_folder import new_folder
 from trainer.inference.features import new_array
 
 
@@ -64,7 +65,7 @@ def test_processes_of_one_number_on_hosts_of_one_name_have_files_of_their_own(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from samestep.storage import new_folder
+from samestep.storage.new_folder import new_folder
 with new_folder(Path(sys.argv[1])) as temporary:
     (temporary / "file").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -89,7 +90,7 @@ def test_a_folder_that_may_be_left_is_named_without_locks(
     def without_locks(*_: object) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    monkeypatch.setattr(local, "flock", without_locks)
+    monkeypatch.setattr("samestep.storage.new_folder.flock", without_locks)
     left = tmp_path / ".target.0123456789abcdef.tmp"
     left.mkdir()
     with caplog.at_level(logging.WARNING), new_folder(tmp_path / "target"):

@@ -36,48 +36,48 @@ def web(faulty_s3: FaultyProxy, s3_folder: str) -> str:
 
 def test_what_is_written_is_there(s3_folder: str) -> None:
     url = f"{s3_folder}/a/b.bin"
-    assert not storage.exists(url)
-    assert storage.names(s3_folder) == []
-    digest = storage.write(url, CONTENT[:1000], b"", memoryview(CONTENT)[1000:])
+    assert not objects.exists(url)
+    assert objects.names(s3_folder) == []
+    digest = objects.write(url, CONTENT[:1000], b"", memoryview(CONTENT)[1000:])
     assert digest == storage.Digest(hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
-    assert storage.read(url) == CONTENT
-    assert storage.size(url) == len(CONTENT)
-    assert storage.read_range(url, 7, 19) == CONTENT[7:19]
-    storage.write(f"{s3_folder}/a/empty")
-    assert storage.read(f"{s3_folder}/a/empty") == b""
-    assert storage.names(s3_folder) == ["a"]
-    assert storage.names(f"{s3_folder}/a/") == ["b.bin", "empty"]
-    assert storage.glob(f"{s3_folder}/*/*.bin") == [url]
-    assert storage.exists(f"{s3_folder}/a")
-    storage.remove(url)
-    storage.remove(url)
-    assert storage.names(f"{s3_folder}/a") == ["empty"]
-    storage.remove_folder(s3_folder)
-    storage.remove_folder(s3_folder)
-    assert not storage.exists(s3_folder)
+    assert objects.read(url) == CONTENT
+    assert objects.size(url) == len(CONTENT)
+    assert objects.read_range(url, 7, 19) == CONTENT[7:19]
+    objects.write(f"{s3_folder}/a/empty")
+    assert objects.read(f"{s3_folder}/a/empty") == b""
+    assert objects.names(s3_folder) == ["a"]
+    assert objects.names(f"{s3_folder}/a/") == ["b.bin", "empty"]
+    assert objects.glob(f"{s3_folder}/*/*.bin") == [url]
+    assert objects.exists(f"{s3_folder}/a")
+    objects.remove(url)
+    objects.remove(url)
+    assert objects.names(f"{s3_folder}/a") == ["empty"]
+    objects.remove_folder(s3_folder)
+    objects.remove_folder(s3_folder)
+    assert not objects.exists(s3_folder)
 
 
 def test_a_name_that_exists_comes_before_a_pattern(s3_folder: str) -> None:
     for name in ("a[1].txt", "a1.txt", "b[1]/c.txt", "b1/c.txt", "d2/c.txt"):
-        storage.write(f"{s3_folder}/{name}", b"x")
-    assert storage.glob(f"{s3_folder}/a[1].txt") == [f"{s3_folder}/a[1].txt"]
-    assert storage.glob(f"{s3_folder}/b[1]/*.txt") == [f"{s3_folder}/b[1]/c.txt"]
-    assert storage.glob(f"{s3_folder}/d[12]/*.txt") == [f"{s3_folder}/d2/c.txt"]
+        objects.write(f"{s3_folder}/{name}", b"x")
+    assert objects.glob(f"{s3_folder}/a[1].txt") == [f"{s3_folder}/a[1].txt"]
+    assert objects.glob(f"{s3_folder}/b[1]/*.txt") == [f"{s3_folder}/b[1]/c.txt"]
+    assert objects.glob(f"{s3_folder}/d[12]/*.txt") == [f"{s3_folder}/d2/c.txt"]
 
 
 def test_a_folder_of_many_objects_takes_few_requests(
     faulty_s3: FaultyProxy, s3_folder: str
 ) -> None:
     for number in range(12):
-        storage.write(f"{s3_folder}/{number:02}", b"x" * number)
-    storage.write(f"{s3_folder}/deep/a", b"x")
+        objects.write(f"{s3_folder}/{number:02}", b"x" * number)
+    objects.write(f"{s3_folder}/deep/a", b"x")
     faulty_s3.behave()
-    assert storage.sizes(s3_folder) == {f"{number:02}": number for number in range(12)}
-    storage.remove_files([f"{s3_folder}/{number:02}" for number in range(2, 20)])
+    assert objects.sizes(s3_folder) == {f"{number:02}": number for number in range(12)}
+    objects.remove_files([f"{s3_folder}/{number:02}" for number in range(2, 20)])
     assert len(faulty_s3.requests) == 2
-    assert storage.names(s3_folder) == ["00", "01", "deep"]
-    assert storage.sizes(f"{s3_folder}/none") == {}
-    storage.remove_files([])
+    assert objects.names(s3_folder) == ["00", "01", "deep"]
+    assert objects.sizes(f"{s3_folder}/none") == {}
+    objects.remove_files([])
 
 
 @pytest.mark.parametrize("name", ["sweep[1]", "sweep*", "sweep?"])
@@ -86,28 +86,28 @@ def test_an_address_is_no_pattern(s3_folder: str, name: str) -> None:
     others = [f"{s3_folder}/{other}" for other in ("sweep1", f"{name}0")]
     for folder in (f"{s3_folder}/{name}", *others):
         for file in ("a", "b", "deep/c"):
-            storage.write(f"{folder}/{file}", b"x")
-    storage.remove_files([f"{s3_folder}/{name}/{file}" for file in ("none", "b")])
-    assert storage.names(f"{s3_folder}/{name}") == ["a", "deep"]
-    storage.remove_folder(f"{s3_folder}/{name}")
-    storage.remove_folder(f"{s3_folder}/{name}")
-    assert not storage.exists(f"{s3_folder}/{name}")
+            objects.write(f"{folder}/{file}", b"x")
+    objects.remove_files([f"{s3_folder}/{name}/{file}" for file in ("none", "b")])
+    assert objects.names(f"{s3_folder}/{name}") == ["a", "deep"]
+    objects.remove_folder(f"{s3_folder}/{name}")
+    objects.remove_folder(f"{s3_folder}/{name}")
+    assert not objects.exists(f"{s3_folder}/{name}")
     for folder in others:
-        assert storage.names(folder) == ["a", "b", "deep"]
-        assert storage.names(f"{folder}/deep") == ["c"]
+        assert objects.names(folder) == ["a", "b", "deep"]
+        assert objects.names(f"{folder}/deep") == ["c"]
 
 
 def test_an_open_object_is_a_file(s3_folder: str) -> None:
     url = f"{s3_folder}/file"
-    storage.write(url, CONTENT)
-    with storage.open(url) as file:
+    objects.write(url, CONTENT)
+    with objects.open(url) as file:
         assert file.read(3) == CONTENT[:3]
         assert file.seek(-5, io.SEEK_END) == len(CONTENT) - 5
         assert file.read() == CONTENT[-5:]
         assert file.read(1) == b""
         file.seek(100)
         assert file.read() == CONTENT[100:]
-    with storage.open(url) as file:
+    with objects.open(url) as file:
         assert b"".join(file) == CONTENT
 
 
@@ -116,9 +116,9 @@ def test_large_objects_go_in_parts(
 ) -> None:
     monkeypatch.setattr("samestep.storage.objects._PART_BYTES", 5 * 2**20)
     (tmp_path / "large").write_bytes(os.urandom(11 * 2**20))
-    digest = storage.upload(tmp_path / "large", f"{s3_folder}/large")
+    digest = objects.upload(tmp_path / "large", f"{s3_folder}/large")
     with (tmp_path / "back").open("wb") as file:
-        assert storage.download(f"{s3_folder}/large", file, digest.bytes, digest.sha256) == digest
+        assert objects.download(f"{s3_folder}/large", file, digest.bytes, digest.sha256) == digest
     assert (tmp_path / "back").read_bytes() == (tmp_path / "large").read_bytes()
 
 
@@ -130,26 +130,26 @@ def test_transient_failures_do_no_harm(
     faults: list[Fault] = [503, "drop", 429, "truncate", 500]
     written, url = f"{s3_folder}/x", f"{s3_folder if scheme == 's3' else web}/x"
     faulty_s3.faults = faults.copy()
-    storage.write(written, CONTENT)
-    for read in (storage.read, lambda url: storage.read_range(url, 0, len(CONTENT))):
+    objects.write(written, CONTENT)
+    for read in (objects.read, lambda url: objects.read_range(url, 0, len(CONTENT))):
         faulty_s3.faults = faults.copy()
         assert read(url) == CONTENT
     faulty_s3.faults = [None, *faults]
     with (tmp_path / "x").open("wb") as file:
-        storage.download(url, file)
+        objects.download(url, file)
     assert (tmp_path / "x").read_bytes() == CONTENT
     faulty_s3.faults = faults.copy()
-    assert storage.names(s3_folder) == ["x"]
+    assert objects.names(s3_folder) == ["x"]
     faulty_s3.faults = faults.copy()
-    storage.remove_folder(s3_folder)
+    objects.remove_folder(s3_folder)
     assert not faulty_s3.faults
-    assert not storage.exists(written)
+    assert not objects.exists(written)
 
 
 def test_permanent_failures_are_explained(
     faulty_s3: FaultyProxy, s3_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage.write(f"{s3_folder}/x", b"former")
+    objects.write(f"{s3_folder}/x", b"former")
     faulty_s3.always = 503
     faulty_s3.requests.clear()
     with (
@@ -159,14 +159,14 @@ def test_permanent_failures_are_explained(
             match=rf"^cannot read {s3_folder}/x: .+; check the network and the endpoint",
         ),
     ):
-        storage.read_range(f"{s3_folder}/x", 0, 1)
+        objects.read_range(f"{s3_folder}/x", 0, 1)
     assert len(faulty_s3.requests) == 6
     assert caplog.text.count("trying again in 0.01 s") == 5
     faulty_s3.always = "drop"
     with pytest.raises(StorageError, match=f"cannot write {s3_folder}/x"):
-        storage.write(f"{s3_folder}/x", b"new")
+        objects.write(f"{s3_folder}/x", b"new")
     faulty_s3.always = None
-    assert storage.read(f"{s3_folder}/x") == b"former"
+    assert objects.read(f"{s3_folder}/x") == b"former"
 
 
 def test_client_errors_are_not_retried(faulty_s3: FaultyProxy, s3_folder: str, web: str) -> None:
@@ -174,7 +174,7 @@ def test_client_errors_are_not_retried(faulty_s3: FaultyProxy, s3_folder: str, w
         faulty_s3.always = status
         faulty_s3.requests.clear()
         with pytest.raises(StorageError) as caught:
-            storage.read_range(f"{url}/x", 0, 1)
+            objects.read_range(f"{url}/x", 0, 1)
         assert not isinstance(caught.value, ObjectNotFoundError)
         assert len(faulty_s3.requests) == 1
         if status != 400:
@@ -184,30 +184,30 @@ def test_client_errors_are_not_retried(faulty_s3: FaultyProxy, s3_folder: str, w
 def test_rejected_credentials_of_a_store_that_has_answered_may_be_renewed(
     faulty_s3: FaultyProxy, s3_folder: str, web: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage.write(f"{s3_folder}/x", CONTENT)
+    objects.write(f"{s3_folder}/x", CONTENT)
     for url, status in ((s3_folder, 403), (web, 401)):
-        with storage.open(f"{url}/x") as file:
+        with objects.open(f"{url}/x") as file:
             faulty_s3.faults = [status] * 5
             assert file.read(3) == CONTENT[:3]
             assert not faulty_s3.faults
     faulty_s3.faults = [403] * 4
-    storage.write(f"{s3_folder}/y", CONTENT)
+    objects.write(f"{s3_folder}/y", CONTENT)
     faulty_s3.faults = [401] * 4
-    assert storage.names(s3_folder) == ["x", "y"]
+    assert objects.names(s3_folder) == ["x", "y"]
     assert "trying again in 0.01 s" in caplog.text
     faulty_s3.always = 403
     with pytest.raises(StorageError, match=r"check the name and who may read.*AWS_PROFILE"):
-        storage.read(f"{s3_folder}/x")
+        objects.read(f"{s3_folder}/x")
 
 
 def test_a_forbidden_object_is_not_waited_for(faulty_s3: FaultyProxy, s3_folder: str) -> None:
     """Without the right to list, S3 answers 403 for an object that is not there."""
-    storage.write(f"{s3_folder}/x", CONTENT)
-    assert storage.size(f"{s3_folder}/x") == len(CONTENT)
+    objects.write(f"{s3_folder}/x", CONTENT)
+    assert objects.size(f"{s3_folder}/x") == len(CONTENT)
     faulty_s3.requests.clear()
     faulty_s3.faults = [403, None, 403]
     with pytest.raises(StorageError, match=f"cannot read {s3_folder}/y"):
-        storage.read(f"{s3_folder}/y")
+        objects.read(f"{s3_folder}/y")
     assert [request.rpartition("/")[2] for request in faulty_s3.requests] == ["y", "x", "y"]
 
 
@@ -228,13 +228,13 @@ def test_renewed_credentials_are_read_from_their_file(
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     faulty_s3.key = "first"
     content = CONTENT * (2 * storage.CHUNK_BYTES // len(CONTENT))
-    storage.write(f"{s3_folder}/x", content)
-    with storage.open(f"{s3_folder}/x") as file:
+    objects.write(f"{s3_folder}/x", content)
+    with objects.open(f"{s3_folder}/x") as file:
         begin = file.read(7)
         faulty_s3.key = "second"
         renew("second")
         assert begin + file.read() == content
-    assert storage.names(s3_folder) == ["x"]
+    assert objects.names(s3_folder) == ["x"]
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
@@ -245,7 +245,7 @@ def test_expired_tokens_are_rejected_credentials() -> None:
     assert attempts._Failure.of(error).status == 403
 
 
-@pytest.mark.parametrize("operation", [storage.read, storage.size, storage.open])
+@pytest.mark.parametrize("operation", [objects.read, objects.size, objects.open])
 def test_what_is_not_there_is_named(s3_folder: str, web: str, operation: object) -> None:
     assert callable(operation)
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_what_is_not_there_is_named(s3_folder: str, web: str, operation: object)
         ObjectNotFoundError,
         match=r"cannot write s3://nowhere/x: The specified bucket does not exist",
     ):
-        storage.write("s3://nowhere/x", b"")
+        objects.write("s3://nowhere/x", b"")
 
 
 def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
         StorageError,
         match=r"cannot read http://127.0.0.1:1/x: .*; check the network and the endpoint",
     ):
-        storage.open("http://127.0.0.1:1/x")
+        objects.open("http://127.0.0.1:1/x")
 
 
 def test_messages_hold_no_secrets(
@@ -281,7 +281,7 @@ def test_messages_hold_no_secrets(
     for status in (503, 403, 404):
         faulty_s3.always = status
         with pytest.raises(StorageError) as caught:
-            storage.read(address)
+            objects.read(address)
         text = f"{caught.value}{caplog.text}"
         assert f"{web}/x: " in text
         assert "5ec7e7" not in text
@@ -289,10 +289,10 @@ def test_messages_hold_no_secrets(
 
 
 def test_a_server_without_ranges(faulty_s3: FaultyProxy, s3_folder: str, web: str) -> None:
-    storage.write(f"{s3_folder}/x", CONTENT)
+    objects.write(f"{s3_folder}/x", CONTENT)
     faulty_s3.ranges = False
-    assert storage.read_range(f"{web}/x", 1000, 1007) == CONTENT[1000:1007]
-    with storage.open(f"{web}/x") as file:
+    assert objects.read_range(f"{web}/x", 1000, 1007) == CONTENT[1000:1007]
+    with objects.open(f"{web}/x") as file:
         file.seek(70_000)
         assert file.read(5) == CONTENT[70_000:70_005]
         faulty_s3.faults = ["truncate"]
@@ -300,17 +300,17 @@ def test_a_server_without_ranges(faulty_s3: FaultyProxy, s3_folder: str, web: st
 
 
 def test_downloads_are_checked(faulty_s3: FaultyProxy, s3_folder: str, tmp_path: Path) -> None:
-    digest = storage.write(f"{s3_folder}/x", CONTENT)
+    digest = objects.write(f"{s3_folder}/x", CONTENT)
     with (tmp_path / "x").open("wb") as file:
         with pytest.raises(
             StorageError, match=rf"{s3_folder}/x has {len(CONTENT)} bytes, not 5: .*upload it again"
         ):
-            storage.download(f"{s3_folder}/x", file, 5)
+            objects.download(f"{s3_folder}/x", file, 5)
         faulty_s3.requests.clear()
         with pytest.raises(
             StorageError, match=rf"has the SHA-256 {digest.sha256}, not 12ab: .*upload it again"
         ):
-            storage.download(f"{s3_folder}/x", file, sha256="12ab")
+            objects.download(f"{s3_folder}/x", file, sha256="12ab")
         assert sum(request.startswith("GET") for request in faulty_s3.requests) == 3
 
 
@@ -318,18 +318,18 @@ def test_an_object_that_was_replaced_during_a_download_leaves_no_tail(
     s3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, copy = f"{s3_folder}/x", objects.copy
-    digest = storage.write(f"{s3_folder}/new", CONTENT[:1000])
-    storage.write(url, CONTENT)
+    digest = objects.write(f"{s3_folder}/new", CONTENT[:1000])
+    objects.write(url, CONTENT)
 
     def copy_and_replace(content: Iterable[bytes], file: BinaryIO) -> storage.Digest:
         monkeypatch.undo()
         copied = copy(content, file)
-        storage.write(url, CONTENT[:1000])
+        objects.write(url, CONTENT[:1000])
         return copied
 
     monkeypatch.setattr(objects, "copy", copy_and_replace)
     with (tmp_path / "x").open("wb") as file:
-        assert storage.download(url, file, sha256=digest.sha256) == digest
+        assert objects.download(url, file, sha256=digest.sha256) == digest
     assert (tmp_path / "x").read_bytes() == CONTENT[:1000]
 
 
@@ -342,8 +342,8 @@ def test_a_write_that_fails_leaves_nothing(s3_folder: str, monkeypatch: pytest.M
 
     monkeypatch.setattr("samestep.storage.objects.chunks", lambda _: parts())
     with pytest.raises(KeyboardInterrupt):
-        storage.write(f"{s3_folder}/x")
-    assert storage.names(s3_folder) == []
+        objects.write(f"{s3_folder}/x")
+    assert objects.names(s3_folder) == []
 
 
 def test_what_is_shown_of_an_address() -> None:
@@ -370,23 +370,23 @@ def test_the_user_s_own_configuration_counts(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     chosen = {"endpoint_url": s3_server, "config_kwargs": {"read_timeout": 5}}
     monkeypatch.setitem(fsspec.config.conf, "s3", chosen)
-    storage.write(f"{s3_folder}/x", CONTENT)
-    assert storage.read(f"{s3_folder}/x") == CONTENT
+    objects.write(f"{s3_folder}/x", CONTENT)
+    assert objects.read(f"{s3_folder}/x") == CONTENT
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(MissingExtra, match=r"'gcsfs'.*pip install .gcsfs>="):
-        storage.read("gs://bucket/x")
+        objects.read("gs://bucket/x")
 
 
 def test_threads_and_forks(s3_folder: str) -> None:
-    storage.write(f"{s3_folder}/x", CONTENT)
+    objects.write(f"{s3_folder}/x", CONTENT)
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(storage.read, [f"{s3_folder}/x"] * 16)) == {CONTENT}
+        assert set(pool.map(objects.read, [f"{s3_folder}/x"] * 16)) == {CONTENT}
     child = fork()
     if child == 0:
-        os._exit(0 if storage.read(f"{s3_folder}/x") == CONTENT else 1)
+        os._exit(0 if objects.read(f"{s3_folder}/x") == CONTENT else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,8 +1,4 @@
-"""Addresses (SCHEME://...) in settings and messages: the credentials in them, and how to show them.
-
-An address may hold a user name and password (userinfo) before its host, and a signature or a token
-in its query. Neither belongs into a file or a message.
-"""
+"""Parses the addresses in a text, as far as credentials may be in them."""
 
 from __future__ import annotations
 
@@ -46,13 +42,6 @@ SECRET_PARTS, SECRET_NAMES = _SECRET_PARTS, frozenset(_SECRET_NAMES)
 """Parts of names of secrets, and whole names: in lower case, without separators."""
 
 
-ELSEWHERE = (
-    "Leave it out, and put it where the store's own tools look for it: an environment variable, "
-    "~/.aws, ~/.netrc (docs/object_stores.md)."
-)
-"""Where a credential belongs that was found in an address; the end of an error message."""
-
-
 @dataclass(frozen=True)
 class _Address:
     """An address in a text.
@@ -74,36 +63,8 @@ class _Address:
     parameters: tuple[tuple[str, str], ...]
 
 
-def shown(text: str) -> str:
-    """An address, or a text with addresses, without userinfo and queries."""
-    if "://" not in text:
-        return text
-    kept, done = [], 0
-    for address in _addresses(text):
-        scheme_end = text.index("://", address.start) + 3
-        kept += [text[done:scheme_end], text[address.host : address.query]]
-        done = address.end
-    return "".join([*kept, text[done:]])
-
-
-def credential_in(text: str) -> str | None:
-    """Names the kind of the first credential in the addresses of a text; None if there is none."""
-    if "://" not in text:
-        return None
-    for address in _addresses(text):
-        if _has_password(address, text):
-            return "a user name or password"
-        if any(map(_is_secret, address.parameters)):
-            return "a signature or token"
-    return None
-
-
-def has_userinfo(text: str) -> bool:
-    """Whether an address in the text has a user name or password before its host."""
-    return "://" in text and any(_has_password(address, text) for address in _addresses(text))
-
-
-def _addresses(text: str) -> Iterator[_Address]:
+def addresses(text: str) -> Iterator[_Address]:
+    """Finds the addresses in a text."""
     starts = list(_schemes(text))
     for (start, after_scheme), (following, _) in pairwise([*starts, (len(text), 0)]):
         line_end = text.find("\n", after_scheme, following)
@@ -181,7 +142,8 @@ def _end_of_word(text: str, start: int, limit: int) -> int:
     return start + len(word.rstrip(_PUNCTUATION))
 
 
-def _has_password(address: _Address, text: str) -> bool:
+def has_password(address: _Address, text: str) -> bool:
+    """Whether an address in the text has a user name or password before its host."""
     if not address.userinfo:
         return False
     scheme = text[address.start : text.index("://", address.start)].lower()
@@ -191,7 +153,8 @@ def _has_password(address: _Address, text: str) -> bool:
     return (password or user) != REFERENCE
 
 
-def _is_secret(parameter: tuple[str, str]) -> bool:
+def is_secret(parameter: tuple[str, str]) -> bool:
+    """Whether a parameter, name and value, is a signature or token."""
     name, value = parameter
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     if _HARMLESS.search(plain) or value.strip(_PUNCTUATION) in ("", REFERENCE):
