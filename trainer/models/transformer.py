@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trainer.models import Outputs
 from trainer.models.attention import SelfAttention, causal_mask, segment_mask, take
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
-from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
@@ -25,6 +24,7 @@ from trainer.models.stack import Context, Stack
 _SPAN_COLUMNS = ("span_first", "span_last", "span_offset")
 
 if TYPE_CHECKING:
+    from trainer.models.cache import Cache
     from trainer.models.relative import RelativeBias
 
 
@@ -338,6 +338,8 @@ class Transformer(TransformerModel):
             hidden = take(hidden, order)
             segments, positions = segments.gather(1, order), positions.gather(1, order)
             prefix = None if prefix is None else prefix.gather(1, order)
+        from trainer.models.cache import Cache
+
         cache = Cache(len(self.layers), capacity + self.inserted, segments > 0)
         mask, bias = self._mask(segments, segments, prefix, self.config.causal)
         return self._decode(hidden, matrix, positions, mask, bias, cache), cache

@@ -37,7 +37,6 @@ from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.compatibility import check_accelerator, check_exact
-from trainer.training.compute.fused_attention import fuse_attention
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 from trainer.training.model import build_model, build_objectives
@@ -238,8 +237,11 @@ def prepare(
     """
     objectives = build_objectives(experiment, dataset)
     model = build_model(experiment, dataset, objectives, strategy.accelerator)
-    precision, world_size = experiment.training.precision, strategy.world.size
-    fuse_attention(model, strategy.accelerator, precision, world_size)
+    if strategy.accelerator.fuses_attention:
+        from trainer.training.compute.fused_attention import fuse_attention
+
+        precision, world_size = experiment.training.precision, strategy.world.size
+        fuse_attention(model, strategy.accelerator, precision, world_size)
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
     whole = copy.deepcopy(model)

@@ -17,7 +17,7 @@ from trainer.monitoring.settings import TensorBoard, WeightsAndBiases
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
 from trainer.partition import exact
-from trainer.strategies.kinds import fsdp, single
+from trainer.strategies.kinds import fsdp
 from trainer.training.observers.settings import Probe, Profile
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
@@ -221,6 +221,8 @@ class Experiment:
         """Returns the experiment with a strategy that works in one process."""
         if self.strategy.fits_one_process(self.accelerator):
             return self
+        from trainer.strategies.kinds import single
+
         return replace(self, strategy=single.Config())
 
     def resolved_phases(self) -> tuple[Phase, ...]:

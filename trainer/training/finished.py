@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from samestep.config import Tree, differences, to_tree
 from samestep.config.tree import of_kinds
@@ -12,7 +11,6 @@ from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment
-from trainer.training.observers import Observer
 from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
@@ -92,16 +90,3 @@ def _had_ended(meta: Meta, stored: Tree) -> bool:
     patience = (settings.get("best") or {}).get("patience")
     early: bool = patience is not None and meta["best"]["since"] >= patience
     return early or meta["step"] >= settings["steps"]
-
-
-def report_end(experiment: Experiment, step: int, observers: Iterable[Observer]) -> None:
-    """Logs where the result of a finished run is."""
-    if experiment.training.best is None:
-        logger.info("finished     step %d, in %s", step, experiment.output)
-        return
-    from trainer.training.observers.best import BestEvaluation
-
-    best = next(each for each in observers if isinstance(each, BestEvaluation))
-    early = f"stopped early at step {step}: " if best.ends_run else ""
-    checkpoint = f"{experiment.output}/best"
-    logger.info("finished     %s%s; its checkpoint is %s", early, best, checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import EXIT_DONE, DataError, SamestepError
+from trainer.checkpoint.manager import Checkpointer
 from trainer.monitoring import Tracker
 from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
@@ -22,8 +24,8 @@ from trainer.training.compose import (
     write_description,
 )
 from trainer.training.experiment import Experiment
-from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.loop import Trainer
+from trainer.training.observers import Observer
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import Outputs
 
@@ -55,10 +57,7 @@ def train(experiment: Experiment) -> int:
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
         checkpointer.continue_from(step)
-        if step is not None:
-            check_origin(experiment, source, step)
-        if step is not None and (reason := reason_to_end(experiment, source, step)):
-            check_settings(experiment, source, step)
+        if step is not None and (reason := _reason_to_end(experiment, source, step)):
             logger.info("nothing to do: %s %s", experiment.output, reason)
             if strategy.world.rank == 0:
                 try:
@@ -93,7 +92,7 @@ def train(experiment: Experiment) -> int:
                     "stopped      saved step %d; the same command continues", trainer.state.step
                 )
                 return stop.exit_code
-            report_end(experiment, trainer.state.step, trainer.observers)
+            _report_end(experiment, trainer.state.step, trainer.observers)
             for tracker in trackers:
                 tracker.complete()
             return EXIT_DONE
@@ -105,6 +104,30 @@ def train(experiment: Experiment) -> int:
         finally:
             if trainer is not None:
                 trainer.close()
+
+
+def _reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
+    """Says why nothing is left to do after the step of a checkpoint; None if there is."""
+    from trainer.training.finished import check_origin, check_settings, reason_to_end
+
+    check_origin(experiment, source, step)
+    reason = reason_to_end(experiment, source, step)
+    if reason is not None:
+        check_settings(experiment, source, step)
+    return reason
+
+
+def _report_end(experiment: Experiment, step: int, observers: Iterable[Observer]) -> None:
+    """Logs where the result of a finished run is."""
+    if experiment.training.best is None:
+        logger.info("finished     step %d, in %s", step, experiment.output)
+        return
+    from trainer.training.observers.best import BestEvaluation
+
+    best = next(each for each in observers if isinstance(each, BestEvaluation))
+    early = f"stopped early at step {step}: " if best.ends_run else ""
+    checkpoint = f"{experiment.output}/best"
+    logger.info("finished     %s%s; its checkpoint is %s", early, best, checkpoint)
 
 
 def _check_evaluations(experiment: Experiment, trainer: Trainer) -> None:
