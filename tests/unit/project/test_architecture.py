@@ -107,3 +107,17 @@ def test_the_modules_of_the_core_of_models_exist():
     folder = ROOT / "trainer" / "models"
     there = {path.stem for path in [*folder.glob("*.py"), *folder.glob("families/*.py")]}
     assert set(names) - there <= {"families"}
+
+
+def test_the_code_can_be_read_in_an_hour():
+    page = (ROOT / "docs" / "the_hour.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\| `([\w/]+\.py)` \| ([^|\n]+) \|$", page, re.MULTILINE)
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in files}
+    assert len(files) == 14
+    assert sum(text.count("\n") for text in texts.values()) <= 3500
+    for file, said in files:
+        for name in re.findall(r"`(\w+(?:\.\w+)*)`", said.partition(";")[0]):
+            assert re.search(rf"(def|class) {name.split('.')[-1]}\b", texts[file]), (file, name)
+    folders = re.findall(r"`([\w/]+/)`", page)
+    assert folders
+    assert all((ROOT / folder).is_dir() for folder in folders)
