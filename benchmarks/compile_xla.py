@@ -19,8 +19,8 @@ from benchmarks.dataset import VOCAB_SIZE, write_dataset
 from samestep.config import load
 from trainer.accelerators.kinds import xla
 from trainer.strategies.world import World
+from trainer.training.compose import build_trainer, open_checkpointer
 from trainer.training.experiment import Experiment
-from trainer.training.run import build_trainer, open_checkpointer
 
 LAYERS = (4, 12, 24)
 

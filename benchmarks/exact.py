@@ -27,8 +27,8 @@ from benchmarks.step import SHAPES, bert
 from samestep.config import load
 from trainer.accelerators.detect import detect
 from trainer.strategies.world import World
+from trainer.training.compose import build_trainer, open_checkpointer
 from trainer.training.experiment import Experiment
-from trainer.training.run import build_trainer, open_checkpointer
 
 STRATEGIES = {
     "single": "single",

@@ -23,8 +23,8 @@ from benchmarks.pairing import Comparison, arguments, publish
 from data_pipeline.reading.dataset import Dataset
 from samestep.config import load
 from trainer.strategies import Replica
+from trainer.training.compose import open_loader
 from trainer.training.experiment import Experiment
-from trainer.training.run import open_loader
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.models import import_transformers
 from benchmarks.sides import Job, Turns
 from trainer.strategies import Replica
-from trainer.training.run import open_loader
+from trainer.training.compose import open_loader
 
 transformers = import_transformers()
 Trainer: Any = transformers.Trainer

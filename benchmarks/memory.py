@@ -125,7 +125,7 @@ class Resident:
 
 def work(file: str, overrides: list[str]) -> dict[str, float]:
     """One process's part: trains, saves, restores; returns its figures."""
-    from trainer.training.run import build_trainer, open_checkpointer, open_strategy
+    from trainer.training.compose import build_trainer, open_checkpointer, open_strategy
 
     resident, figures = Resident(), dict[str, float]()
     experiment = load(Experiment, file, overrides)

@@ -27,7 +27,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trainer.training.run import build_trainer, open_checkpointer, open_strategy
+from trainer.training.compose import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
 
 # with learning rates of the size that each is known to need in models as large as BERT-base

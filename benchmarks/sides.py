@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.pairing import Comparison, in_rounds
 from benchmarks.turn_record import StepRecord, StepRecorder
 from trainer.accelerators import Accelerator
+from trainer.training.compose import build_trainer, open_checkpointer, open_strategy
 from trainer.training.experiment import Experiment
-from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 
 LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch\w*Kernel\w*|(cuda|cu|hip)GraphLaunch")
 """Names of the CUDA and HIP calls that start a kernel, or a graph of kernels."""

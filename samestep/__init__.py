@@ -70,7 +70,8 @@ _MODULES = {
     "trainer.publish.export": ("export",),
     "trainer.training.experiment": ("Experiment",),
     "trainer.training.own_loop": ("Batches", "Parts", "open_batches", "open_parts"),
-    "trainer.training.passes": ("accumulate_gradients", "means", "score"),
+    "trainer.training.evaluation": ("score",),
+    "trainer.training.passes": ("accumulate_gradients", "means"),
     "trainer.training.run": ("train",),
     "trainer.training.starting": ("load_experiment",),
 }

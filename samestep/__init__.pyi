@@ -26,6 +26,7 @@ from trainer.objectives import ObjectiveConfig as ObjectiveConfig
 from trainer.objectives.rows import Rows as Rows
 from trainer.objectives.rows import TokenObjective as TokenObjective
 from trainer.publish.export import export as export
+from trainer.training.evaluation import score as score
 from trainer.training.experiment import Experiment as Experiment
 from trainer.training.own_loop import Batches as Batches
 from trainer.training.own_loop import Parts as Parts
@@ -33,6 +34,5 @@ from trainer.training.own_loop import open_batches as open_batches
 from trainer.training.own_loop import open_parts as open_parts
 from trainer.training.passes import accumulate_gradients as accumulate_gradients
 from trainer.training.passes import means as means
-from trainer.training.passes import score as score
 from trainer.training.run import train as train
 from trainer.training.starting import load_experiment as load_experiment

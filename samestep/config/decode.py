@@ -35,7 +35,11 @@ class Kinds:
 
     def kind_of(self, config: object) -> str:
         """Returns the `kind` that decodes to this type of `config`."""
-        return type(config).__module__.removeprefix(f"{self.package}.")
+        module = type(config).__module__
+        if module.startswith(f"{self.package}."):
+            return module.removeprefix(f"{self.package}.")
+        added = (point.name for point in entry_points(group=self.package) if point.value == module)
+        return next(added, module)
 
     def available(self) -> list[str]:
         """Names of the package's modules, and of those that installed packages add.
@@ -43,9 +47,11 @@ class Kinds:
         Nothing is imported. Another package adds a kind by an entry point in the group that has
         the name of this package.
         """
+        return sorted({*self._own(), *entry_points(group=self.package).names})
+
+    def _own(self) -> set[str]:
         folders = importlib.import_module(self.package).__path__
-        own = [module.name for module in pkgutil.iter_modules(folders)]
-        return sorted({*own, *entry_points(group=self.package).names})
+        return {module.name for module in pkgutil.iter_modules(folders)}
 
     def schema(self, kind: object, path: str) -> type[Any]:
         """Returns the `Config` class of a kind.
@@ -68,8 +74,9 @@ class Kinds:
             own_modules.announce(kind, path)
             own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
-        if "." not in kind and kind in (added := entry_points(group=self.package)).names:
-            name = added[kind].value
+        if "." not in kind and kind not in self._own():
+            added = entry_points(group=self.package)
+            name = added[kind].value if kind in added.names else name
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:

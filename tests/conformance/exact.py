@@ -20,7 +20,8 @@ from trainer.accelerators.detect import detect
 from trainer.partition import flat_start, local_parts
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.observers.digests import Row
+from trainer.training.observers.digests import Row, digests_of
+from trainer.training.recorder import Outputs
 from trainer.training.state import state_tensors
 
 Pieces = list[tuple[str, int, bytes]]
@@ -46,14 +47,14 @@ def train(file: str, overrides: list[str], resume: bool) -> tuple[Pieces, list[f
         trainer.restore(None)
     losses = Losses()
     with recorded():
-        trainer.fit([losses])
+        trainer.fit(Outputs([losses]))
     trainer.loader.close()
     pieces = []
     for name, tensor in state_tensors(trainer.strategy.parameters, trainer.optimizer).items():
         (part,) = local_parts([tensor])
         pieces.append((name, flat_start(tensor), part.detach().contiguous().numpy().tobytes()))
     world.close()
-    return pieces, losses.values, trainer.digests.row
+    return pieces, losses.values, digests_of(trainer.observers).row
 
 
 def digest(ranks: Sequence[Pieces]) -> str:

@@ -33,6 +33,7 @@ from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
+from trainer.training.recorder import Outputs
 
 ON_CPU = os.environ.get("SAMESTEP_CUDA_TESTS") == "cpu"
 GPUS = 2 if ON_CPU else torch.cuda.device_count()
@@ -64,7 +65,7 @@ def record(file: str, overrides: list[str], resume: int | None = None) -> Run:
         trainer.restore(resume)
     losses, heldout = Losses(), Losses("heldout/loss")
     with recorded():
-        trainer.fit([losses, heldout])
+        trainer.fit(Outputs([losses, heldout]))
     trainer.loader.close()
     world.close()
     model = getattr(trainer.model, "module", trainer.model)  # DDP wraps it

@@ -23,8 +23,9 @@ from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
 from trainer.training import own_loop
+from trainer.training.evaluation import score_each
 from trainer.training.experiment import Experiment
-from trainer.training.passes import accumulate_gradients, score_each
+from trainer.training.passes import accumulate_gradients
 from trainer.training.starting import load_experiment
 
 STRATEGIES = STRATEGIES | {

@@ -21,9 +21,10 @@ from trainer.models import generator
 from trainer.models.sampling import gumbel
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
+from trainer.training.compose import build_trainer, open_checkpointer
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
-from trainer.training.run import build_trainer, open_checkpointer
+from trainer.training.recorder import Outputs
 
 TASKS = {
     "mlm": [],
@@ -267,7 +268,7 @@ def losses(
     if resume is not None:
         trainer.restore(resume)
     tracker = Losses()
-    trainer.fit([tracker])
+    trainer.fit(Outputs([tracker]))
     trainer.loader.close()
     return tracker.values
 

@@ -41,7 +41,7 @@ def gradients_after_the_first_micro_batch(file: str, overrides: list[str]) -> li
         found.append([parameter.grad is not None for parameter in strategy.parameters.values()])
 
     strategy.backward = watched  # type: ignore[method-assign]
-    trainer.fit([])
+    trainer.fit()
     trainer.close()
     world.close()
     return list(found[0])

@@ -22,8 +22,8 @@ from tests.processes import run_ranks
 from trainer.checkpoint import files
 from trainer.elastic import agent
 from trainer.strategies.world import World
+from trainer.training.compose import open_checkpointer
 from trainer.training.experiment import Experiment
-from trainer.training.run import open_checkpointer
 from trainer.training.weights.loading import Weights, load_weights
 
 HYBRID = "strategy={kind: fsdp, replicas: 2}"

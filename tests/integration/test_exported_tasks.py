@@ -22,7 +22,7 @@ from trainer.models.families import bart
 from trainer.objectives.rows import logits as logits_of
 from trainer.publish.tokenizer import adapt
 from trainer.strategies import Replica
-from trainer.training.run import open_loader
+from trainer.training.compose import open_loader
 from trainer.training.starting import load_experiment
 from trainer.training.weights.loading import load_weights
 

@@ -71,7 +71,7 @@ def test_a_training(every: int, samestep: Samestep, experiment_file: str, tmp_pa
     def check(what: str) -> None:
         assert list(losses(folder)) == [1, 2, 3, 4], what
         assert list(read_rows(folder / "starts.jsonl")), what
-        assert tensorboard.Config().holds(folder), what
+        assert tensorboard.holds(folder), what
         verified = samestep("ledger", "verify", folder)
         assert verified.code == 0, (what, verified.err)
 

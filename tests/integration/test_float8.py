@@ -24,8 +24,8 @@ from trainer.models import Model
 from trainer.models.peft.kinds import lora
 from trainer.models.projections import Projection
 from trainer.strategies.world import World
+from trainer.training.compose import open_strategy
 from trainer.training.experiment import Experiment
-from trainer.training.run import open_strategy
 
 TOLERANCE = 1e-3
 """Largest relative difference of a loss in 12 steps, from the loss with bf16 products."""

@@ -13,8 +13,9 @@ from samestep.config import load
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
 from trainer.strategies import Replica
+from trainer.training.compose import open_loader
 from trainer.training.experiment import Experiment
-from trainer.training.run import open_loader, train
+from trainer.training.run import train
 
 
 def rows_of(run: Path, metric: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -282,7 +282,7 @@ def hold(trainer: Trainer) -> dict[str, Any]:
         )
 
     trainer.strategy.step = look  # type: ignore[method-assign]
-    trainer.fit([])
+    trainer.fit()
     return found
 
 

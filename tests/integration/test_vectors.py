@@ -22,7 +22,7 @@ from tests.unit.vectors.corpora import write_dataset
 from trainer.checkpoint.integrity import read_meta, step_folder
 from trainer.checkpoint.manager import Checkpointer
 from trainer.publish.step_zero import StepZero
-from trainer.training.run import build_trainer, open_checkpointer, open_strategy
+from trainer.training.compose import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
 from trainer.training.weights.loading import load_weights
 from trainer.vectors import glove, word2vec, work

@@ -10,6 +10,7 @@ import platform
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.unit.monitoring.offline_wandb import (
 )
 from tests.waiting import until
 from trainer.monitoring import tensorboard, wandb
+from trainer.monitoring.settings import WeightsAndBiases
 
 pytest.importorskip("wandb")
 SWEEP = Path(__file__).parents[2] / "configs" / "sweeps" / "bert_mini.yaml"
@@ -116,19 +118,22 @@ def test_a_finished_run_sends_what_its_tracker_has_lost(
     run = tmp_path / "run"
     settings = ["train", experiment_file, f"output={run}", f"tracking.{tracker}={{}}"]
     settings.append("data.threads=0")
-    config: Any = {"tensorboard": tensorboard.Config(), "wandb": wandb.Config()}[tracker]
+    holds: Any = {
+        "tensorboard": tensorboard.holds,
+        "wandb": partial(wandb.holds, WeightsAndBiases()),
+    }[tracker]
     assert samestep(*settings).code == 0
-    until(lambda: config.holds(run), 60)
+    until(lambda: holds(run), 60)
     for again in (settings, ["sync", str(run)]):
         (lost,) = run.glob(files)
         os.truncate(lost, lost.stat().st_size // 2)
-        assert not config.holds(run)
+        assert not holds(run)
         result = samestep(*again)
         assert result.code == 0
         assert (
             "nothing to do" in result.err or result.out == f"all of {run}/metrics.jsonl is sent\n"
         )
-        assert config.holds(run)
+        assert holds(run)
         (written,) = run.glob(files)
         assert written != lost
         assert samestep(*again).code == 0

@@ -16,8 +16,10 @@ from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 from trainer.training.compute import compiled
+from trainer.training.evaluation import score
 from trainer.training.experiment import Experiment
-from trainer.training.passes import Batch, MicroBatches, score
+from trainer.training.passes import Batch, MicroBatches
+from trainer.training.recorder import Outputs
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def run(file: str, overrides: list[str]) -> Counts:
     experiment = load(Experiment, file, overrides)
     trainer = worker.make_trainer(experiment, world)
     rows = _Rows()
-    trainer.fit([rows])
+    trainer.fit(Outputs([rows]))
     trainer.close()
     world.close()
     metrics = get_compilation_metrics()

@@ -98,6 +98,7 @@ class Accelerator(ABC):
         collective_backend: the back-end of torch.distributed for this device.
         precisions: supported precisions of matrix products.
         has_fp8: whether it multiplies matrices of 8-bit floating-point numbers.
+        fuses_attention: whether `fused_attention` may return a kernel.
         compiles: whether operations are recorded into graphs and compiled. Then neither a shape nor
             a number that is not a tensor may change from step to step.
         compilations: number of compilations of each graph so far, by the graph's name. A second
@@ -112,6 +113,7 @@ class Accelerator(ABC):
     collective_backend: str
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     has_fp8: bool = False
+    fuses_attention: bool = False
     compiles: bool = False
     compilations: Mapping[str, int] = MappingProxyType({})
     collective_device: torch.device | None = None

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from samestep.errors import install_command
 from trainer import accelerators
-from trainer.accelerators import Accelerator, chips, version_of
-from trainer.accelerators.kinds import cpu, cuda, tpu, xla
+from trainer.accelerators import Accelerator, version_of
+from trainer.accelerators.kinds import cpu
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +20,28 @@ logger = logging.getLogger(__name__)
 def best() -> accelerators.Config:
     """The configuration of the best device for which hardware and software are present."""
     if torch.cuda.is_available():
-        return cuda.Config()
-    if version_of("torch_tpu") and chips.count():
+        return _gpu()
+    if version_of("torch_tpu") and _tpu_chips():
+        from trainer.accelerators.kinds import tpu
+
         return tpu.Config()
-    if version_of("torch-xla") and ("PJRT_DEVICE" in os.environ or chips.count()):
+    if version_of("torch-xla") and ("PJRT_DEVICE" in os.environ or _tpu_chips()):
+        from trainer.accelerators.kinds import xla
+
         return xla.Config()
     return cpu.Config()
+
+
+def _gpu() -> accelerators.Config:
+    from trainer.accelerators.kinds import cuda
+
+    return cuda.Config()
+
+
+def _tpu_chips() -> int:
+    from trainer.accelerators import chips
+
+    return chips.count()
 
 
 def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
@@ -35,11 +51,13 @@ def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
         config: of the experiment; None: one process for each GPU.
     """
     # Not `best`: it may initialize CUDA, which a forked process could not use then.
-    return (config or cuda.Config()).processes()
+    return (config or _gpu()).processes()
 
 
 def gpu_count() -> int:
     """Number of GPUs of this machine, counted without initializing CUDA in this process."""
+    from trainer.accelerators.kinds import cuda
+
     return cuda.gpu_count()
 
 
@@ -47,7 +65,7 @@ def planned_attention(
     config: accelerators.Config | None, width: int, dtype: torch.dtype
 ) -> Callable[..., Tensor] | None:
     """See `Config.planned_attention`; without a configuration, of a GPU."""
-    return (config or cuda.Config()).planned_attention(width, dtype)
+    return (config or _gpu()).planned_attention(width, dtype)
 
 
 def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
@@ -58,6 +76,8 @@ def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
     Args:
         config: of the experiment; None: the best device.
     """
+    from trainer.accelerators.kinds import xla
+
     if isinstance(config or best(), xla.Config):
         return cpu.Config().build()
     return detect() if config is None else config.build()
@@ -67,9 +87,11 @@ def detect() -> Accelerator:
     """The best device of this machine. Warns of a CPU beside devices that cannot be used."""
     config = best()
     if isinstance(config, cpu.Config):
+        from trainer.accelerators.kinds import cuda
+
         reason = cuda.unusable()
         hardware = "GPUs" if reason else "TPUs"
-        if reason is None and chips.count():
+        if reason is None and _tpu_chips():
             reason = f"{install_command('tpu')}, in an environment of its own"
         if reason:
             logger.warning(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from samestep.errors import CheckpointError
-from trainer.checkpoint import files, history, holding, integrity, retention
+from trainer.checkpoint import files, history, holding, integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 
@@ -79,7 +79,7 @@ class Removal:
         """
         try:
             check, known = integrity.check_sizes, self._known
-            steps = retention.outdated_steps(self._root, last, every, check, kept, known)
+            steps = outdated_steps(self._root, last, every, check, kept, known)
             for step in steps:
                 folder = integrity.step_folder(self._root, step)
                 if self._may_remove(folder) and not self._remove_unless_held(folder):
@@ -124,3 +124,35 @@ class Removal:
 
     def _may_remove(self, folder: Location) -> bool:
         return self._lease is None or self._lease.may_remove(folder)
+
+
+def outdated_steps(
+    root: Location,
+    keep_last: int,
+    keep_every: int | None,
+    check: integrity.Check,
+    best: int | None = None,
+    known: dict[str, bytes] | None = None,
+) -> list[int]:
+    """Returns the committed steps to remove.
+
+    With keep_last=2, steps 1 to 6, and step 5 damaged, the steps 4, 5 and 6 are kept: the damaged
+    one does not count, so that a run always has `keep_last` steps to fall back on.
+
+    Args:
+        root: folder of a run's checkpoints.
+        keep_last: number of newest valid steps to keep, with the damaged ones among them.
+        keep_every: steps that this divides are kept as well.
+        check: called for the newest steps only, until enough of them are valid.
+        best: this step is kept as well.
+        known: as for `integrity.listed`.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    older, valid = integrity.committed_steps(root, known), 0
+    while older and valid < keep_last:
+        folder = integrity.step_folder(root, older.pop())
+        # `older` loses its newest step each time, so what remains is older than all that stay.
+        valid += integrity.find_damage(folder, check) is None
+    return [step for step in older if step != best and (keep_every is None or step % keep_every)]

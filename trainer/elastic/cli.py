@@ -49,7 +49,7 @@ def _train(args: argparse.Namespace) -> int:
     elastic = None
     if args.elastic:
         from trainer.elastic import agent
-        from trainer.training.run import checkpoint_folder
+        from trainer.training.compose import checkpoint_folder
         from trainer.training.shared_facts import facts_of
 
         folder = checkpoint_folder(experiment)

@@ -21,12 +21,13 @@ from trainer.metrics import check_installed
 from trainer.objectives import Objective, Predictions, Task
 from trainer.strategies import Strategy
 from trainer.training import run_folder
+from trainer.training.compose import checkpoint_folder, open_loader, open_strategy
 from trainer.training.compute.fused_attention import fuse_attention
+from trainer.training.evaluation import Evaluation, score
 from trainer.training.experiment import Experiment
 from trainer.training.model import build_model, build_objectives
-from trainer.training.passes import Evaluation, evaluation_batches, score
+from trainer.training.passes import evaluation_batches
 from trainer.training.phases import phase_of
-from trainer.training.run import checkpoint_folder, open_loader, open_strategy
 from trainer.training.weights.initial import stored_values, with_encoder
 from trainer.training.weights.loading import Weights, load_weights
 from trainer.training.weights.teacher import attach_teacher
@@ -176,7 +177,8 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     with strategy.accelerator.graph("start"):
         values = stored_values(weights, model, dataset)
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
-    attach_teacher(experiment, dataset, objectives, strategy)
+    if experiment.objective.teacher_path is not None:
+        attach_teacher(experiment, dataset, objectives, strategy)
     # Length and objective of the last step before the checkpoint.
     phase = phase_of(experiment.resolved_phases(), step - 1)
     objective = objectives[phase.index]

@@ -140,7 +140,7 @@ def _step(said: str | None, experiment: Experiment) -> Step:
     if said != "best":
         raise ConfigError(f"--step is {said}. Use the number of a step, or best.")
     from trainer.checkpoint import retention
-    from trainer.training.run import checkpoint_folder
+    from trainer.training.compose import checkpoint_folder
 
     if retention.best_step(checkpoint_folder(experiment)) is None:
         raise ConfigError(

@@ -29,11 +29,11 @@ from trainer.models.families import bilm
 from trainer.optim.kinds import adamw
 from trainer.strategies import Replica
 from trainer.training.compatibility import check_compatibility
+from trainer.training.compose import checkpoint_folder, open_loader, write_description
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Ledger
 from trainer.training.model import build_objectives
 from trainer.training.phases import phase_of
-from trainer.training.run import checkpoint_folder, open_loader, write_description
 from trainer.training.start_record import start_of
 from trainer.training.weights.loading import load_weights
 

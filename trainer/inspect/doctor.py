@@ -178,7 +178,7 @@ def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
         fix = f"{install_command('wandb')}, or tracking.wandb=null" if config else ""
         yield Finding("W&B", missing, "the package wandb is not installed", fix)
         return
-    mode, has_key = wandb.resolve_mode((config or wandb.Config()).mode), wandb.has_key()
+    mode, has_key = wandb.resolve_mode("auto" if config is None else config.mode), wandb.has_key()
     key = "an API key was found" if has_key else "no API key was found"
     if mode != "online":
         fix = "wandb login, or set WANDB_API_KEY" if mode == "offline" and not has_key else ""

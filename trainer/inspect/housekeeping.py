@@ -174,7 +174,7 @@ def _gc(args: argparse.Namespace) -> int:
     from rich.filesize import decimal
 
     from samestep.config import decode
-    from trainer.checkpoint import Config, holding, integrity, retention
+    from trainer.checkpoint import Config, holding, integrity, removal, retention
     from trainer.checkpoint.lock import only_writer
 
     root = _root(args)
@@ -190,7 +190,7 @@ def _gc(args: argparse.Namespace) -> int:
     with nullcontext() if args.dry_run else only_writer(root):
         best, check = retention.best_step(root), integrity.check_content
         last, every = config.keep_last, config.keep_every
-        outdated = retention.outdated_steps(root, last, every, check, best)
+        outdated = removal.outdated_steps(root, last, every, check, best)
         going = integrity.uncommitted_folders(root) + integrity.superseded_folders(root)
         going += [integrity.step_folder(root, step) for step in outdated]
         removed, freed, held = 0, 0, holding.Holds(root).held(certain=not args.dry_run)

@@ -17,10 +17,10 @@ from samestep.storage.urls import is_hub_path
 from trainer.checkpoint import files, integrity
 from trainer.strategies import Replica
 from trainer.training import starting
+from trainer.training.compose import checkpoint_folder, open_loader
 from trainer.training.experiment import Experiment
 from trainer.training.model import build_model, build_objectives
 from trainer.training.observers.probe_rows import build_probes
-from trainer.training.run import checkpoint_folder, open_loader
 from trainer.training.weights.loading import check_weights, load_config
 from trainer.training.weights.teacher import build_teacher
 from trainer.vectors.folder import check as check_vectors

@@ -30,7 +30,7 @@ def register(commands: Commands) -> None:
 
 def _sync(args: argparse.Namespace) -> int:
     from trainer.training import run_folder
-    from trainer.training.run import checkpoint_folder, only_writer_of
+    from trainer.training.compose import checkpoint_folder, only_writer_of
     from trainer.training.starting import stored_experiment
 
     experiment = stored_experiment(args.run_folder, args.overrides)

@@ -16,7 +16,6 @@ from trainer.models.fused import FusedAttention
 from trainer.models.heads import answer
 from trainer.models.initialization import initial_values
 from trainer.models.inputs import Inputs
-from trainer.models.lstm_layers import stacked_gates
 from trainer.models.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 
@@ -174,12 +173,17 @@ class TransformerModel(Model):
         return Role("layer" if self.layer_of(name) else part, kind)  # type: ignore[arg-type]
 
     def stacked(self) -> dict[str, int]:
-        return {
+        stacked = {
             f"{name}.{own}": len(module.parts)
             for name, module in self.named_modules()
             if isinstance(module, Projection) and len(module.parts) > 1
             for own, _ in module.named_parameters(recurse=False)
-        } | stacked_gates(self)
+        }
+        if self.config.head_lstm:
+            from trainer.models.lstm_layers import stacked_gates
+
+            stacked |= stacked_gates(self)
+        return stacked
 
     def last_layers(self, count: int) -> frozenset[str]:
         """The last layers, and the pooler of a task's head, which pre-training may have trained."""

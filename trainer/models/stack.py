@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.models.cache import Cache, LayerCache
 from trainer.models.fused import Mask
+
+if TYPE_CHECKING:
+    from trainer.models.cache import Cache, LayerCache
 
 Hidden = TypeVar("Hidden", bound=Tensor | tuple[Tensor, ...])
 """The hidden states between layers: [B, S, D], or a (named) tuple of such tensors."""

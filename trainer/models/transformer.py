@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from trainer.models import Outputs
 from trainer.models.attention import SelfAttention, causal_mask, segment_mask, take
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
-from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.fused import Mask
-from trainer.models.head_lstm import HeadLstm
 from trainer.models.heads import ScalarMix
 from trainer.models.inputs import Inputs
-from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 
 _SPAN_COLUMNS = ("span_first", "span_last", "span_offset")
+
+if TYPE_CHECKING:
+    from trainer.models.cache import Cache
+    from trainer.models.relative import RelativeBias
 
 
 class _Keys(NamedTuple):
@@ -79,8 +80,11 @@ class Transformer(TransformerModel):
         self.final_norm = config.build_norm() if config.norm == "pre" else None
         self.head = head
         self.mix = ScalarMix(config.layers + 1) if config.scalar_mix else None
-        top = config.head_lstm
-        self.head_lstm = HeadLstm(top, config.width, config.dropout) if top else None
+        self.head_lstm = None
+        if config.head_lstm:
+            from trainer.models.head_lstm import HeadLstm
+
+            self.head_lstm = HeadLstm(config.head_lstm, config.width, config.dropout)
         # Of a conditional random field, see `trainer.objectives.crf`.
         tags = len(config.labels) + 1
         self.tag_transitions = nn.Parameter(torch.empty(tags, tags)) if config.crf else None
@@ -334,6 +338,8 @@ class Transformer(TransformerModel):
             hidden = take(hidden, order)
             segments, positions = segments.gather(1, order), positions.gather(1, order)
             prefix = None if prefix is None else prefix.gather(1, order)
+        from trainer.models.cache import Cache
+
         cache = Cache(len(self.layers), capacity + self.inserted, segments > 0)
         mask, bias = self._mask(segments, segments, prefix, self.config.causal)
         return self._decode(hidden, matrix, positions, mask, bias, cache), cache

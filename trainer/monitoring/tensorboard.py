@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,41 +30,35 @@ _FLUSH_SECONDS = 10
 _CONFIG = "config/text_summary"
 
 
-@dataclass(frozen=True)
-class Config:
-    """TensorBoard event files in RUN/tensorboard."""
-
-    def build(self, folder: Path, description: Tree) -> TensorBoardTracker:
-        """Builds the tracker of a run folder; `description` is the experiment's configuration.
-
-        metrics.jsonl must have been truncated to the step that training resumes from.
-
-        Raises:
-            MissingExtra: the package tensorboard is not installed.
-        """
-        return TensorBoardTracker(folder, description)
-
-    def holds(self, folder: Path) -> bool:
-        """Whether the event files of a run folder have all rows of its metrics.jsonl."""
-        try:
-            from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-        except ImportError as error:
-            raise MissingExtra("tensorboard", "tensorboard", "tracking.tensorboard") from error
-        rows = Counter(
-            row["step"]
-            for row in read_rows(folder / "metrics.jsonl")
-            if row.keys() > {"step", "time"}  # an event without values is not counted
-        )
-        events: Counter[int] = Counter()
-        for path in (folder / "tensorboard").glob(_FILES):
-            for event in LegacyEventFileLoader(str(path)).Load():
-                if event.summary.value and event.summary.value[0].tag != _CONFIG:
-                    events[event.step] += 1
-        return rows <= events
+def holds(folder: Path) -> bool:
+    """Whether the event files of a run folder have all rows of its metrics.jsonl."""
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    except ImportError as error:
+        raise MissingExtra("tensorboard", "tensorboard", "tracking.tensorboard") from error
+    rows = Counter(
+        row["step"]
+        for row in read_rows(folder / "metrics.jsonl")
+        if row.keys() > {"step", "time"}  # an event without values is not counted
+    )
+    events: Counter[int] = Counter()
+    for path in (folder / "tensorboard").glob(_FILES):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.summary.value and event.summary.value[0].tag != _CONFIG:
+                events[event.step] += 1
+    return rows <= events
 
 
 class TensorBoardTracker(Tracker):
-    """Writes metrics as scalars. An error is logged once and does not stop training."""
+    """Writes metrics as scalars. An error is logged once and does not stop training.
+
+    Args:
+        folder: its metrics.jsonl has been truncated to the step that training resumes from.
+        description: the experiment's configuration.
+
+    Raises:
+        MissingExtra: the package tensorboard is not installed.
+    """
 
     def __init__(self, folder: Path, description: Tree) -> None:
         try:

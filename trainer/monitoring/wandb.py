@@ -27,12 +27,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 from urllib.parse import urlparse
 
 from samestep import storage
@@ -42,6 +41,7 @@ from samestep.stored_json import damage_of, read_json
 from trainer.monitoring import Level, Tracker, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.settings import WeightsAndBiases
 
 logger = logging.getLogger(__name__)
 
@@ -60,101 +60,67 @@ _REQUEST_SECONDS = 15.0
 _REQUEST_RETRIES = 2
 
 
-@dataclass(frozen=True)
-class Config:
-    """Weights & Biases.
+def claim(folder: Path) -> None:
+    """Assigns a run folder to this trial of a sweep, if there is one, before the run is read.
 
-    Attributes:
-        project: the W&B project.
-        entity: user or team; None takes the account's default.
-        group: group of the run in the W&B interface.
-        name: name of the run; None takes the name of the run folder.
-        tags: labels of the run.
-        mode: online, offline or disabled; auto takes WANDB_MODE if that is set, else online if an
-            API key is found (in WANDB_API_KEY or netrc), else offline.
-        log_checkpoints: log committed checkpoints as artifacts; those in object stores as
-            references.
-        alerts: notify people when the run fails or hangs, skips a step, or was restarted.
+    Raises:
+        ConfigError: the folder belongs to another run, which the trial would resume.
     """
+    trial = _trial()
+    if trial is None:
+        return
+    started, known = (folder / "starts.jsonl").exists(), (folder / _FILE).exists()
+    # A run without W&B has no id to compare. A new folder gets the trial's own id here.
+    if (started and not known) or _run_id(folder) != trial:
+        held = f"the W&B run {_run_id(folder)}" if known else "a run without W&B"
+        raise ConfigError(
+            f"output {folder} holds {held}, and trial {trial} of a sweep would resume it; give "
+            "each trial its own folder, such as output=runs/sweep/$WANDB_RUN_ID (see "
+            "configs/sweeps/bert_mini.yaml)"
+        )
 
-    project: str = "samestep"
-    entity: str | None = None
-    group: str | None = None
-    name: str | None = None
-    tags: tuple[str, ...] = ()
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    log_checkpoints: bool = False
-    alerts: bool = True
 
-    def claim(self, folder: Path) -> None:
-        """Assigns a run folder to this trial of a sweep, if there is one, before the run is read.
+def holds(config: WeightsAndBiases, folder: Path, most: float = math.inf) -> bool:
+    """Whether W&B has all steps of the metrics.jsonl of a run folder.
 
-        Raises:
-            ConfigError: the folder belongs to another run, which the trial would resume.
-        """
-        trial = _trial()
-        if trial is None:
-            return
-        started, known = (folder / "starts.jsonl").exists(), (folder / _FILE).exists()
-        # A run without W&B has no id to compare. A new folder gets the trial's own id here.
-        if (started and not known) or _run_id(folder) != trial:
-            held = f"the W&B run {_run_id(folder)}" if known else "a run without W&B"
-            raise ConfigError(
-                f"output {folder} holds {held}, and trial {trial} of a sweep would resume it; give "
-                "each trial its own folder, such as output=runs/sweep/$WANDB_RUN_ID (see "
-                "configs/sweeps/bert_mini.yaml)"
-            )
+    Online, the note of the last upload tells; offline, the file that waits for `wandb sync`.
 
-    def build(
-        self,
-        folder: Path,
-        description: Tree,
-        checkpoints: Callable[[], Sequence[str]],
-        summary: Mapping[str, str | int],
-        most: float = math.inf,
-    ) -> WandbTracker:
-        """Builds the tracker of a run folder, and sends the rows of metrics.jsonl that W&B lacks.
-
-        Args:
-            folder: its metrics.jsonl has been truncated to the step that training resumes from.
-            description: the experiment's configuration.
-            checkpoints: lists folders or addresses of the committed checkpoints, oldest first.
-            summary: facts about the newest start of the run, besides its metrics.
-            most: leaves out later steps of metrics.jsonl, which may lack rows.
-
-        Raises:
-            MissingExtra: the package wandb is not installed.
-        """
-        return WandbTracker(self, folder, description, checkpoints, summary, most)
-
-    def holds(self, folder: Path, most: float = math.inf) -> bool:
-        """Whether W&B has all steps of the metrics.jsonl of a run folder.
-
-        Online, the note of the last upload tells; offline, the file that waits for `wandb sync`.
-
-        Args:
-            most: as for `build`.
-        """
-        steps = {row["step"] for row in read_rows(folder / "metrics.jsonl")}
-        steps = {step for step in steps if step <= most}
-        try:
-            mode = resolve_mode(self.mode)
-            if mode == "disabled" or max(steps, default=-1) <= _read_note(folder).get("sent", -1):
-                return True
-            return mode == "offline" and steps <= _offline_steps(folder)
-        except transaction_log.UnknownFormatError as error:
-            logger.warning("whether W&B has all steps is unknown: %s", error)
+    Args:
+        most: leaves out later steps of metrics.jsonl, which may lack rows.
+    """
+    steps = {row["step"] for row in read_rows(folder / "metrics.jsonl")}
+    steps = {step for step in steps if step <= most}
+    try:
+        mode = resolve_mode(config.mode)
+        if mode == "disabled" or max(steps, default=-1) <= _read_note(folder).get("sent", -1):
             return True
-        except ValueError:  # an invalid setting of W&B, which the tracker reports
-            return False
+        return mode == "offline" and steps <= _offline_steps(folder)
+    except transaction_log.UnknownFormatError as error:
+        logger.warning("whether W&B has all steps is unknown: %s", error)
+        return True
+    except ValueError:  # an invalid setting of W&B, which the tracker reports
+        return False
 
 
 class WandbTracker(Tracker):
-    """Sends metrics to one W&B run. An error in W&B is logged once and does not stop training."""
+    """Sends metrics to one W&B run. An error in W&B is logged once and does not stop training.
+
+    First it sends the rows of metrics.jsonl that W&B lacks.
+
+    Args:
+        folder: its metrics.jsonl has been truncated to the step that training resumes from.
+        description: the experiment's configuration.
+        checkpoints: lists folders or addresses of the committed checkpoints, oldest first.
+        summary: facts about the newest start of the run, besides its metrics.
+        most: leaves out later steps of metrics.jsonl, which may lack rows.
+
+    Raises:
+        MissingExtra: the package wandb is not installed.
+    """
 
     def __init__(
         self,
-        config: Config,
+        config: WeightsAndBiases,
         folder: Path,
         description: Tree,
         checkpoints: Callable[[], Sequence[str]],
@@ -310,11 +276,11 @@ class WandbTracker(Tracker):
             return False
         # Online, `finish` has waited for all uploads.
         deadline = time.monotonic() + _WRITTEN_SECONDS
-        while not (holds := self._config.holds(self._folder, self._most)):
+        while not (has_all := holds(self._config, self._folder, self._most)):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        return holds
+        return has_all
 
     def _give_up(self, error: Exception) -> None:
         self._run = self._artifacts = None

@@ -15,7 +15,6 @@ from samestep.examples import Vocabulary
 from samestep.hashing import U64, combine, name_key
 from trainer.objectives.rows import Bools, Int32, Int64, Rows, TokenObjective
 from trainer.objectives.whole_words import COLUMN_BITS, NEVER, choose_words, columns_of
-from trainer.objectives.word_spans import choose_spans, ngram_probabilities
 
 MOST_WORDS = 100
 """The longest runs of words that may be predicted together."""
@@ -80,6 +79,8 @@ class ChosenTokens(TokenObjective):
         maskable, count = self.budget(tokens)
         slots = self.predictions(tokens.shape[1])
         if self._choice.ngrams > 1:
+            from trainer.objectives.word_spans import choose_spans, ngram_probabilities
+
             likely = ngram_probabilities(self._choice.ngrams)
             spans = choose_spans(key, maskable, self.continues(tokens), count, likely)
             return columns_of(spans > 0, slots)

@@ -335,7 +335,7 @@ def add_up(values: Tensor, like: Tensor, op: dist.ReduceOp.RedOpType = dist.Redu
         dist.all_reduce(values, op, like.segment.group)
     elif is_dtensor(like):
         for dimension, placement in enumerate(like.placements):
-            if placement.is_shard():
+            if placement.is_shard() and like.device_mesh.size(dimension) > 1:
                 dist.all_reduce(values, op, like.device_mesh.get_group(dimension))
         # Each replica has added up in its own group, possibly in another order. The first replica's
         # sums count for all: updates that differ in a bit would let replicas drift apart.

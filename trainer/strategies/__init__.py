@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,10 @@ from samestep.errors import ConfigError
 from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision
 from trainer.partition import flat_start, local_parts, whole_norms
-from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.world import World
+
+if TYPE_CHECKING:
+    from trainer.strategies.loss_scale import LossScale
 
 BuildOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Named parameters -> their optimizer."""
@@ -171,6 +173,8 @@ class Strategy(ABC):
         self.replica = Replica(world.rank, world.size)
         self.loss_scale: LossScale | None = None
         if precision == "fp16":
+            from trainer.strategies.loss_scale import LossScale
+
             self.loss_scale = LossScale(accelerator.device, self.replica.count)
         self._host_group: dist.ProcessGroup | None = None
 
@@ -279,7 +283,8 @@ class Strategy(ABC):
         return self._reduce(value.to(self.accelerator.device, non_blocking=True), op)
 
     def _reduce(self, value: Tensor, op: Reduction) -> Tensor:
-        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        if self.replica.count > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return value / self.replica.count if op == "mean" else value
 
     def all_rows(self, own: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ from samestep import log
 from samestep.environment import launcher_rank, number
 from samestep.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
 from samestep.stored_json import JsonError, parse_json
-from trainer.strategies.agreement import Facts, Machine, disagreement
 from trainer.strategies.neighbor import (
     INTERFACE,
     LOOPBACK,
@@ -43,6 +42,8 @@ from trainer.strategies.neighbor import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from trainer.strategies.agreement import Facts
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class World:
         """
         if self.store is None:
             return
+        from trainer.strategies.agreement import Machine, disagreement
+
         own = Machine(f"rank {self.rank} ({platform.node()})", facts)
         stored = self.store.compare_set("facts", "", json.dumps([own.name, dict(facts)]))
         try:

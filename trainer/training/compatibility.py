@@ -11,11 +11,11 @@ from data_pipeline.packing.policy import check_rows
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from samestep.config import kind_name, to_tree
 from samestep.errors import ConfigError
+from trainer.accelerators import Accelerator
 from trainer.models import Model, Outputs
 from trainer.models.config import FEWEST_LABELS
-from trainer.objectives import Objective, Task
+from trainer.objectives import Objective, OverBatch, Task
 from trainer.training.experiment import Experiment
-from trainer.training.observers.best import check_metric
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,54 @@ def check_compatibility(
         if config.type_vocab:
             has = f"model.type_vocab is {config.type_vocab}; set it to 2"
         raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
+
+
+def check_accelerator(experiment: Experiment, accelerator: Accelerator) -> None:
+    """Rejects settings that the hardware does not support.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if experiment.training.fp8 and not accelerator.has_fp8:
+        raise ConfigError(
+            f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
+            " Set it to false, or use a GPU of compute capability 8.9 or above."
+        )
+    if experiment.data.group_by_length is not None and accelerator.compiles:
+        raise ConfigError(
+            f"{accelerator.description} compiles for each width of a batch, and "
+            "data.group_by_length gives many; set it to null"
+        )
+    if experiment.training.digest_every is not None and accelerator.compiles:
+        raise ConfigError(
+            f"training.digest_every is set, and {accelerator.description} compiles a step into one "
+            "graph, whose gradients nobody can read. Set it to null."
+        )
+
+
+def check_exact(
+    experiment: Experiment, objectives: Sequence[Objective], own_optimizer: bool
+) -> None:
+    """Rejects what does not compute the same bits on other numbers of devices.
+
+    Args:
+        own_optimizer: whether the optimizer is built by the caller's own function.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if not experiment.training.is_bitwise:
+        return
+    if any(isinstance(objective, OverBatch) for objective in objectives):
+        raise ConfigError(
+            "training.exact is bitwise, and this objective compares the examples of all devices, "
+            "whose number changes the shapes. Set training.exact=tolerance."
+        )
+    if own_optimizer:
+        raise ConfigError(
+            "training.exact is bitwise, which holds for samestep's optimizers. Leave "
+            "build_optimizer out, or set training.exact=tolerance."
+        )
 
 
 def check_dataset(dataset: AnyDataset, objective: Objective, sequence_length: int) -> None:
@@ -140,9 +188,7 @@ def check_best(experiment: Experiment, objectives: Sequence[Objective]) -> None:
     for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
         own = phase.objective.task is phase.objective
         if best is not None and isinstance(objective, Task) and own:
-            check_metric(
-                best, tuple(dict.fromkeys((*objective.mean_names, *objective.score_names)))
-            )
+            best.check(tuple(dict.fromkeys((*objective.mean_names, *objective.score_names))))
 
 
 def check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:

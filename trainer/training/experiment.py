@@ -13,13 +13,12 @@ from samestep.errors import ConfigError
 from trainer import accelerators, optim, strategies
 from trainer.checkpoint import manager
 from trainer.models import Model, ModelConfig
-from trainer.monitoring import tensorboard, wandb
+from trainer.monitoring.settings import TensorBoard, WeightsAndBiases
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
 from trainer.partition import exact
-from trainer.strategies.kinds import fsdp, single
-from trainer.training.observers import profiler
-from trainer.training.observers.probes import Config as ProbeConfig
+from trainer.strategies.kinds import fsdp
+from trainer.training.observers.settings import Probe, Profile
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
 from trainer.training.settings import Config as TrainingConfig
@@ -35,9 +34,9 @@ class Tracking:
         profile: the steps to trace with the PyTorch profiler.
     """
 
-    wandb: wandb.Config | None = None
-    tensorboard: tensorboard.Config | None = None
-    profile: profiler.Config = field(default_factory=profiler.Config)
+    wandb: WeightsAndBiases | None = None
+    tensorboard: TensorBoard | None = None
+    profile: Profile = field(default_factory=Profile)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Experiment:
     optimizer: Annotated[optim.Config, Kinds("trainer.optim.kinds")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()
-    probes: dict[str, ProbeConfig] = field(default_factory=dict)
+    probes: dict[str, Probe] = field(default_factory=dict)
     strategy: Annotated[strategies.Config, Kinds("trainer.strategies.kinds")] = field(
         default_factory=fsdp.Config
     )
@@ -222,6 +221,8 @@ class Experiment:
         """Returns the experiment with a strategy that works in one process."""
         if self.strategy.fits_one_process(self.accelerator):
             return self
+        from trainer.strategies.kinds import single
+
         return replace(self, strategy=single.Config())
 
     def resolved_phases(self) -> tuple[Phase, ...]:

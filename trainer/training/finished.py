@@ -11,7 +11,6 @@ from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.training.checkpoints import stored_config
 from trainer.training.experiment import Experiment
-from trainer.training.observers.best import Best
 from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
@@ -41,10 +40,11 @@ def reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> st
         return f"is at step {step}; {more} to train on"
     if experiment.training.best is None:
         return None
-    best = Best(experiment.training.best)
-    meta = integrity.read_meta(integrity.step_folder(source.folder, step))
-    best.load_state_dict(meta, holds=lambda step: True)
-    if best.out_of_patience:
+    from trainer.training.observers.best import BestEvaluation
+
+    best = BestEvaluation(experiment.training.best)
+    best.load_state_dict(integrity.read_meta(integrity.step_folder(source.folder, step)))
+    if best.ends_run:
         return f"was stopped early at step {step}; raise training.best.patience to train on"
     return None
 
@@ -90,13 +90,3 @@ def _had_ended(meta: Meta, stored: Tree) -> bool:
     patience = (settings.get("best") or {}).get("patience")
     early: bool = patience is not None and meta["best"]["since"] >= patience
     return early or meta["step"] >= settings["steps"]
-
-
-def report_end(experiment: Experiment, step: int, best: Best) -> None:
-    """Logs where the result of a finished run is."""
-    if experiment.training.best is None:
-        logger.info("finished     step %d, in %s", step, experiment.output)
-        return
-    early = f"stopped early at step {step}: " if best.out_of_patience else ""
-    checkpoint = f"{experiment.output}/best"
-    logger.info("finished     %s%s; its checkpoint is %s", early, best, checkpoint)

@@ -28,30 +28,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from samestep.config import Tree
 from trainer.checkpoint.manager import Checkpointer
-from trainer.monitoring import Tracker
-from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.strategies import Strategy
 from trainer.training.checkpoints import Checkpoints, capture, restore
-from trainer.training.observers.best import Best
-from trainer.training.observers.digests import FILE, Digests
-from trainer.training.observers.faults import Faults
-from trainer.training.observers.heartbeat import Heartbeat
-from trainer.training.observers.probes import Probe, accuracy
-from trainer.training.observers.profiler import Config as ProfilerConfig
-from trainer.training.observers.profiler import Profiler
-from trainer.training.observers.state_check import StateCheck
+from trainer.training.observers import Observer
+from trainer.training.observers.faults import FaultCheck
 from trainer.training.passes import (
     Batch,
     Gradients,
@@ -59,12 +48,11 @@ from trainer.training.passes import (
     MicroBatches,
     accumulate_gradients,
     loss_and_norm,
-    score,
 )
 from trainer.training.phase_loaders import PhaseLoaders
-from trainer.training.phases import Phase, phase_of
+from trainer.training.phases import Phase, objective_settings, phase_of
 from trainer.training.preemption import StopRequest
-from trainer.training.recorder import Recorder
+from trainer.training.recorder import Outputs, Recorder
 from trainer.training.settings import Config
 from trainer.training.state import Meta, TrainState, state_tensors
 
@@ -72,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Drives one run. It builds none of the parts: see `trainer.training.run.build_trainer`."""
+    """Drives one run. It builds none of the parts: see `trainer.training.compose.build_trainer`."""
 
     def __init__(
         self,
@@ -97,39 +85,25 @@ class Trainer:
         self.loaders = loaders
         self.checkpoints = checkpoints
         self.description = description
-        self.probes: Mapping[str, Probe] = {}
         self.state = TrainState()
-        self.best = Best(config.best)
         self.recorder = Recorder(strategy, compiles=config.compile)
         output = str(description["config"]["output"])
-        self.faults = Faults(config.faults, strategy.loss_scale is not None, output)
-        alert = partial(self.recorder.alert, "ERROR", "The run hangs")
-        stacks = Path(output, "stacks")
-        self.heartbeat = Heartbeat(strategy.world, config.hang_timeout, stacks, alert)
-        # Reading the state in the middle of a compiled step would split its graph in two.
-        every = None if strategy.accelerator.compiles else config.verify_state_every
-        self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
-        self.digests = Digests(strategy, config.digest_every, self.recorder.ledger)
-        # Without arguments to `fit`: profiles on demand, and nobody requests a stop.
-        self._profiler = ProfilerConfig().build(Path(output), strategy.world.rank)
+        self.faults = FaultCheck(config.faults, strategy.loss_scale is not None, output)
+        # In the order in which their hooks are called.
+        self.observers: tuple[Observer, ...] = ()
         self._stop = StopRequest(config.preemption)
         # Of the last step, on the device: the host reads it when it writes a row or a checkpoint.
         self._grad_norm = torch.zeros(())
 
     def fit(
         self,
-        trackers: Sequence[Tracker] = (),
-        ledger: Path | None = None,
-        throughput: Throughput | None = None,
-        profiler: Profiler | None = None,
+        outputs: Outputs | None = None,
         stop: StopRequest | None = None,
     ) -> str | None:
         """Trains from the current step to the last, with evaluations, logs and checkpoints.
 
         Args:
-            trackers: receive the metrics; on rank 0 only.
-            ledger: file for a record of the consumed data; on rank 0 only.
-            throughput: turns steps and seconds into rates; None leaves these out.
+            outputs: where metrics and the record of the consumed data go.
             stop: ends the run early, after a step and its checkpoint.
 
         Returns:
@@ -140,11 +114,14 @@ class Trainer:
         Raises:
             SamestepError: the loss or the gradient is not finite, and `training.faults` says stop.
         """
-        self._profiler, self._stop = profiler or self._profiler, stop or self._stop
-        self.recorder.open(self.state.step, trackers, ledger, throughput)
-        self.digests.open(ledger and ledger.with_name(FILE), self.state.step)
+        self._stop = stop or self._stop
+        self.recorder.open(self.state.step, outputs or Outputs())
         self.model.train()
-        with self.heartbeat, self.recorder.held_rows(self.checkpoints.keeps_each_step):
+        with ExitStack() as contexts:
+            for observer in self.observers:
+                observer.open(self.recorder.folder, self.state.step)
+                contexts.enter_context(observer)
+            contexts.enter_context(self.recorder.held_rows(self.checkpoints.keeps_each_step))
             while not (self.finished or self._stop.agreed):
                 if fault := self._run_phase(self.phase):
                     return fault
@@ -155,7 +132,15 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the run is at its last step, or out of patience for a better evaluation."""
-        return self.state.step >= self.config.steps or self.best.out_of_patience
+        return self.state.step >= self.config.steps or self._ends_early
+
+    @property
+    def _ends_early(self) -> bool:
+        return any(observer.ends_run for observer in self.observers)
+
+    @property
+    def _best_step(self) -> int | None:
+        return next((step for each in self.observers if (step := each.best_step) is not None), None)
 
     @property
     def phase(self) -> Phase:
@@ -179,8 +164,9 @@ class Trainer:
         while self.state.step < phase.end:
             next_step = self.state.step + 1
             # The first step of a phase may be slow: shapes are new, and kernels are compiled.
-            self.heartbeat.begin_step(next_step, first=self.state.step == begin)
-            self._profiler.begin_step(next_step, look=self._due(self.config.log_every))
+            first, look = self.state.step == begin, self._due(self.config.log_every)
+            for observer in self.observers:
+                observer.begin_step(next_step, first, look)
             # Each section has the time since the one before it, so their sum is the wall time.
             end_section("logging")
             micro_batches = next(batches)
@@ -195,9 +181,10 @@ class Trainer:
             if self.state.step == begin + 1:
                 # The optimizer creates its state in the first update, so memory for saves can be
                 # reserved only now.
-                self.checkpoints.reserve(self.strategy.to_host(self._tensors(), copy=False))
-            if shares := self._profiler.end_step(self.state.step):
-                self.recorder.log(self.state.step, shares)
+                self.checkpoints.reserve(self.strategy.to_host(self.tensors(), copy=False))
+            for observer in self.observers:
+                if metrics := observer.end_step(self.state.step):
+                    self.recorder.log(self.state.step, metrics)
             logged = self._due(self.config.log_every) or self.state.step == phase.end
             if logged:
                 self._log_training(phase)
@@ -205,20 +192,21 @@ class Trainer:
             if self._due(self.config.evaluate_every):
                 self._evaluate_and_log(phase)
                 end_section("evaluation")
-            for name, probe in self.probes.items():
-                if self._due(probe.config.every):
-                    self._probe_and_log(name, probe)
+            for observer in self.observers:
+                for scores in observer.scores(self.state.step, self._at_end):
+                    if scores:
+                        self.recorder.log(self.state.step, scores)
                     end_section("evaluation")
-            if self.best.out_of_patience and not logged:
+            if self._ends_early and not logged:
                 self._log_training(phase)
             # Every rank calls `decide` after every step, so all of them stop after the same one.
             error = self.loader.error_ahead(phase.end - self.state.step)
             stopping = (
                 self._stop.decide(self.state.step, self.checkpoints.durable, error)
-                or self.best.out_of_patience
+                or self._ends_early
             )
-            ending = stopping or self.state.step == self.config.steps
-            is_best = self.state.step == self.best.step
+            ending = stopping or self._at_end
+            is_best = self.state.step == self._best_step
             if due := self.checkpoints.due(self.state.step, is_best, ending):
                 self.save(due)
                 end_section("checkpoint")
@@ -247,7 +235,8 @@ class Trainer:
             self._grad_norm = gradients.norm
             self.recorder.add_batch(step, micro_batches, self.loader)
             # The last moment to see whether bits have flipped since the previous update.
-            self.state_check.before_update(self.state.step)
+            for observer in self.observers:
+                observer.before_update(self.state.step)
             self.checkpoints.copied()
             with self._graph("update", separate=checks):
                 for metrics in gradients.metrics:
@@ -255,8 +244,8 @@ class Trainer:
                 self.strategy.step(self.optimizer, self._grad_norm)
                 self.optimizer.zero_grad(set_to_none=True)
         self.state.step = step
-        self.state_check.after_update(step)
-        self.digests.after_update(step, micro_batches, gradients, self._tensors)
+        for observer in self.observers:
+            observer.after_update(step, micro_batches, gradients)
         self.recorder.end_section("optimizer")
         self._count(phase, micro_batches[0])
         if step == phase.end:
@@ -291,7 +280,8 @@ class Trainer:
             # Before clipping: frozen layers have no part in the norm.
             groups.freeze(self.optimizer, self.state.step)
             # Clipping would spread an error in one tensor over all of them.
-            self.digests.before_clipping(self.state.step + 1)
+            for observer in self.observers:
+                observer.before_clipping(self.state.step + 1)
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _check(
@@ -358,18 +348,13 @@ class Trainer:
 
     def record_order(self) -> None:
         """Writes to the ledger which data order the next steps consume."""
-        objective = self._objective_settings(self.phase)
+        objective = objective_settings(self.description["config"], self.phase)
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
-
-    def _objective_settings(self, phase: Phase) -> Tree:
-        """The phase's own objective, or the run's."""
-        config = self.description["config"]
-        own = config["phases"][phase.index]["objective"] if config["phases"] else None
-        objective: Tree = own or config["objective"]
-        return objective
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples of the phase's length."""
+        from trainer.training.evaluation import score
+
         scores = score(
             self.model,
             self.objectives[phase.index],
@@ -385,19 +370,9 @@ class Trainer:
         scores = self.evaluate(phase)
         row = {f"heldout/{name}": value for name, value in scores.items()}
         self.recorder.log(self.state.step, row)
-        scored = [phase.sequence_length, self._objective_settings(phase)]
-        self.best.update(self.state.step, scores, self.strategy.all_reduce, scored)
-
-    def _probe_and_log(self, name: str, probe: Probe) -> None:
-        """Scores a classifier on the hidden states; see `trainer.training.observers.probes`."""
-        train, heldout = (
-            probe.read(self.model, self.strategy, split, f"{name} {split}")
-            for split in ("train", "heldout")
-        )
-        self.model.train()
-        # All ranks have the features. One fits the classifier, and writes the row.
-        if self.strategy.replica.index == 0:
-            self.recorder.log(self.state.step, {f"probe/{name}/accuracy": accuracy(train, heldout)})
+        scored = [phase.sequence_length, objective_settings(self.description["config"], phase)]
+        for observer in self.observers:
+            observer.evaluated(self.state.step, scores, scored)
 
     def save(self, checkpointers: Sequence[Checkpointer]) -> None:
         """Starts checkpoints of everything that the next step depends on."""
@@ -406,19 +381,24 @@ class Trainer:
         totals = {name: total for name, (total, _) in recorded["window"].items()}
         self.faults.require_finite(self.state.step, totals, float(self._grad_norm))
         durable = self.checkpoints.durable
+        failed = None
         if durable in checkpointers:
             # The previous save must have ended: if it failed, its step cannot be the best.
             durable.settle()
-            self.best.discard(durable.failed)
+            failed = durable.failed
         # Corrupt state must not replace the valid checkpoints before it.
-        self.state_check.before_save(self.state.step)
+        for observer in self.observers:
+            observer.before_save(self.state.step, failed)
         order, data = self.loaders.state(self.state.step)
         tensors, meta = capture(self.strategy, self.optimizer, self.description, order, data)
-        meta |= {"state": self.state.state_dict(), **self.best.state_dict(), **recorded}
+        meta["state"] = self.state.state_dict()
+        for observer in self.observers:
+            meta |= observer.state_dict()
+        meta |= recorded
         if self.config.faults.checks_steps:
             meta["faults"] = {**self.faults.state_dict(), "batch": self._batch()}
         for checkpointer in checkpointers:
-            keep = self.best.step if checkpointer is durable else None
+            keep = self._best_step if checkpointer is durable else None
             # The next step computes gradients meanwhile, and waits before its update.
             checkpointer.save(self.state.step, tensors, meta, keep, wait_for_copy=False)
 
@@ -432,7 +412,6 @@ class Trainer:
         Returns:
             The settings that have changed since then, as text.
         """
-        self.state_check.forget()
         self.checkpoints.copied()
         source = checkpointer or self.checkpoints.durable
         meta, changes = restore(source, step, self.strategy, self.optimizer, self.description)
@@ -443,7 +422,8 @@ class Trainer:
             if meta["faults"].get("batch", self._batch()) != self._batch():
                 # Losses of another sequence length or batch size cannot be compared.
                 self.faults.clear_window()
-        self.best.load_state_dict(meta, self.checkpoints.durable.holds)
+        for observer in self.observers:
+            observer.load_state_dict(meta)
         self.loaders.resume(self.state.step, meta.get("order", 0), meta["data"])
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
@@ -452,12 +432,16 @@ class Trainer:
         """What the losses of a step depend on beside the model."""
         return [self.phase.global_batch_size, self.phase.sequence_length]
 
-    def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
+    def tensors(self, frozen: bool = False) -> dict[str, Tensor]:
+        """The state that steps change, by name; with `frozen`, frozen parameters as well."""
         return state_tensors(self.strategy.parameters, self.optimizer, frozen)
 
     def _due(self, every: int | None) -> bool:
-        at_end = self.state.step == self.config.steps
-        return every is not None and (self.state.step % every == 0 or at_end)
+        return every is not None and (self.state.step % every == 0 or self._at_end)
+
+    @property
+    def _at_end(self) -> bool:
+        return self.state.step == self.config.steps
 
     def _log_training(self, phase: Phase) -> None:
         """Writes a row: means since the last row, and the state after it. Waits for the device."""
@@ -480,7 +464,7 @@ class Trainer:
             logger.warning(message, *values)
 
     def close(self) -> None:
-        """Stops background threads of the loaders, and a running profiler."""
-        self._profiler.close()
-        self.digests.close()
+        """Closes the observers, and stops background threads of the loaders."""
+        for observer in self.observers:
+            observer.close()
         self.loaders.close()

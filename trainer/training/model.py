@@ -14,7 +14,6 @@ from trainer.models import Model
 from trainer.models.capabilities import give_spellings
 from trainer.objectives import Objective
 from trainer.training.compatibility import check_compatibility
-from trainer.training.compute.compiled import compile_units
 from trainer.training.experiment import Experiment
 
 
@@ -87,9 +86,11 @@ def build_model(
                 "embeddings that support it. Set it to fp32."
             )
     if settings.fp8:
-        from trainer.training.compute.float8 import use_float8  # needs an extra
+        from trainer.training.compute.float8 import use_float8
 
         use_float8(model)
     if settings.compile and accelerator is not None:
+        from trainer.training.compute.compiled import compile_units
+
         compile_units(model, accelerator, experiment.data.group_by_length is not None)
     return model

@@ -10,7 +10,7 @@
             parts.optimizer.zero_grad()
             parts.checkpoints.save()
 
-The parts are those that `trainer.training.run` gives to the `Trainer`, so such a loop takes the
+The parts are those that `trainer.training.compose` gives to the `Trainer`, so such a loop takes the
 same steps at any world size, and resumes from its checkpoints.
 """
 
@@ -37,12 +37,7 @@ from trainer.optim import groups
 from trainer.partition import whole_norms
 from trainer.strategies import BuildOptimizer, Replica, Strategy
 from trainer.training.checkpoints import capture, restore
-from trainer.training.experiment import Experiment
-from trainer.training.model import build_objectives
-from trainer.training.passes import Loader, MicroBatches
-from trainer.training.phase_loaders import PhaseLoaders
-from trainer.training.phases import Phase, phase_of
-from trainer.training.run import (
+from trainer.training.compose import (
     only_writer_of,
     open_checkpointer,
     open_loader,
@@ -50,6 +45,11 @@ from trainer.training.run import (
     prepare,
     write_description,
 )
+from trainer.training.experiment import Experiment
+from trainer.training.model import build_objectives
+from trainer.training.passes import Loader, MicroBatches
+from trainer.training.phase_loaders import PhaseLoaders
+from trainer.training.phases import Phase, phase_of
 from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -12,10 +10,8 @@ from torch import Tensor, nn
 
 from samestep.errors import DataError
 from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
-from samestep.progress import Progress
 from trainer.monitoring.meter import Meter
-from trainer.objectives import Loss, Objective, OverBatch, Predictions, Task
-from trainer.objectives.predictions import Gatherer
+from trainer.objectives import Loss, Objective, OverBatch
 from trainer.partition import exact
 from trainer.strategies import Strategy
 
@@ -71,72 +67,10 @@ class Loader(Protocol):
     def close(self) -> None: ...
 
 
-class Evaluation(NamedTuple):
-    """The result of an evaluation.
-
-    Attributes:
-        scores: means by name, plus the scores of a task, or else the perplexity.
-        predictions: the basis of a `Task`'s scores; None for other objectives.
-    """
-
-    scores: dict[str, float]
-    predictions: Predictions | None = None
-
-
 def evaluation_batches(loader: Loader, global_batch_size: int, batches: int | None) -> int:
     """Returns the number of global batches that `score` takes from a loader."""
     every = -(-loader.examples // global_batch_size)  # rounded up: the last one is smaller
     return min(every, batches or every)
-
-
-@torch.no_grad()
-def score(
-    model: nn.Module,
-    objective: Objective,
-    strategy: Strategy,
-    loader: Loader,
-    batches: int | None,
-    work: str = "evaluation",
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Scores a model on the batches of a loader, and closes the loader. Collective.
-
-    Args:
-        model: as `strategy.prepare` returns it; left in eval mode.
-        batches: number of global batches; None takes all.
-        work: name for `Accelerator.graph`.
-        progress: counts the batches; None shows nothing.
-    """
-    model.eval()
-    meter = Meter(strategy.accelerator.to_device, is_exact=strategy.exact)
-    gatherer = Gatherer(loader.examples)
-    chosen = itertools.islice(loader, batches)
-    for micro_batches in chosen if progress is None else progress.track(chosen):
-        with strategy.accelerator.graph(work):
-            totals = _global_weights(objective, strategy, micro_batches)
-            columns = _over_batch(model, objective, strategy, micro_batches)
-            for host_batch, own in zip(micro_batches, columns, strict=True):
-                loss = _forward(model, objective, strategy, host_batch, totals, own)
-                meter.add(loss.metrics)
-                if loss.outputs is not None:
-                    gatherer.add(host_batch, strategy.keep_rows(loss.outputs))
-    loader.close()
-    with strategy.accelerator.graph(f"metrics of {work}"):
-        means = meter.compute(strategy.all_reduce)
-    if means:  # none if nothing was predicted
-        means["loss"] = objective.loss_of(means)
-    if isinstance(objective, Task):
-        predictions = gatherer.predictions(
-            strategy.rows_on_host, strategy.all_reduce, *loader.task_rows()
-        )
-        return Evaluation(means | objective.scores(predictions), predictions)
-    # Perplexity is of the predicted tokens only. `loss` also holds the loss of another task (next
-    # sentence prediction) or of a teacher, if there is one; the token loss has its own name then.
-    names = [name for name in ("mlm_loss", "hard_loss", "loss") if name in means]
-    if not names:  # no position of the held-out documents was predicted
-        return Evaluation(means)
-    token_loss = means[names[0]]
-    return Evaluation({**means, "perplexity": math.exp(min(token_loss, 700.0))})
 
 
 def accumulate_gradients(
@@ -152,37 +86,19 @@ def accumulate_gradients(
         model: as `strategy.prepare` returns it.
         end_section: records the time since the last call under a section's name.
     """
-    totals = _global_weights(objective, strategy, micro_batches)
+    totals = global_weights(objective, strategy, micro_batches)
     end_section("waiting")
-    columns = _over_batch(model, objective, strategy, micro_batches)
+    columns = over_batch(model, objective, strategy, micro_batches)
     metrics = []
     for i, (host_batch, own) in enumerate(zip(micro_batches, columns, strict=True)):
         # Gradients are exchanged between replicas once, in the last backward pass of the step.
         with strategy.accumulate(last=i == len(micro_batches) - 1):
-            loss = _forward(model, objective, strategy, host_batch, totals, own)
+            loss = forward(model, objective, strategy, host_batch, totals, own)
             end_section("forward")
             strategy.backward(loss.total)
             end_section("backward")
         metrics.append(loss.metrics)
     return metrics
-
-
-@torch.no_grad()
-def score_each(
-    model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
-) -> list[tuple[float, float]]:
-    """Returns the loss of each micro-batch of a step as (sum, weight), with the step's weights.
-
-    The model's mode (train or eval) stays as it is.
-    """
-    totals = _global_weights(objective, strategy, micro_batches)
-    columns = _over_batch(model, objective, strategy, micro_batches)
-    found = []
-    for host_batch, own in zip(micro_batches, columns, strict=True):
-        loss = _forward(model, objective, strategy, host_batch, totals, own)
-        total, weight = loss.metrics["loss"]
-        found.append((float(total), float(weight)))
-    return found
 
 
 def means(metrics: Sequence[Metrics], strategy: Strategy) -> dict[str, float]:
@@ -218,7 +134,7 @@ def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, floa
     return total / weight if weight else total, norm_mean
 
 
-def _global_weights(
+def global_weights(
     objective: Objective, strategy: Strategy, micro_batches: MicroBatches
 ) -> dict[str, Tensor]:
     """Sums each loss term's weight over the global batch, before any forward pass.
@@ -244,7 +160,7 @@ def _global_weights(
 
 
 @torch.no_grad()
-def _over_batch(
+def over_batch(
     model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
 ) -> list[dict[str, Tensor]]:
     """The columns that an objective adds to each micro-batch from the whole global batch."""
@@ -259,7 +175,7 @@ def _over_batch(
     return [{"over_batch": part} for part in parts]
 
 
-def _forward(
+def forward(
     model: nn.Module,
     objective: Objective,
     strategy: Strategy,
@@ -270,7 +186,7 @@ def _forward(
     """Runs the forward pass of a micro-batch; its loss terms are divided by the global weights.
 
     Args:
-        own: columns on the device, from `_over_batch`.
+        own: columns on the device, from `over_batch`.
     """
     batch = {**on_device(strategy, host_batch), **own}
     with strategy.autocast():

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 
-from samestep.config import Kinds
+from samestep.config import Kinds, Tree
 from samestep.errors import ConfigError
 from samestep.hashing import combine, name_key
 from trainer.objectives import ObjectiveConfig
@@ -22,6 +22,8 @@ from trainer.optim.schedules import Schedule, lr_fraction
 _PHASE = name_key("phase")
 
 MicroBatchSize: TypeAlias = int | Literal["auto"]
+
+_POSITIONS = 4096  # of a micro-batch without measured memory; larger ones are no faster on a CPU
 
 
 @dataclass(frozen=True)
@@ -180,3 +182,24 @@ def resolve(
             raise ConfigError(f"phases.{index}: {error}" if own else str(error)) from None
         first += phase.steps
     return tuple(resolved)
+
+
+def objective_settings(config: Tree, phase: Phase) -> Tree:
+    """The settings of a phase's own objective, or of the run's.
+
+    Args:
+        config: the settings of the run.
+    """
+    own = config["phases"][phase.index]["objective"] if config["phases"] else None
+    objective: Tree = own or config["objective"]
+    return objective
+
+
+def without_probe(most: int, positions: int) -> int:
+    """Returns a micro-batch size without measuring memory, as on the CPU and under XLA.
+
+    Args:
+        most: examples of a device in a step.
+        positions: of an example.
+    """
+    return max(1, min(most, _POSITIONS // positions))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +20,26 @@ from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.partition.digest import hexadecimal, signed
 from trainer.strategies import Strategy
-from trainer.training.compute.compiled import LIMIT, graphs
 from trainer.training.ledger import Ledger
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phases import Phase
 from trainer.training.state import Meta, TrainState
 
 logger = logging.getLogger(__name__)
+
+
+class Outputs(NamedTuple):
+    """Where the rows of a run go; empty on ranks that write none.
+
+    Attributes:
+        trackers: receive the metrics.
+        ledger: file for a record of the consumed data.
+        throughput: turns steps and seconds into rates; None leaves these out.
+    """
+
+    trackers: Sequence[Tracker] = ()
+    ledger: Path | None = None
+    throughput: Throughput | None = None
 
 
 class Recorder:
@@ -38,6 +52,7 @@ class Recorder:
     Attributes:
         meter: sums of the metrics.
         ledger: record of the consumed data.
+        folder: of the ledger's file; None on ranks that write none.
 
     Args:
         compiles: whether layers are compiled (`training.compile`).
@@ -51,6 +66,7 @@ class Recorder:
         self._holds, self._held = False, list[tuple[int, Mapping[str, float]]]()
         self.ledger = Ledger()
         self._throughput: Throughput | None = None
+        self.folder: Path | None = None
         self.meter = Meter(strategy.accelerator.to_device, is_exact=strategy.exact)
         self._clock = Clock(strategy.accelerator)
         self._resources = Resources(strategy.accelerator)
@@ -58,17 +74,13 @@ class Recorder:
         self._digest = self._filled = 0
         self._logged_tokens = 0
 
-    def open(
-        self,
-        step: int,
-        trackers: Sequence[Tracker],
-        ledger: Path | None,
-        throughput: Throughput | None = None,
-    ) -> None:
-        """Starts the clock at `step`. Rank 0 gets trackers and a ledger file, the others none."""
-        self._trackers, self._throughput = trackers, throughput
-        if ledger is not None:
-            self.ledger.open(ledger, step)
+    def open(self, step: int, outputs: Outputs) -> None:
+        """Starts the clock at `step`."""
+        self._trackers, self._throughput = outputs.trackers, outputs.throughput
+        self.folder = None
+        if outputs.ledger is not None:
+            self.ledger.open(outputs.ledger, step)
+            self.folder = outputs.ledger.parent
         # Excludes the start-up from throughput and peak memory.
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)
@@ -136,6 +148,8 @@ class Recorder:
 
     def _count_graphs(self) -> int:
         """The number of graphs of compiled layers; the log says when it has changed."""
+        from trainer.training.compute.compiled import LIMIT, graphs
+
         if (found := graphs()) != self._graphs:
             logger.info("compiled     %d graphs of layers; at most %d of one kind", found, LIMIT)
             self._graphs = found

@@ -1,62 +1,33 @@
-"""The composition root: builds the parts of an experiment, and a Trainer that drives them."""
+"""Runs an experiment: from its newest checkpoint, through faults, to its end or a stop."""
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.concat_dataset import AnyDataset
-from data_pipeline.reading.loader import SplitOrder, StreamingLoader
-from samestep import storage
-from samestep.config import dump, to_tree
-from samestep.environment import number
-from samestep.errors import EXIT_DONE, ConfigError, DataError, SamestepError
-from samestep.untrusted import MOST_STORED_BYTES
-from trainer.accelerators.detect import detect
-from trainer.checkpoint import files
-from trainer.checkpoint.lease import Lease
-from trainer.checkpoint.lock import only_writer
+from samestep.errors import EXIT_DONE, DataError, SamestepError
 from trainer.checkpoint.manager import Checkpointer
-from trainer.metrics import check_installed
-from trainer.models import Model
 from trainer.monitoring import Tracker
-from trainer.objectives import Objective, OverBatch
-from trainer.optim import Structure, groups
-from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
-from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
 from trainer.training.compatibility import check_best
-from trainer.training.compute.arithmetic import arithmetic
-from trainer.training.compute.fused_attention import fuse_attention
-from trainer.training.compute.micro_batch import out_of_memory, with_micro_batch, without_probe
+from trainer.training.compose import (
+    build_trainer,
+    only_writer_of,
+    open_checkpointer,
+    open_strategy,
+    write_description,
+)
 from trainer.training.experiment import Experiment
-from trainer.training.finished import check_origin, check_settings, reason_to_end, report_end
 from trainer.training.loop import Trainer
-from trainer.training.model import build_model, build_objectives
-from trainer.training.observers.probe_rows import build_probes
-from trainer.training.passes import Loader
-from trainer.training.phase_loaders import PhaseLoaders
-from trainer.training.phases import Phase, examples_after
+from trainer.training.observers import Observer
 from trainer.training.preemption import StopRequest
-from trainer.training.rewind import rewind
-from trainer.training.shared_facts import facts_of
-from trainer.training.start_record import start_of
-from trainer.training.weights.embeddings import with_embeddings
-from trainer.training.weights.initial import choose_layers, reinitialize_layers, stored_values
-from trainer.training.weights.loading import base_of, load_weights, shared_identity
-from trainer.training.weights.teacher import attach_teacher
-from trainer.vectors.folder import WordVectors
+from trainer.training.recorder import Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -78,16 +49,15 @@ def train(experiment: Experiment) -> int:
         dataset = experiment.data.open()
         lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
-            experiment.tracking.wandb.claim(Path(experiment.output))
+            from trainer.monitoring import wandb
+
+            wandb.claim(Path(experiment.output))
         stop.join(strategy.world)
         checkpointer = open_checkpointer(experiment, strategy.world, lease)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = Checkpoints(checkpointer, snapshots).newest()
         checkpointer.continue_from(step)
-        if step is not None:
-            check_origin(experiment, source, step)
-        if step is not None and (reason := reason_to_end(experiment, source, step)):
-            check_settings(experiment, source, step)
+        if step is not None and (reason := _reason_to_end(experiment, source, step)):
             logger.info("nothing to do: %s %s", experiment.output, reason)
             if strategy.world.rank == 0:
                 try:
@@ -103,12 +73,13 @@ def train(experiment: Experiment) -> int:
                 experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None
             )
             if experiment.training.evaluate_every is not None:
-                # Rejects a split without examples now rather than after hours.
-                trainer.loaders.heldout(trainer.phase).close()
-                for each in trainer.phases:
-                    check_installed(each.objective.task.metrics)
-                check_best(experiment, trainer.objectives)
-            trainer.probes = build_probes(experiment, dataset, strategy.replica, strategy.largest)
+                _check_evaluations(experiment, trainer)
+            if experiment.probes:
+                from trainer.training.observers.probe_rows import build_probes
+                from trainer.training.observers.probes import Probes
+
+                readers = build_probes(experiment, dataset, strategy.replica, strategy.largest)
+                trainer.observers += (Probes(readers, trainer.model, strategy),)
             if step is not None:
                 changes = trainer.restore(step, source)
                 changed = f" with {changes}" if changes else ""
@@ -121,16 +92,52 @@ def train(experiment: Experiment) -> int:
                     "stopped      saved step %d; the same command continues", trainer.state.step
                 )
                 return stop.exit_code
-            report_end(experiment, trainer.state.step, trainer.best)
+            _report_end(experiment, trainer.state.step, trainer.observers)
             for tracker in trackers:
                 tracker.complete()
             return EXIT_DONE
         except torch.OutOfMemoryError as error:
+            from trainer.training.compute.micro_batch import out_of_memory
+
             phase = None if trainer is None else trainer.phase
             raise out_of_memory(experiment, strategy, phase, error) from error
         finally:
             if trainer is not None:
                 trainer.close()
+
+
+def _reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
+    """Says why nothing is left to do after the step of a checkpoint; None if there is."""
+    from trainer.training.finished import check_origin, check_settings, reason_to_end
+
+    check_origin(experiment, source, step)
+    reason = reason_to_end(experiment, source, step)
+    if reason is not None:
+        check_settings(experiment, source, step)
+    return reason
+
+
+def _report_end(experiment: Experiment, step: int, observers: Iterable[Observer]) -> None:
+    """Logs where the result of a finished run is."""
+    if experiment.training.best is None:
+        logger.info("finished     step %d, in %s", step, experiment.output)
+        return
+    from trainer.training.observers.best import BestEvaluation
+
+    best = next(each for each in observers if isinstance(each, BestEvaluation))
+    early = f"stopped early at step {step}: " if best.ends_run else ""
+    checkpoint = f"{experiment.output}/best"
+    logger.info("finished     %s%s; its checkpoint is %s", early, best, checkpoint)
+
+
+def _check_evaluations(experiment: Experiment, trainer: Trainer) -> None:
+    """Rejects what would fail at the first evaluation, which may be hours away."""
+    from trainer.metrics import check_installed
+
+    trainer.loaders.heldout(trainer.phase).close()  # a split without examples
+    for phase in trainer.phases:
+        check_installed(phase.objective.task.metrics)
+    check_best(experiment, trainer.objectives)
 
 
 def _fit(
@@ -145,8 +152,7 @@ def _fit(
     Args:
         trackers: is filled with the open trackers, for an alert if the run fails.
     """
-    folder, rank = Path(experiment.output), trainer.strategy.world.rank
-    profiler = experiment.tracking.profile.build(folder, rank)
+    folder = Path(experiment.output)
     fault: str | None = None
     while True:
         ledger = None
@@ -158,7 +164,7 @@ def _fit(
             ledger = folder / "ledger.jsonl"
         throughput = forecast.throughput(experiment, trainer)
         try:
-            fault = trainer.fit(trackers, ledger, throughput, profiler, stop)
+            fault = trainer.fit(Outputs(trackers, ledger, throughput), stop)
         except DataError:
             _save_last_step(trainer)
             raise
@@ -168,6 +174,8 @@ def _fit(
             tracker.close()
         if fault is None:
             return
+        from trainer.training.rewind import rewind
+
         rewind(trainer, fault)
 
 
@@ -186,303 +194,3 @@ def _save_last_step(trainer: Trainer) -> None:
         logger.warning("step %d is lost: %s", step, error)
     else:
         logger.info("saved        step %d, as an error ends the run", step)
-
-
-@contextmanager
-def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
-    """Connects to the other ranks, which must train the same, and builds the strategy.
-
-    On success the ranks leave in order. If this one fails, it tells the others why.
-    """
-    # The world exists before the accelerator, so an error there reaches the other ranks.
-    world = World.start(experiment.training.collective_timeout)
-    try:
-        accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
-        if experiment.training.fp8 and not accelerator.has_fp8:
-            raise ConfigError(
-                f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
-                " Set it to false, or use a GPU of compute capability 8.9 or above."
-            )
-        # One rank of each machine is enough: reading the facts of weights costs requests.
-        if world.store is not None and number("LOCAL_RANK", 0) == 0:
-            world.agree(facts_of(experiment, checkpoint_folder(experiment)))
-        world.connect(accelerator.collective_backend, accelerator.collective_device)
-        yield experiment.strategy.build(accelerator, world, experiment.training.precision)
-        world.close()
-    except BaseException as error:
-        world.failed(error)
-        raise
-
-
-@contextmanager
-def only_writer_of(experiment: Experiment, rank: int) -> Iterator[Lease | None]:
-    """Locks the folders that a run writes: its checkpoints, and its output if that is elsewhere.
-
-    Yields:
-        The lease on the checkpoints, on rank 0.
-
-    Raises:
-        CheckpointError: a folder is not writable.
-        ConfigError: another training writes there.
-    """
-    lease = None
-    with ExitStack() as locks:
-        # Rank 0 represents the run; the other ranks write into folders that it has locked.
-        if rank == 0:
-            checkpoints, output = checkpoint_folder(experiment), Path(experiment.output)
-            needed_by = chosen = f"output={experiment.output}"
-            if experiment.checkpoint.folder is not None:
-                needed_by = f"checkpoint.folder={experiment.checkpoint.folder}"
-            lease = locks.enter_context(only_writer(checkpoints, needed_by))
-            same = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
-            if experiment.checkpoint.folder is not None and not same:
-                locks.enter_context(only_writer(output, chosen))
-        yield lease
-
-
-def build_trainer(
-    experiment: Experiment,
-    dataset: AnyDataset,
-    strategy: Strategy,
-    checkpointer: Checkpointer,
-    weights: str | Path | None = None,
-    snapshots: Checkpointer | None = None,
-    to_restore: bool = False,
-) -> Trainer:
-    """Builds every part of a run, and a Trainer at step 0.
-
-    Args:
-        weights: that parameters start from, as `load_weights` takes it; None initializes them by
-            the run's seed.
-        snapshots: None takes none.
-        to_restore: a checkpoint will replace all values except frozen ones, so none
-            are initialized, which would take seconds.
-
-    Raises:
-        ConfigError: the parts are not compatible.
-        CheckpointError: the weights are of another model.
-    """
-    accelerator = strategy.accelerator
-    if experiment.data.group_by_length is not None and accelerator.compiles:
-        raise ConfigError(
-            f"{accelerator.description} compiles for each width of a batch, and "
-            "data.group_by_length gives many; set it to null"
-        )
-    if experiment.training.digest_every is not None and accelerator.compiles:
-        raise ConfigError(
-            f"training.digest_every is set, and {accelerator.description} compiles a step into one "
-            "graph, whose gradients nobody can read. Set it to null."
-        )
-    objectives, model, optimizer, description = prepare(
-        experiment, dataset, strategy, weights, to_restore
-    )
-
-    def opening(experiment: Experiment) -> Callable[..., Loader]:
-        return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
-
-    # The memory must be enough for the widest batch. Without grouping, all are that wide.
-    widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
-    phases = tuple(
-        with_micro_batch(phase, experiment, model, optimizer, objective, strategy, widest)
-        for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
-    )
-    description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
-    return Trainer(
-        experiment.training,
-        model=model,
-        optimizer=optimizer,
-        objectives=objectives,
-        strategy=strategy,
-        loaders=PhaseLoaders(phases, opening(experiment)),
-        checkpoints=Checkpoints(checkpointer, snapshots),
-        description=description,
-    )
-
-
-class Prepared(NamedTuple):
-    """The model of a run and all that trains it.
-
-    Attributes:
-        objectives: of each phase.
-        model: as `Strategy.prepare` returns it, with its initial values.
-        optimizer: of the model's parameters.
-        description: how the run is configured, as the meta.json of every checkpoint stores it.
-    """
-
-    objectives: list[Objective]
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    description: dict[str, object]
-
-
-def prepare(
-    experiment: Experiment,
-    dataset: AnyDataset,
-    strategy: Strategy,
-    weights: str | Path | None = None,
-    to_restore: bool = False,
-    build_optimizer: BuildOptimizer | None = None,
-) -> Prepared:
-    """Builds the objectives, the model and the optimizer. Collective.
-
-    Args:
-        weights, to_restore: see `build_trainer`.
-        build_optimizer: None builds the experiment's optimizer, with its state. The state of others
-            is left to their first step, as it may depend on its learning rate.
-
-    Raises:
-        ConfigError, CheckpointError: see `build_trainer`.
-    """
-    objectives = build_objectives(experiment, dataset)
-    model = build_model(experiment, dataset, objectives, strategy.accelerator)
-    precision, world = experiment.training.precision, strategy.world
-    fuse_attention(model, strategy.accelerator, precision, world.size)
-    # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
-    # but their names.
-    whole = copy.deepcopy(model)
-    initial, origin = _initial_values(experiment, dataset, whole, strategy, weights)
-    embeddings = None
-    if weights is None and to_restore:
-        initial = _zeros
-    elif experiment.init_embeddings is not None:
-        vectors = WordVectors.load(experiment.init_embeddings)
-        initial = with_embeddings(initial, whole, vectors, dataset)
-        embeddings = vectors.origin
-    own = partial(
-        experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)
-    )
-    strategy.exact = experiment.training.is_bitwise
-    strategy.compiles_layers = experiment.training.compile
-    if strategy.exact and any(isinstance(objective, OverBatch) for objective in objectives):
-        raise ConfigError(
-            "training.exact is bitwise, and this objective compares the examples of all devices, "
-            "whose number changes the shapes. Set training.exact=tolerance."
-        )
-    if strategy.exact and build_optimizer is not None:
-        raise ConfigError(
-            "training.exact is bitwise, which holds for samestep's optimizers. Leave "
-            "build_optimizer out, or set training.exact=tolerance."
-        )
-    with strategy.accelerator.graph("start"):
-        wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
-        if build_optimizer is None:
-            groups.check_begins(optimizer, experiment.training.steps)
-            groups.prime(optimizer)
-    if strategy.loss_scale is not None:
-        strategy.loss_scale.check(optimizer)
-    teacher = attach_teacher(experiment, dataset, objectives, strategy)
-    description: dict[str, object] = {
-        "config": to_tree(experiment),
-        "teacher": None,
-        "start": None if to_restore else start_of(experiment, dataset, origin, embeddings),
-    }
-    if experiment.training.is_bitwise:
-        description["arithmetic"] = arithmetic(strategy, model)
-    if origin is not None and experiment.freezes:
-        logger.info("frozen       weights stay in %s: keep it as long as this run", origin["path"])
-        description["base"] = origin
-    if teacher is not None:
-        world = strategy.world
-        description["teacher"] = shared_identity(teacher, world.rank, world.size)
-    return Prepared(objectives, wrapped, optimizer, description)
-
-
-def _initial_values(
-    experiment: Experiment,
-    dataset: AnyDataset,
-    model: Model,
-    strategy: Strategy,
-    weights: str | Path | None,
-) -> tuple[InitialValues, dict[str, str] | None]:
-    """Returns the initial values of all parameters, and `base_of` their weights. Collective."""
-    seed = experiment.seed
-    if weights is None:
-        return partial(model.initial_values, seed=seed), None
-    rank, world_size = strategy.world.rank, strategy.world.size
-    trained = load_weights(weights, rank, world_size)
-    if experiment.init_layers:
-        trained = choose_layers(trained, experiment.init_layers)
-    values = stored_values(trained, model, dataset, seed=seed)
-    if experiment.redraw_layers:
-        values = reinitialize_layers(values, model, experiment.redraw_layers, seed)
-    return values, base_of(trained, rank, world_size)
-
-
-def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:
-    return torch.zeros(()).expand(stop - start)
-
-
-def checkpoint_folder(experiment: Experiment) -> files.Location:
-    """The folder or address of a run's checkpoints."""
-    folder = experiment.checkpoint.folder
-    return Path(experiment.output) / "checkpoints" if folder is None else files.location(folder)
-
-
-def open_checkpointer(
-    experiment: Experiment, world: World, lease: Lease | None = None
-) -> Checkpointer:
-    """Opens the checkpoints of a run for training; all ranks must see the folder. Collective."""
-    checkpointer = Checkpointer(
-        checkpoint_folder(experiment),
-        experiment.checkpoint,
-        rank=world.rank,
-        world_size=world.size,
-        peer_timeout=experiment.training.collective_timeout / 2,
-        lease=lease,
-    )
-    checkpointer.check_shared()
-    return checkpointer
-
-
-def open_loader(
-    experiment: Experiment,
-    dataset: AnyDataset,
-    replica: Replica,
-    phase: Phase,
-    split: str = "train",
-    largest: Callable[[int], int] = int,
-) -> StreamingLoader:
-    """Opens the batches of a split: endless for training, a single pass for held-out documents.
-
-    Phases with different data orders have different masks and dropout. Evaluation has the same
-    masks in all of them.
-    """
-    size = phase.micro_batch_size
-    objective = phase.objective.build(dataset.tokenizer.vocabulary)
-    spec = objective.pack_spec(phase.sequence_length)
-    if size == "auto":
-        most = -(-phase.global_batch_size // (replica.count * replica.devices))
-        size = without_probe(most, spec.positions)
-    order = SplitOrder(
-        phase.seed(experiment.seed) if split == "train" else experiment.seed,
-        split,
-        finite=split == "heldout",
-        example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
-    )
-    return StreamingLoader(
-        dataset,
-        # data.exclude has example numbers of the first data order.
-        experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
-        order,
-        BatchLayout(phase.global_batch_size, size, replica, experiment.training.is_bitwise),
-        pack_spec=spec,
-        collate=objective.collate,
-        largest=largest,
-    )
-
-
-def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Writes the settings and the tokenizer into the run's folder, so it is self-contained.
-
-    The tokenizer also goes to where the checkpoints are: they can be used without the run's folder.
-    """
-    folder, text = Path(experiment.output), dump(experiment)
-    if len(text.encode()) > MOST_STORED_BYTES:  # it could not be read when the run continues
-        raise ConfigError(
-            f"the settings have {len(text.encode())} bytes, more than the {MOST_STORED_BYTES} of "
-            "a config.yaml. Shorten data.exclude or data.sources"
-        )
-    storage.write_text(folder / "config.yaml", text)
-    dataset.tokenizer.save(folder / "tokenizer")
-    if experiment.checkpoint.folder is not None:
-        files.copy_folder(folder / "tokenizer", checkpoint_folder(experiment) / "tokenizer")

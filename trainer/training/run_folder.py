@@ -64,10 +64,14 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
     if scores.exists():  # removes the scores of checkpoints that will be written again
         JsonlTracker(scores, resume_step=step).close()
     if tracking.tensorboard is not None:
-        trackers.append(tracking.tensorboard.build(folder, description))
+        from trainer.monitoring.tensorboard import TensorBoardTracker
+
+        trackers.append(TensorBoardTracker(folder, description))
     if tracking.wandb is not None:
+        from trainer.monitoring.wandb import WandbTracker
+
         listed = partial(_checkpoints, driver.checkpoints.durable.folder)
-        trackers.append(tracking.wandb.build(folder, description, listed, start))
+        trackers.append(WandbTracker(tracking.wandb, folder, description, listed, start))
     trackers.append(ProgressTracker(step, experiment.training.steps))
     for tracker in trackers:
         if fault is not None:
@@ -98,20 +102,27 @@ def sync(experiment: Experiment, root: Location) -> bool:
     """
     folder, tracking = Path(experiment.output), experiment.tracking
     trackers: list[Tracker] = []
-    if tracking.tensorboard is not None and not tracking.tensorboard.holds(folder):
-        trackers.append(tracking.tensorboard.build(folder, to_tree(experiment)))
+    if tracking.tensorboard is not None:
+        from trainer.monitoring import tensorboard
+
+        if not tensorboard.holds(folder):
+            trackers.append(tensorboard.TensorBoardTracker(folder, to_tree(experiment)))
     if tracking.wandb is not None:
+        from trainer.monitoring import wandb
+
         steps = sorted({row["step"] for row in read_rows(folder / "metrics.jsonl")})
         saved = integrity.committed_steps(root)
         # A run that was killed may lack rows of its last step, to which W&B cannot add any.
         is_whole = not steps or (saved and steps[-1] <= saved[-1])
         most = math.inf if is_whole else max(steps[:-1], default=-1)
-        if not tracking.wandb.holds(folder, most):
+        if not wandb.holds(tracking.wandb, folder, most):
             start = list(read_rows(folder / "starts.jsonl"))[-1:]
             summary = {key: row[key] for row in start for key in _START if key in row}
             listed = partial(_checkpoints, root)
             trackers.append(
-                tracking.wandb.build(folder, to_tree(experiment), listed, summary, most)
+                wandb.WandbTracker(
+                    tracking.wandb, folder, to_tree(experiment), listed, summary, most
+                )
             )
     for tracker in trackers:
         tracker.close()

@@ -8,8 +8,7 @@ from typing import Literal, TypeAlias
 
 from samestep.errors import ConfigError
 from trainer.accelerators import Precision
-from trainer.training.observers.best import Config as BestConfig
-from trainer.training.observers.faults import Config as FaultsConfig
+from trainer.training.observers.settings import Best, Faults
 from trainer.training.phases import MicroBatchSize, check_micro_batch_size
 from trainer.training.preemption import Config as PreemptionConfig
 
@@ -76,12 +75,12 @@ class Config:
     log_every: int = 10
     evaluate_every: int | None = None
     evaluate_batches: int | None = None
-    best: BestConfig | None = None
+    best: Best | None = None
     collective_timeout: float = 600.0
     hang_timeout: float | None = 480.0
     verify_state_every: int | None = 100
     digest_every: int | None = None
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    faults: Faults = field(default_factory=Faults)
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
 
     def __post_init__(self) -> None:

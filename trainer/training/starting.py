@@ -19,7 +19,6 @@ from trainer.models import Model, ModelConfig
 from trainer.models.config import FEWEST_LABELS
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
-from trainer.training.weights.loading import load_config
 
 _OBJECTIVES = Kinds("trainer.objectives.kinds")
 _MODELS = Kinds("trainer.models.families")
@@ -129,6 +128,8 @@ def model_of(tree: Tree) -> Tree:
         ConfigError: the model cannot have such a head.
         CheckpointError, DataError: the weights or the dataset cannot be read.
     """
+    from trainer.training.weights.loading import load_config
+
     config = load_config(tree["init_from"])
     data = decode(DataConfig, tree.get("data"), "data")
     dataset = data.open()

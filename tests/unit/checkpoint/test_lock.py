@@ -26,7 +26,7 @@ from trainer.checkpoint import files, history, lock
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.lock import Group, Lock, Owner, only_writer
-from trainer.training import run
+from trainer.training import compose
 from trainer.training.experiment import Experiment
 
 
@@ -264,6 +264,6 @@ def test_checkpoints_may_lie_among_what_else_the_run_writes(
 ) -> None:
     """A run is not in its own way."""
     settings = [f"output={tmp_path}", f"checkpoint.folder={tmp_path}/"]
-    with run.only_writer_of(load(Experiment, experiment_file, settings), rank=0):
+    with compose.only_writer_of(load(Experiment, experiment_file, settings), rank=0):
         assert (tmp_path / ".owner").exists()
     assert not (tmp_path / ".owner").exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError
-from trainer.checkpoint import Checkpointer, Config, files, history, integrity, retention
+from trainer.checkpoint import Checkpointer, Config, files, history, integrity, removal
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lock import Owner, only_writer
 
@@ -38,7 +38,7 @@ def trainings(root: Location, *histories: tuple[int, ...]) -> None:
 
 def to_remove(root: Location) -> set[str]:
     """What `samestep checkpoint gc` would remove."""
-    outdated = retention.outdated_steps(root, 2, 4, integrity.check_content)
+    outdated = removal.outdated_steps(root, 2, 4, integrity.check_content)
     going = [*integrity.uncommitted_folders(root), *integrity.superseded_folders(root)]
     return {folder.name for folder in going} | {
         integrity.step_folder(root, step).name for step in outdated

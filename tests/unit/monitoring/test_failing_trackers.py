@@ -12,6 +12,7 @@ from samestep.errors import SamestepError, fix_of
 from tests.failing_files import contents, each_failure
 from trainer.monitoring import Tracker, tensorboard, wandb
 from trainer.monitoring.jsonl import ALERTS, JsonlTracker, read_rows
+from trainer.monitoring.settings import WeightsAndBiases
 from trainer.training.ledger import GENESIS, Ledger, intact_rows
 
 
@@ -30,10 +31,10 @@ def test_tensorboard_gets_all_steps_in_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("tensorboard")
-    config, events = tensorboard.Config(), tmp_path / "tensorboard"
+    events = tmp_path / "tensorboard"
 
     def write() -> None:
-        tracker = config.build(tmp_path, {"seed": 1})
+        tracker = tensorboard.TensorBoardTracker(tmp_path, {"seed": 1})
         log_steps(tmp_path, tracker)
         assert tracker.complete()
 
@@ -41,8 +42,8 @@ def test_tensorboard_gets_all_steps_in_the_end(
         assert raised is None, what
         assert "Training continues" in caplog.text, what
         caplog.clear()
-        assert config.holds(tmp_path), what
-        config.build(tmp_path, {}).close()  # the next start
+        assert tensorboard.holds(tmp_path), what
+        tensorboard.TensorBoardTracker(tmp_path, {}).close()  # the next start
         assert len(list(events.iterdir())) == 1, what
         shutil.rmtree(events)
         (tmp_path / "metrics.jsonl").unlink()
@@ -57,7 +58,7 @@ def test_wandb_gets_all_steps_in_the_end(
     """Offline. Its own process writes the rows; see `test_wandb` for a disk that it finds full."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config, folder = wandb.Config(mode="offline"), tmp_path / "run"
+    config, folder = WeightsAndBiases(mode="offline"), tmp_path / "run"
 
     def begin() -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -65,14 +66,14 @@ def test_wandb_gets_all_steps_in_the_end(
         log_steps(folder)
 
     def write() -> None:
-        tracker = config.build(folder, {"seed": 1}, list, {})
+        tracker = wandb.WandbTracker(config, folder, {"seed": 1}, list, {})
         tracker.close()
         tracker.complete()
 
     def check(what: str, _: OSError, raised: Exception | None) -> None:
         assert raised is None, what
         # W&B's own process may keep a run whose end has failed until this process ends.
-        assert config.holds(folder) or f"with samestep sync {folder}" in caplog.text, what
+        assert wandb.holds(config, folder) or f"with samestep sync {folder}" in caplog.text, what
         caplog.clear()
         assert not [name for name in contents(folder) if ".tmp" in name], what
         begin()

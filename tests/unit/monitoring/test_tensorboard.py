@@ -22,10 +22,10 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from trainer.monitoring.jsonl import JsonlTracker
-from trainer.monitoring.tensorboard import Config
+from trainer.monitoring.tensorboard import TensorBoardTracker
 
 folder, first, last, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1), Config().build(folder, {"seed": 7})]
+trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1), TensorBoardTracker(folder, {"seed": 7})]
 for step in range(first, last + 1):
     for tracker in trackers:
         tracker.log(step, {"train/loss": 1 / step, "train/lr": 0.5})
@@ -85,7 +85,7 @@ def test_a_disk_that_fails_is_reported_once_and_training_goes_on(
     caplog.set_level(logging.WARNING)
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     JsonlTracker(tmp_path / "metrics.jsonl").close()
-    tracker = tracking.Config().build(tmp_path, {})
+    tracker = tracking.TensorBoardTracker(tmp_path, {})
     for step in range(3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
@@ -99,8 +99,8 @@ def test_what_a_full_disk_has_taken_is_written_at_the_end(
 ):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    jsonl, config = JsonlTracker(tmp_path / "metrics.jsonl"), tracking.Config()
-    tracker, write, written = config.build(tmp_path, {}), RecordWriter.write, []
+    jsonl = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker, write, written = tracking.TensorBoardTracker(tmp_path, {}), RecordWriter.write, []
 
     def write_if_there_is_room(self: RecordWriter, data: bytes) -> None:
         written.append(data)
@@ -114,14 +114,14 @@ def test_what_a_full_disk_has_taken_is_written_at_the_end(
             each.log(step, {"train/loss": 1 / step})
     for each in (jsonl, tracker):
         each.close()
-    assert not config.holds(tmp_path)
+    assert not tracking.holds(tmp_path)
     monkeypatch.undo()
     assert tracker.complete()
-    assert config.holds(tmp_path)
+    assert tracking.holds(tmp_path)
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert steps_in(file) == list(range(21))
     file.unlink()
-    assert not config.holds(tmp_path)
+    assert not tracking.holds(tmp_path)
 
 
 def test_without_the_package_the_extra_to_install_is_named(
@@ -129,4 +129,4 @@ def test_without_the_package_the_extra_to_install_is_named(
 ):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(MissingExtra, match=r"pip install .tensorboard>="):
-        tracking.Config().build(tmp_path, {})
+        tracking.TensorBoardTracker(tmp_path, {})

@@ -34,6 +34,7 @@ from tests.unit.monitoring.offline_wandb import (
 from trainer.monitoring import wandb as tracking
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
+from trainer.monitoring.settings import WeightsAndBiases
 
 wandb = pytest.importorskip("wandb")
 
@@ -53,11 +54,12 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from trainer.monitoring.jsonl import JsonlTracker
-from trainer.monitoring.wandb import Config
+from trainer.monitoring.settings import WeightsAndBiases
+from trainer.monitoring.wandb import WandbTracker
 
 folder, mode, first, last, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1)]
-trackers.append(Config(project="p", entity="e", mode=mode).build(folder, {"seed": 1}, list, {"restarts": 1}))
+trackers.append(WandbTracker(WeightsAndBiases(project="p", entity="e", mode=mode), folder, {"seed": 1}, list, {"restarts": 1}))
 for step in range(first, last + 1):
     for tracker in trackers:
         tracker.log(step, {"train/loss": 1 / step})
@@ -263,8 +265,12 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
         jsonl.log(step, {"train/loss": 1 / step})
     jsonl.close()
     JsonlTracker(tmp_path / "metrics.jsonl", resume_step=checkpoint).close()
-    tracker = tracking.Config(mode="online", entity="e", group="g", tags=("a",)).build(
-        tmp_path, {"seed": 1}, list, {"restarts": 1}
+    tracker = tracking.WandbTracker(
+        WeightsAndBiases(mode="online", entity="e", group="g", tags=("a",)),
+        tmp_path,
+        {"seed": 1},
+        list,
+        {"restarts": 1},
     )
     for step in range(checkpoint + 1, 13):
         tracker.log(step, {"train/loss": 1 / step})
@@ -293,7 +299,10 @@ def test_a_failure_between_the_rows_of_a_step_loses_none_of_them(
         run.rows = sent
         monkeypatch.setattr(wandb, "init", lambda **_: run)
         jsonl = JsonlTracker(metrics, resume_step=first - 1)
-        return [jsonl, tracking.Config(mode="online").build(tmp_path, {}, list, {})]
+        return [
+            jsonl,
+            tracking.WandbTracker(WeightsAndBiases(mode="online"), tmp_path, {}, list, {}),
+        ]
 
     def log(trackers: list[Any], step: int, name: str) -> None:
         for tracker in trackers:
@@ -334,14 +343,14 @@ def test_offline_what_a_full_disk_has_taken_is_written_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """W&B's own process writes nothing after the first error, and does not say so."""
-    config = tracking.Config(mode="offline")
-    tracker = config.build(tmp_path, {}, list, {})
+    config = WeightsAndBiases(mode="offline")
+    tracker = tracking.WandbTracker(config, tmp_path, {}, list, {})
     log_steps(tmp_path, tracker, 20)
     assert ended(tmp_path) == [0]
-    assert config.holds(tmp_path)
+    assert tracking.holds(config, tmp_path)
     (lost,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     os.truncate(lost, left)
-    assert not config.holds(tmp_path)
+    assert not tracking.holds(config, tmp_path)
     monkeypatch.setattr(tracking, "_WRITTEN_SECONDS", 1.0)
     assert tracker.complete()
     assert not lost.exists()
@@ -357,50 +366,50 @@ def test_a_file_of_another_version_of_wandb_is_left_alone(
     (folder / "run-abc.wandb").write_bytes(b":W&C and something")
     (tmp_path / "wandb_run.json").write_text('{"id": "abc"}')
     JsonlTracker(tmp_path / "metrics.jsonl").log(1, {})
-    assert tracking.Config(mode="offline").holds(tmp_path)
+    assert tracking.holds(WeightsAndBiases(mode="offline"), tmp_path)
     assert "is unknown" in caplog.text
 
 
 def test_online_a_run_without_a_network_at_its_start_sends_all_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    config, run = tracking.Config(mode="online"), FakeRun(0)
+    config, run = WeightsAndBiases(mode="online"), FakeRun(0)
     monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
-    tracker = config.build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(config, tmp_path, {}, list, {})
     log_steps(tmp_path, tracker, 5)
     assert not tracker.complete()
     assert f"send them with samestep sync {tmp_path}" in caplog.text
-    assert not config.holds(tmp_path)
+    assert not tracking.holds(config, tmp_path)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
-    config.build(tmp_path, {}, list, {}, most=4).close()
+    tracking.WandbTracker(config, tmp_path, {}, list, {}, most=4).close()
     assert run.steps == [1, 2, 3, 4]
-    assert config.holds(tmp_path, most=4)
-    assert not config.holds(tmp_path)
+    assert tracking.holds(config, tmp_path, most=4)
+    assert not tracking.holds(config, tmp_path)
     run.starting_step = 5
     for _ in range(2):
         assert tracker.complete()
     assert run.steps == [1, 2, 3, 4, 5]
-    assert config.holds(tmp_path)
-    assert tracking.Config(mode="offline").holds(tmp_path), "the server has them"
+    assert tracking.holds(config, tmp_path)
+    assert tracking.holds(WeightsAndBiases(mode="offline"), tmp_path), "the server has them"
 
 
 def test_online_uploads_that_take_too_long_are_not_waited_for_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    config, run, started = tracking.Config(mode="online"), FakeRun(0), []
+    config, run, started = WeightsAndBiases(mode="online"), FakeRun(0), []
 
     def finish(exit_code: int = 0) -> None:
         raise TimeoutError
 
     monkeypatch.setattr(run, "finish", finish)
     monkeypatch.setattr(wandb, "init", lambda **settings: started.append(settings) or run)
-    tracker = config.build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(config, tmp_path, {}, list, {})
     assert started[0]["settings"].finish_timeout_raises
     log_steps(tmp_path, tracker, 5)
     assert not tracker.complete()
     assert len(started) == 1
     assert f"send them with samestep sync {tmp_path}" in caplog.text
-    assert not config.holds(tmp_path)
+    assert not tracking.holds(config, tmp_path)
 
 
 def test_offline_the_old_history_stays_until_the_new_folder_has_all_of_it(
@@ -424,7 +433,7 @@ def test_offline_the_old_history_stays_until_the_new_folder_has_all_of_it(
     monkeypatch.setattr(tracking.shutil, "rmtree", remove_old)
     monkeypatch.setattr(run, "settings", wandb.Settings(), raising=False)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
-    tracker = tracking.Config(mode="offline").build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(WeightsAndBiases(mode="offline"), tmp_path, {}, list, {})
     assert not old.exists()
     assert sent_before == [1, 2]
     tracker.log(3, {"train/loss": 1 / 3})
@@ -440,7 +449,7 @@ def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
     run = FakeRun(0)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     monkeypatch.setattr(run, "log", lambda *_, **__: 1 / 0)
-    tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(WeightsAndBiases(mode="online"), tmp_path, {}, list, {})
     for step in range(3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
@@ -454,7 +463,7 @@ def test_a_server_that_does_not_answer_is_reported_and_training_goes_on(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
-    tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(WeightsAndBiases(mode="online"), tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert "Training continues" in caplog.text
@@ -464,9 +473,10 @@ FAILING_CHILD = """
 import os, sys
 from pathlib import Path
 from trainer.monitoring import wandb as tracking
+from trainer.monitoring.settings import WeightsAndBiases
 
 folder, mode, last_step = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-tracker = tracking.Config(mode=mode).build(folder, {"seed": 1}, list, {"restarts": 3})
+tracker = tracking.WandbTracker(WeightsAndBiases(mode=mode), folder, {"seed": 1}, list, {"restarts": 3})
 tracker.log(1, {"train/loss": 1.0})
 tracker.log(2, {"train/loss": 1.0})
 tracker.alert("WARN", "A step was skipped", "https://me:pass@host/data.tar?X-Amz-Signature=abc is odd")
@@ -524,7 +534,10 @@ def test_an_alert_holds_up_nobody_for_long(
     release, run = threading.Event(), FakeRun(0)
     monkeypatch.setattr(run, hangs, lambda **_: release.wait(60))
     monkeypatch.setattr(wandb, "init", lambda **_: run)
-    tracker, began = tracking.Config(mode="online").build(tmp_path, {}, list, {}), time.monotonic()
+    tracker, began = (
+        tracking.WandbTracker(WeightsAndBiases(mode="online"), tmp_path, {}, list, {}),
+        time.monotonic(),
+    )
     tracker.alert("ERROR", "The run hangs", "in forward")
     assert time.monotonic() - began < 10
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "wandb-alert")
@@ -532,7 +545,7 @@ def test_an_alert_holds_up_nobody_for_long(
 
     run = FakeRun(0)
     monkeypatch.setattr(run, "alert", lambda **_: 1 / 0)
-    tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(WeightsAndBiases(mode="online"), tmp_path, {}, list, {})
     tracker.alert("WARN", "A step was skipped", "")
     tracker.log(1, {})
     assert "division by zero" in caplog.text
@@ -541,7 +554,9 @@ def test_an_alert_holds_up_nobody_for_long(
 def test_alerts_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = FakeRun(0)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
-    tracker = tracking.Config(mode="online", alerts=False).build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(
+        WeightsAndBiases(mode="online", alerts=False), tmp_path, {}, list, {}
+    )
     tracker.alert("ERROR", "The run has failed", "")
     tracker.log(1, {})
     tracker.close()
@@ -551,22 +566,22 @@ def test_alerts_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_trial_of_a_sweep_takes_the_id_of_its_agent_and_no_folder_of_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config, own = tracking.Config(), tmp_path / "own"
+    own = tmp_path / "own"
     monkeypatch.setenv("WANDB_RUN_ID", "trial1")
-    config.claim(own)
+    tracking.claim(own)
     assert not own.exists()  # without a sweep, the variable is not about this run
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
     own.mkdir()
     for _ in range(2):
-        config.claim(own)
+        tracking.claim(own)
     assert json.loads((own / "wandb_run.json").read_text()) == {"id": "trial1"}
     monkeypatch.setenv("WANDB_RUN_ID", "trial2")
     with pytest.raises(ConfigError, match="holds the W&B run trial1, and trial trial2"):
-        config.claim(own)
+        tracking.claim(own)
     (other := tmp_path / "other").mkdir()
     (other / "starts.jsonl").touch()
     with pytest.raises(ConfigError, match="holds a run without W&B"):
-        config.claim(other)
+        tracking.claim(other)
     assert [file.name for file in other.iterdir()] == ["starts.jsonl"]
 
 
@@ -575,8 +590,8 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(
 ):
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
     committed: list[str] = []
-    config = tracking.Config(mode="offline", log_checkpoints=True)
-    tracker = config.build(tmp_path, {}, lambda: committed, {})
+    config = WeightsAndBiases(mode="offline", log_checkpoints=True)
+    tracker = tracking.WandbTracker(config, tmp_path, {}, lambda: committed, {})
     for step in (1, 2, 3):
         lease = "-lease-7" if step == 2 else ""  # its plain name was taken
         folder = tmp_path / "checkpoints" / f"step-{step:08d}{lease}"
@@ -635,12 +650,12 @@ def test_disabled_needs_no_package_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tracker = tracking.Config(mode="disabled").build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(WeightsAndBiases(mode="disabled"), tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(MissingExtra, match=r"pip install .wandb>="):
-        tracking.Config(mode="offline").build(tmp_path, {}, list, {})
+        tracking.WandbTracker(WeightsAndBiases(mode="offline"), tmp_path, {}, list, {})
 
 
 def test_auto_is_online_only_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -684,14 +699,14 @@ def test_an_invalid_setting_of_wandb_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("WANDB_BASE_URL", "wandb")
-    tracker = tracking.Config(mode="auto").build(tmp_path, {}, list, {})
+    tracker = tracking.WandbTracker(WeightsAndBiases(mode="auto"), tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     assert "Training continues" in caplog.text
     JsonlTracker(tmp_path / "metrics.jsonl").log(1, {})
-    assert not tracking.Config(mode="auto").holds(tmp_path)
+    assert not tracking.holds(WeightsAndBiases(mode="auto"), tmp_path)
     assert not tracker.complete()
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigError, match="mode"):
-        decode(tracking.Config, {"mode": "dryrun"}, "tracking.wandb")
+        decode(WeightsAndBiases, {"mode": "dryrun"}, "tracking.wandb")

@@ -22,8 +22,8 @@ from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
 from benchmarks.turn_record import ALLOCATOR, StepRecorder
 from trainer.accelerators.kinds import cuda
 from trainer.strategies import Replica
+from trainer.training.compose import open_loader
 from trainer.training.model import build_objectives
-from trainer.training.run import open_loader
 
 pytest.importorskip("accelerate", reason="Hugging Face Trainer needs accelerate")
 

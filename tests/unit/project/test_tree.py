@@ -27,7 +27,7 @@ LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["t
 # Contracts may name these modules, beside folders and what lies directly in a package.
 NAMED_MODULES = {
     "data_pipeline.reading.loader",  # makes batches, which only a run and what replays one may do
-    "trainer.training.run",  # composes a run
+    "trainer.training.compose",
     "trainer.training.observers.probe_rows",  # composes its probes
 }
 

@@ -27,7 +27,7 @@ from trainer.objectives.kinds import (
 from trainer.optim.kinds import adamw
 from trainer.training.compatibility import check_best, check_needs
 from trainer.training.experiment import Experiment
-from trainer.training.observers.best import Config as Best
+from trainer.training.observers.settings import Best
 from trainer.training.settings import Config as TrainingConfig
 
 VOCABULARY = Vocabulary(100, 0, 2, 1, 3, (0, 1, 2, 3), eos=1, sentinels=(98, 99), full_stops=(4,))

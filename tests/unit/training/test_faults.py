@@ -5,11 +5,12 @@ import math
 import pytest
 
 from samestep.errors import ConfigError, SamestepError
-from trainer.training.observers.faults import Config, Faults
+from trainer.training.observers.faults import FaultCheck
+from trainer.training.observers.settings import Faults as Config
 
 
-def filled(sigma: float | None, values: list[float], window: int = 4) -> Faults:
-    faults = Faults(Config(action="skip", sigma=sigma, window=window))
+def filled(sigma: float | None, values: list[float], window: int = 4) -> FaultCheck:
+    faults = FaultCheck(Config(action="skip", sigma=sigma, window=window))
     for value in values:
         assert faults.check(value, value) is None
     return faults
@@ -17,7 +18,7 @@ def filled(sigma: float | None, values: list[float], window: int = 4) -> Faults:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_a_fault(value: float) -> None:
-    faults = Faults(Config(action="skip"))
+    faults = FaultCheck(Config(action="skip"))
     assert faults.check(value, 1.0) == f"the loss is {value}"
     assert faults.check(1.0, value) == f"the gradient norm is {value}"
     assert faults.check(value, value) == f"the loss is {value} and the gradient norm is {value}"
@@ -25,7 +26,7 @@ def test_what_is_not_finite_is_a_fault(value: float) -> None:
 
 
 def test_with_a_loss_scale_gradients_may_overflow_and_losses_may_not() -> None:
-    faults = Faults(Config(action="skip", sigma=3, window=2), scaled=True)
+    faults = FaultCheck(Config(action="skip", sigma=3, window=2), scaled=True)
     assert [faults.check(1.0, norm) for norm in (math.inf, math.nan, 1.0, 1.0)] == [None] * 4
     assert faults.check(math.nan, 1.0) == "the loss is nan"
     assert faults.check(1.0, 2.0) is not None  # those that had overflowed are not in the window
@@ -56,14 +57,14 @@ def test_a_fault_is_no_part_of_the_window() -> None:
 def test_state_continues_the_window_and_the_counts() -> None:
     first = filled(3, [1.0, 2.0, 1.0, 2.0, 2.5])
     first.skips(5, "x")
-    second = Faults(Config(action="skip", sigma=3, window=4))
+    second = FaultCheck(Config(action="skip", sigma=3, window=4))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     assert second.check(9.0, 9.0) == first.check(9.0, 9.0) is not None
 
 
 def test_faults_after_the_checkpoint_that_a_rewind_goes_back_to_stay_counted() -> None:
-    faults = Faults(Config(action="rewind", most_per_thousand=2))
+    faults = FaultCheck(Config(action="rewind", most_per_thousand=2))
     checkpoint = faults.state_dict()
     for _ in range(2):
         assert faults.check(1.0, 1.0) is None
@@ -76,7 +77,7 @@ def test_faults_after_the_checkpoint_that_a_rewind_goes_back_to_stay_counted() -
 
 
 def test_bound_in_a_row() -> None:
-    faults = Faults(Config(action="skip", most_in_a_row=1, most_per_thousand=99))
+    faults = FaultCheck(Config(action="skip", most_in_a_row=1, most_per_thousand=99))
     for step in range(5):
         faults.skips(step, "x")
         faults.check(1.0, 1.0)
@@ -86,7 +87,7 @@ def test_bound_in_a_row() -> None:
 
 
 def test_faults_long_ago_do_not_count() -> None:
-    faults = Faults(Config(action="skip", most_per_thousand=1))
+    faults = FaultCheck(Config(action="skip", most_per_thousand=1))
     for step in (0, 1000, 2000):
         faults.skips(step, "x")
         faults.check(1.0, 1.0)

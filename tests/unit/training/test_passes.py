@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from trainer.objectives import Loss
 from trainer.strategies.kinds.single import Single
-from trainer.training.passes import accumulate_gradients, score
+from trainer.training.evaluation import score
+from trainer.training.passes import accumulate_gradients
 
 
 class Spy:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from samestep.errors import ConfigError
-from trainer.training.observers.profiler import Config, communication
+from trainer.training.observers.profiler import Profiler, communication
+from trainer.training.observers.settings import Profile as Config
 
 
 def traced(folder: Path) -> list[str]:
@@ -20,14 +21,14 @@ def traced(folder: Path) -> list[str]:
 
 def train(profiler: Any, first: int, last: int, look_every: int = 10) -> None:
     for step in range(first, last + 1):
-        profiler.begin_step(step, look=(step - 1) % look_every == 0)
+        profiler.begin_step(step, first=False, look=(step - 1) % look_every == 0)
         torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.end_step(step)
 
 
 def test_the_configured_steps_are_traced_on_the_configured_ranks(tmp_path: Path):
     for rank in range(3):
-        train(Config(start=2, steps=3, ranks=(0, 2)).build(tmp_path, rank), 1, 8)
+        train(Profiler(Config(start=2, steps=3, ranks=(0, 2)), tmp_path, rank), 1, 8)
     assert traced(tmp_path) == [
         "step-00000002-rank-00000.json.gz",
         "step-00000002-rank-00002.json.gz",
@@ -38,7 +39,7 @@ def test_the_configured_steps_are_traced_on_the_configured_ranks(tmp_path: Path)
 
 
 def test_a_run_under_way_is_profiled_when_asked_to(tmp_path: Path):
-    profiler = Config(steps=2).build(tmp_path, 0)
+    profiler = Profiler(Config(steps=2), tmp_path, 0)
     train(profiler, 1, 5)
     (tmp_path / "profile").touch()
     train(profiler, 6, 20)
@@ -47,7 +48,7 @@ def test_a_run_under_way_is_profiled_when_asked_to(tmp_path: Path):
 
 
 def test_a_run_that_breaks_off_leaves_no_profiler_running(tmp_path: Path):
-    profiler = Config(start=1, steps=5).build(tmp_path, 0)
+    profiler = Profiler(Config(start=1, steps=5), tmp_path, 0)
     train(profiler, 1, 2)
     profiler.close()
     assert traced(tmp_path) == ["step-00000001-rank-00000.json.gz"]
@@ -58,7 +59,7 @@ def test_a_profile_that_cannot_be_written_is_no_reason_to_end_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "profiles").touch()
-    train(Config(start=1, steps=1).build(tmp_path, 0), 1, 2)
+    train(Profiler(Config(start=1, steps=1), tmp_path, 0), 1, 2)
     assert "cannot write the profile" in caplog.text
 
 
@@ -66,7 +67,7 @@ def test_a_trace_that_cannot_be_read_is_no_reason_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(json, "load", lambda _file: json.loads('{"traceEvents": [}'))
-    train(Config(start=1, steps=1).build(tmp_path, 0), 1, 2)
+    train(Profiler(Config(start=1, steps=1), tmp_path, 0), 1, 2)
     assert "Expecting value" in caplog.text
 
 

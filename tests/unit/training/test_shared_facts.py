@@ -16,8 +16,8 @@ from samestep.config import decode, load
 from samestep.errors import UnreachableError
 from tests.processes import run_ranks
 from trainer.training import shared_facts
+from trainer.training.compose import open_strategy
 from trainer.training.experiment import Experiment
-from trainer.training.run import open_strategy
 from trainer.training.shared_facts import facts_of
 
 TREE: dict[str, Any] = {

@@ -22,9 +22,9 @@ from samestep.stored_json import Between, Count, JsonError, checked
 from samestep.untrusted import read_stored
 from trainer.objectives import ObjectiveConfig
 from trainer.strategies import Replica
+from trainer.training.compose import open_loader
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
-from trainer.training.run import open_loader
 
 _OBJECTIVE = Annotated[ObjectiveConfig, Kinds("trainer.objectives.kinds")]
 

@@ -26,8 +26,8 @@ from samestep.terminal import Console
 from trainer.checkpoint import integrity
 from trainer.inspect.audit.batches import Columns, Run, columns
 from trainer.inspect.audit.tally import Int64, Tally
+from trainer.training.compose import checkpoint_folder
 from trainer.training.ledger import Row
-from trainer.training.run import checkpoint_folder
 
 _SLACK = 10
 _PROBLEMS_SHOWN = 20

@@ -86,7 +86,8 @@ def train(
     build = partial(adamw.Config(lr=3e-3).build, structure=Structure.of(model, exact=True))
     wrapped, optimizer = strategy.prepare(model, build, initial_values)
     groups.prime(optimizer)
-    objective, computed = problem.objective(), Digests(strategy, 1, Ledger())
+    state = partial(state_tensors, strategy.parameters, optimizer)
+    objective, computed = problem.objective(), Digests(strategy, 1, Ledger(), state)
     rows: Rows = {}
     for step in range(1, problem.STEPS + 1):
         units = problem.units(step, strategy.replica)
@@ -95,8 +96,7 @@ def train(
         norm = strategy.clip_grad_norm(1.0)
         strategy.step(optimizer, norm)
         optimizer.zero_grad(set_to_none=True)
-        state = partial(state_tensors, strategy.parameters, optimizer)
-        computed.after_update(step, units, Gradients(metrics, norm), state)
+        computed.after_update(step, units, Gradients(metrics, norm))
         rows[step] = computed.row
     return rows
 

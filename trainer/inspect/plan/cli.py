@@ -238,7 +238,7 @@ def _work_line(needed: Work, devices: int, device: Device) -> str:
 def _without_probe(experiment: Experiment, phase: Phase) -> Phase:
     """The phase with the micro-batch of training where memory is not measured."""
     from trainer.inspect.plan.batch import stand_in
-    from trainer.training.compute.micro_batch import without_probe
+    from trainer.training.phases import without_probe
 
     if phase.micro_batch_size != "auto":
         return phase

@@ -25,8 +25,8 @@ from trainer.monitoring.jsonl import read_rows
 from trainer.partition.digest import digests
 from trainer.strategies.kinds import single
 from trainer.training.experiment import Experiment
-from trainer.training.observers.digests import FILE
-from trainer.training.observers.faults import Config as FaultsConfig
+from trainer.training.observers.digests import digests_of
+from trainer.training.observers.settings import DIGESTS, Faults
 from trainer.training.state import state_tensors
 
 
@@ -112,17 +112,19 @@ class _Recorded(TypedDict):
 
 
 def _recorded(folder: str) -> dict[int, Row]:
-    rows: dict[int, Row] = {row["step"]: row for row in read_rows(Path(folder) / FILE, nested=True)}
+    rows: dict[int, Row] = {
+        row["step"]: row for row in read_rows(Path(folder) / DIGESTS, nested=True)
+    }
     for row in rows.values():
         try:
             checked(row, _Recorded)
         except JsonError as error:
             raise DataError(
-                f"{Path(folder) / FILE} is damaged: in the row of step {row['step']}, {error}. "
+                f"{Path(folder) / DIGESTS} is damaged: in the row of step {row['step']}, {error}. "
                 "Restore the file."
             ) from error
     if not rows:
-        raise DataError(f"{folder} has no {FILE}. Train with training.digest_every=10.")
+        raise DataError(f"{folder} has no {DIGESTS}. Train with training.digest_every=10.")
     return rows
 
 
@@ -137,7 +139,7 @@ def _recompute(folder: str, rows: Rows, found: Difference, most_steps: int) -> R
         raise ConfigError(
             "training.exact is tolerance, so one process would not compute the same bits"
         )
-    training = replace(experiment.training, digest_every=1, faults=FaultsConfig())
+    training = replace(experiment.training, digest_every=1, faults=Faults())
     experiment = replace(experiment, training=training, strategy=single.Config())
     with open_past(experiment, found.equal) as past:
         trainer, begin = past.trainer, past.trainer.state.step
@@ -149,7 +151,7 @@ def _recompute(folder: str, rows: Rows, found: Difference, most_steps: int) -> R
         state = state_tensors(trainer.strategy.parameters, trainer.optimizer)
         computed: dict[int, Row] = {begin: {"state": digests(state)}}
         for step in past.train(found.step):
-            computed[step] = trainer.digests.row
+            computed[step] = digests_of(trainer.observers).row
     return Recomputed(computed, _repeats(computed, rows, found))
 
 

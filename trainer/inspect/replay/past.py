@@ -20,12 +20,12 @@ from samestep.untrusted import read_stored
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.partition.digest import hexadecimal
+from trainer.training.compose import build_trainer, checkpoint_folder, open_loader, open_strategy
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.loop import Trainer
 from trainer.training.passes import Loader
 from trainer.training.phases import MicroBatchSize, phase_of
-from trainer.training.run import build_trainer, checkpoint_folder, open_loader, open_strategy
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from trainer.accelerators.kinds import cpu
 from trainer.inspect.audit.batches import Place, places
 from trainer.inspect.replay.past import Past, open_past, settings_at
 from trainer.strategies.kinds import single
+from trainer.training.evaluation import score_each
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row
-from trainer.training.observers.faults import Config as FaultsConfig
-from trainer.training.passes import score_each
+from trainer.training.observers.settings import Faults
 from trainer.training.phases import phase_of
 
 _TEXT_TOKENS = 24
@@ -113,7 +113,7 @@ def _on_one_cpu(experiment: Experiment) -> Experiment:
         fp8=False,
         compile=False,
         activation_checkpointing=False,
-        faults=FaultsConfig(),
+        faults=Faults(),
     )
     phases = tuple(replace(phase, micro_batch_size=None) for phase in experiment.phases)
     return replace(

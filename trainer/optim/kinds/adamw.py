@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from samestep.errors import ConfigError
 from trainer.accelerators import kernels
 from trainer.optim import Structure
-from trainer.optim.blockwise import BlockwiseAdam
 from trainer.optim.groups import Group, parameter_groups
 
 
@@ -93,6 +91,8 @@ class Config:
     ) -> Optimizer:
         """Builds the optimizer of these groups; see `Blockwise` for `blocks` and `exact`."""
         if exact or not kernels.is_eager(groups[0]["params"][0].device):
+            from trainer.optim.plain_adamw import PlainAdamW
+
             return PlainAdamW(groups, {}, self._settings, exact)
         fused = AdamW if self.bias_correction else UncorrectedAdamW
         return fused(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
@@ -159,16 +159,3 @@ class UncorrectedAdamW(AdamW):
             for group, setting in zip(self.param_groups, settings, strict=True):
                 group.update(setting)
         return loss
-
-
-class PlainAdamW(BlockwiseAdam):
-    """AdamW of plain operations: exact, and for devices without torch's fused kernels."""
-
-    def _scales(
-        self,
-        weights: list[Tensor],
-        blocks: list[Tensor],
-        updates: list[Tensor],
-    ) -> list[Tensor]:
-        ones = torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device)
-        return list(ones.unbind())

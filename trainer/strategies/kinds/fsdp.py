@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,12 +22,13 @@ from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
 from trainer.partition import is_dtensor
 from trainer.strategies import Strategy
-from trainer.strategies.exact import GradientSums, ShardingUnitReduction
 from trainer.strategies.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+    from trainer.strategies.exact import GradientSums, ShardingUnitReduction
 
 # torch.distributed.fsdp is imported by the functions that need it: it takes as long as half of
 # torch, and every command that reads an experiment imports this module.
@@ -78,8 +80,6 @@ class FullyShardedDataParallel(Strategy):
                 accelerator.device, replicate=config.replicas, shard=self.partitions
             )
             self._replicas = self._mesh.get_group("replicate")
-        # Of exact sums: FSDP2 reduces nothing where a rank has the whole unit.
-        self._whole = GradientSums(self._replicas)
         self._reductions: list[ShardingUnitReduction] = []
         self._units: list[FSDPModule] = []
 
@@ -113,10 +113,19 @@ class FullyShardedDataParallel(Strategy):
         del model.outside_units
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self.exact:
+            from trainer.strategies.exact import ShardingUnitReduction
+
             for unit in self._units:
                 each = self._config.reduce_each_micro_batch
                 self._reductions.append(ShardingUnitReduction(self._replicas, each))
                 unit.set_custom_reduce_scatter(cast("ReduceScatter", self._reductions[-1]))
+
+    @cached_property
+    def _whole(self) -> GradientSums:
+        """Exact sums where a rank has the whole unit, and FSDP2 reduces nothing."""
+        from trainer.strategies.exact import GradientSums
+
+        return GradientSums(self._replicas)
 
     def refresh(self) -> None:
         # After a pass without a backward pass, the root stays gathered, and every unit without

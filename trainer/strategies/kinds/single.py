@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from samestep.errors import ConfigError
 from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.strategies import Strategy
-from trainer.strategies.exact import GradientSums
 from trainer.strategies.world import World
+
+if TYPE_CHECKING:
+    from trainer.strategies.exact import GradientSums
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,11 @@ class Config(strategies.Config):
 class Single(Strategy):
     kind = "single"
 
-    def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
-        super().__init__(accelerator, world, precision)
-        self._units = GradientSums(None)
+    @cached_property
+    def _units(self) -> GradientSums:
+        from trainer.strategies.exact import GradientSums
+
+        return GradientSums(None)
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         return self._units.unit(self.parameters.values(), last) if self.exact else nullcontext()

@@ -33,22 +33,11 @@ from trainer.objectives import Objective
 from trainer.strategies import Strategy
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Loader, accumulate_gradients
-from trainer.training.phases import Phase
+from trainer.training.phases import Phase, without_probe
 
 logger = logging.getLogger(__name__)
 
 SHARE = 0.9  # of the memory; the rest is for fragmentation and for collectives' buffers
-_POSITIONS = 4096  # of a micro-batch without measured memory; larger ones are no faster on a CPU
-
-
-def without_probe(most: int, positions: int) -> int:
-    """Returns a micro-batch size without measuring memory, as on the CPU and under XLA.
-
-    Args:
-        most: examples of a device in a step.
-        positions: of an example.
-    """
-    return max(1, min(most, _POSITIONS // positions))
 
 
 def largest(peak: Callable[[int], int], budget: int, most: int, sparse: bool = False) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,38 +32,45 @@ from trainer.partition import state_like
 from trainer.partition.digest import digests, hexadecimal
 from trainer.strategies import Strategy
 from trainer.training.ledger import Ledger
+from trainer.training.observers import Observer
+from trainer.training.observers.settings import DIGESTS
 from trainer.training.passes import Gradients, MicroBatches, loss_and_norm
 from trainer.training.recorder import over_replicas
 
 Row: TypeAlias = dict[str, Any]
 
-FILE = "digests.jsonl"
 
-
-class Digests:
+class Digests(Observer):
     """Computes the rows of a run. Collective; all ranks do so alike.
 
     Args:
-        every: steps between two rows; None: there are none.
+        every: steps between two rows; None only cuts off rows of an earlier start.
         ledger: gets the digest of the state, in bitwise runs.
+        state: returns the state by name.
 
     Attributes:
         row: the last row, without step and time.
     """
 
-    def __init__(self, strategy: Strategy, every: int | None, ledger: Ledger) -> None:
-        self._strategy, self._every, self._ledger = strategy, every, ledger
+    def __init__(
+        self,
+        strategy: Strategy,
+        every: int | None,
+        ledger: Ledger,
+        state: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self._strategy, self._every, self._ledger, self._state = strategy, every, ledger, state
         self._file: JsonlTracker | None = None
         self._gradients: dict[str, str] = {}
         self._norms: list[Tensor] = []  # on the device, of the steps since the last row
         self.row: Row = {}
 
-    def open(self, path: Path | None, step: int) -> None:
-        """Opens the file, without rows after `step`; None on ranks that do not write."""
+    def open(self, folder: Path | None, step: int) -> None:
+        """Opens the file, without rows after `step`."""
         self.close()
         self._norms.clear()
-        if path is not None and (self._every is not None or path.exists()):
-            self._file = JsonlTracker(path, resume_step=step)
+        if folder is not None and (self._every is not None or (folder / DIGESTS).exists()):
+            self._file = JsonlTracker(folder / DIGESTS, resume_step=step)
 
     def before_clipping(self, step: int) -> None:
         """Takes the digests of the gradients of a step, if it has a row."""
@@ -76,13 +83,7 @@ class Digests:
         }
         self._gradients = digests(gradients)
 
-    def after_update(
-        self,
-        step: int,
-        micro_batches: MicroBatches,
-        gradients: Gradients,
-        state: Callable[[], Mapping[str, Tensor]],
-    ) -> None:
+    def after_update(self, step: int, micro_batches: MicroBatches, gradients: Gradients) -> None:
         """Writes the row of a step, if it has one."""
         if self._every is None:
             return
@@ -92,7 +93,7 @@ class Digests:
         own = sum(int(batch["digest"].sum()) for batch in micro_batches)
         (batch,) = over_replicas(self._strategy, own)
         loss, _ = loss_and_norm(gradients, self._strategy)
-        tensors = digests(state())
+        tensors = digests(self._state())
         self.row = {
             "batch": hexadecimal(batch),
             "loss": loss,
@@ -115,3 +116,8 @@ class Digests:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def digests_of(observers: Iterable[Observer]) -> Digests:
+    """The digests among the observers of a run that has `training.digest_every`."""
+    return next(each for each in observers if isinstance(each, Digests))

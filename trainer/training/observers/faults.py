@@ -11,58 +11,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from samestep.errors import ConfigError, SamestepError
+from samestep.errors import SamestepError
+from trainer.training.observers.settings import Faults
 from trainer.training.state import Meta
 
 _PER = 1000
 _NAMES = ("loss", "gradient norm")
 
 
-@dataclass(frozen=True)
-class Config:
-    """What to do about a step whose loss or gradient is not finite, or suddenly large.
-
-    Attributes:
-        action: stop ends the run. skip leaves the update out and takes the step with the next
-            examples. rewind goes back to a checkpoint and skips the examples around the step.
-        sigma: a loss or gradient norm more than this many standard deviations above the mean of
-            the window is a fault as well; null accepts every finite value.
-        window: number of sound steps that a spike is compared with. No spike is found in a phase
-            before it has had this many.
-        around: a rewind also skips the examples of this many steps before and after the fault.
-        most_in_a_row: number of faults without a sound step in between; one more stops the run.
-        most_per_thousand: number of faults in a thousand steps; one more stops the run.
-    """
-
-    action: Literal["stop", "skip", "rewind"] = "stop"
-    sigma: float | None = None
-    window: int = 128
-    around: int = 10
-    most_in_a_row: int = 3
-    most_per_thousand: int = 10
-
-    def __post_init__(self) -> None:
-        if self.sigma is not None and not 0 < self.sigma < math.inf:
-            raise ConfigError(
-                f"sigma must be above 0, such as 6, or null for no limit, not {self.sigma}"
-            )
-        least = {"window": 2, "around": 0, "most_in_a_row": 0, "most_per_thousand": 0}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
-
-    @property
-    def checks_steps(self) -> bool:
-        """Whether each step is checked before its update; the host then waits for the device."""
-        return self.action != "stop" or self.sigma is not None
-
-
-class Faults:
+class FaultCheck:
     """Finds faulty steps, and decides whether the run skips them, rewinds or stops.
 
     It only sees numbers that are equal on all ranks, so all ranks decide alike.
@@ -74,7 +34,7 @@ class Faults:
         output: the run's folder, for messages.
     """
 
-    def __init__(self, config: Config, scaled: bool = False, output: str = "") -> None:
+    def __init__(self, config: Faults, scaled: bool = False, output: str = "") -> None:
         self._config, self._scaled, self._output = config, scaled, output
         self._sound = {name: deque[float](maxlen=config.window) for name in _NAMES}
         self._steps: list[int] = []

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -27,6 +28,7 @@ from samestep import log, storage
 from samestep.errors import EXIT_FAILED, HangError
 from samestep.stored_json import JsonError, parse_json
 from trainer.strategies.world import World
+from trainer.training.observers import Observer
 from trainer.training.observers.stacks import ELSEWHERE, PARTS, Place, all_stacks, place_of
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class Beat:
     patient: bool
 
 
-class Heartbeat:
+class Heartbeat(Observer):
     """A thread that publishes the main thread's place, and ends a run that hangs.
 
     The run ends with one line that names the rank to blame.
@@ -101,11 +103,11 @@ class Heartbeat:
         self._limit = None if timeout is None else round(timeout / self._interval)
         self._step, self._patient = 0, True
 
-    def begin_step(self, step: int, first: bool) -> None:
+    def begin_step(self, step: int, first: bool, look: bool = False) -> None:
         """Reports that the main thread begins a step; the `first` one of a phase may take long."""
         self._step, self._patient = step, first
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> Self:
         self._main, self._closed = threading.get_ident(), threading.Event()
         if self._limit is not None:
             threading.Thread(

@@ -17,6 +17,7 @@ from trainer.strategies import Replica
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
 from trainer.training.observers import probes
+from trainer.training.observers.settings import Probe
 
 
 def build_probes(
@@ -24,7 +25,7 @@ def build_probes(
     dataset: AnyDataset,
     replica: Replica,
     largest: Callable[[int], int] = int,
-) -> dict[str, probes.Probe]:
+) -> dict[str, probes.ProbeReader]:
     """Builds the probes of a run by name.
 
     Args:
@@ -38,7 +39,7 @@ def build_probes(
         return {}
     with torch.device("meta"):
         model = experiment.build_model()
-    found: dict[str, probes.Probe] = {}
+    found: dict[str, probes.ProbeReader] = {}
     for name, config in experiment.probes.items():
         data = _probed_data(experiment, config)
         probed = data.open()
@@ -48,11 +49,11 @@ def build_probes(
         opening = partial(_open_probed, experiment, data, probed, objective, replica, largest)
         for split in ("train", "heldout"):
             opening(split).close()  # an error now, rather than at the first score
-        found[name] = probes.Probe(config, experiment.model, opening)
+        found[name] = probes.ProbeReader(config, experiment.model, opening)
     return found
 
 
-def _probed_data(experiment: Experiment, config: probes.Config) -> DataConfig:
+def _probed_data(experiment: Experiment, config: Probe) -> DataConfig:
     """The run's data section, changed for a probe's dataset: one text in each row."""
     return replace(
         experiment.data,

@@ -8,10 +8,9 @@ with probes takes the same steps as one without.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,40 +24,13 @@ from trainer.models.inputs import Inputs
 from trainer.objectives import Objective
 from trainer.objectives.kinds.classification import Config as Classification
 from trainer.strategies import Replica, Strategy
+from trainer.training.observers import Observer
+from trainer.training.observers.settings import Probe
 from trainer.training.passes import Loader, on_device
 
 _BATCH = 256
 MICRO_BATCH = 32
 """Rows of a forward pass, for one device."""
-
-Pool: TypeAlias = Literal["mean", "first"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """A probe during training: a linear classifier on hidden states, scored on held-out rows.
-
-    Attributes:
-        path: folder or address of a dataset of kind classification, built with the run's tokenizer.
-        every: steps between two scores; one is also computed at the last of `training.steps`.
-        rows: number of rows to train the classifier on, and to score it on: a fixed sample of each
-            split.
-        layer: number of the layer: 0 is the embeddings, -1 the last layer.
-        pool: how a text's hidden states become one vector: their mean, or the first one ([CLS]).
-        sequence_length: positions of a text; longer ones are truncated.
-    """
-
-    path: str
-    every: int
-    rows: int = 2048
-    layer: int = -1
-    pool: Pool = "mean"
-    sequence_length: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("every", "rows", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}. Use at least 1.")
 
 
 @dataclass(frozen=True)
@@ -74,7 +46,7 @@ class Split:
     labels: npt.NDArray[np.int64]
 
 
-class Probe:
+class ProbeReader:
     """Reads the features of a task's rows, and scores a classifier on them.
 
     Args:
@@ -85,7 +57,7 @@ class Probe:
 
     def __init__(
         self,
-        config: Config,
+        config: Probe,
         model: ModelConfig,
         open_split: Callable[[str], Loader],
     ) -> None:
@@ -150,6 +122,34 @@ class Probe:
         return (states * weights).sum(1) / weights.sum(1)
 
 
+class Probes(Observer):
+    """Scores the probes of a run, each after its own number of steps.
+
+    Args:
+        readers: by name.
+        model: as `strategy.prepare` returns it.
+    """
+
+    def __init__(
+        self, readers: Mapping[str, ProbeReader], model: nn.Module, strategy: Strategy
+    ) -> None:
+        self._readers, self._model, self._strategy = readers, model, strategy
+
+    def scores(self, step: int, last: bool) -> Iterator[Mapping[str, float]]:
+        """Yields a row for each probe that is due, on the rank that fits its classifier."""
+        for name, reader in self._readers.items():
+            if step % reader.config.every and not last:
+                continue
+            train, heldout = (
+                reader.read(self._model, self._strategy, split, f"{name} {split}")
+                for split in ("train", "heldout")
+            )
+            self._model.train()
+            # All ranks have the features. One fits the classifier, and writes the row.
+            is_first = self._strategy.replica.index == 0
+            yield {f"probe/{name}/accuracy": accuracy(train, heldout)} if is_first else {}
+
+
 def batch_size(replica: Replica) -> int:
     """The global batch size of a probe: at least one row for each device."""
     return max(_BATCH, replica.count * replica.devices)
@@ -186,7 +186,7 @@ def accuracy(train: Split, heldout: Split) -> float:
     return float(classifier.score(heldout.features.astype(np.float64), heldout.labels))
 
 
-def layer_of(config: Config, model: ModelConfig) -> int:
+def layer_of(config: Probe, model: ModelConfig) -> int:
     """Resolves a negative layer number: -1 is the last layer."""
     return config.layer + model.layers + 1 if config.layer < 0 else config.layer
 
@@ -198,7 +198,7 @@ def build_objective(dataset: AnyDataset) -> Objective:
 
 def check(
     name: str,
-    config: Config,
+    config: Probe,
     probed: AnyDataset,
     dataset: AnyDataset,
     settings: ModelConfig,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
 import torch
 
-from samestep.errors import ConfigError
 from trainer.accelerators.events import is_collective, is_compute, on_device
+from trainer.training.observers import Observer
+from trainer.training.observers.settings import Profile
 
 logger = logging.getLogger(__name__)
 
-_MOST_STEPS = 20  # a trace takes a few megabytes for each micro-batch
 # Larger compressed traces are not analyzed: that takes about fifty times their size in memory.
 _MOST_BYTES = 32 * 2**20
 
@@ -31,52 +30,17 @@ class Event(TypedDict, total=False):
     dur: float
 
 
-@dataclass(frozen=True)
-class Config:
-    """Which steps are profiled. `touch RUN/profile` profiles the next steps of a running run.
-
-    Attributes:
-        start: the first step to profile, from 1; null profiles on demand only.
-        steps: number of steps, at most 20; the trace is held in memory, megabytes for each
-            micro-batch.
-        ranks: ranks that profile from `start`; on demand, only rank 0 does.
-    """
-
-    start: int | None = None
-    steps: int = 3
-    ranks: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        if self.start is not None and self.start < 1:
-            raise ConfigError(
-                f"start must be at least 1, or null to profile on demand only, not {self.start}"
-            )
-        if not 1 <= self.steps <= _MOST_STEPS:
-            raise ConfigError(
-                f"steps must lie in 1 .. {_MOST_STEPS}, not {self.steps}; traces grow large"
-            )
-
-    def build(self, folder: Path, rank: int) -> Profiler:
-        """Builds the profiler of a rank, for a run folder."""
-        return Profiler(self, folder, rank)
-
-
-class Profiler:
+class Profiler(Observer):
     """Writes RUN/profiles/step-N-rank-R.json.gz, for ui.perfetto.dev or chrome://tracing."""
 
-    def __init__(self, config: Config, folder: Path, rank: int) -> None:
+    def __init__(self, config: Profile, folder: Path, rank: int) -> None:
         self._steps, self._folder, self._rank = config.steps, folder, rank
         self._start = config.start if rank in config.ranks else None
         self._profile: torch.profiler.profile | None = None
         self._first = 0
 
-    def begin_step(self, step: int, look: bool) -> None:
-        """Starts profiling, if a window begins with this step.
-
-        Args:
-            step: the next step, from 1.
-            look: whether to check for RUN/profile.
-        """
+    def begin_step(self, step: int, first: bool, look: bool) -> None:
+        """Starts profiling, if a window begins with this step; looks for RUN/profile if `look`."""
         request = self._folder / "profile"
         requested = look and self._rank == 0 and request.exists()
         if requested:
@@ -94,10 +58,13 @@ class Profiler:
             running, and `time/communication_exposed`, the fraction in which nothing was computed
             meanwhile. Otherwise nothing.
         """
-        return self.close() if step == self._first + self._steps - 1 else {}
+        return self._end() if step == self._first + self._steps - 1 else {}
 
-    def close(self) -> dict[str, float]:
-        """Ends an open window and writes its trace; returns metrics like `end_step`."""
+    def close(self) -> None:
+        """Ends an open window and writes its trace."""
+        self._end()
+
+    def _end(self) -> dict[str, float]:
         # Forgotten first: if writing fails, the next window must not find a broken profiler.
         profile, self._profile = self._profile, None
         if profile is None:

@@ -27,6 +27,9 @@ from samestep.errors import SamestepError
 from samestep.hashing import odd_factors
 from trainer.partition import local_parts
 from trainer.strategies import Strategy
+from trainer.training.observers import Observer
+from trainer.training.passes import Gradients, MicroBatches
+from trainer.training.state import Meta
 
 _COLUMNS = 128
 _FIX = (
@@ -36,7 +39,7 @@ _FIX = (
 )
 
 
-class StateCheck:
+class StateCheck(Observer):
     """Checks for silent corruption every `every` steps, and before the state is saved.
 
     Args:
@@ -53,7 +56,7 @@ class StateCheck:
         self._expected: Tensor | None = None  # hashes after the update, for `before_update`
         self._compared = -1  # the step of the last comparison of replicas
 
-    def after_update(self, step: int) -> None:
+    def after_update(self, step: int, micro_batches: MicroBatches, gradients: Gradients) -> None:
         """Compares replicas, or hashes the partition for `before_update`, if a check is due.
 
         Args:
@@ -90,7 +93,7 @@ class StateCheck:
                 f"{_named(tensors, changed)} have changed, although nothing writes to them; {_FIX}"
             )
 
-    def before_save(self, step: int) -> None:
+    def before_save(self, step: int, failed: int | None) -> None:
         """Compares replicas, unless they were compared after this step.
 
         Raises:
@@ -99,8 +102,8 @@ class StateCheck:
         if self._every is not None and self._replicated and self._compared != step:
             self._compare(step)
 
-    def forget(self) -> None:
-        """Forgets all hashes, after a restore of the state."""
+    def load_state_dict(self, meta: Meta) -> None:
+        """Forgets all hashes: the state was restored."""
         self._expected, self._compared = None, -1
 
     def _compare(self, step: int) -> None:

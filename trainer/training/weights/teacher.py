@@ -19,7 +19,7 @@ from trainer.training.compute.fused_attention import fuse_attention
 from trainer.training.experiment import Experiment
 from trainer.training.weights.initial import stored_values
 from trainer.training.weights.label_order import is_reordered
-from trainer.training.weights.loading import Weights, load_weights
+from trainer.training.weights.loading import load_weights, shared_identity
 
 
 def attach_teacher(
@@ -27,19 +27,18 @@ def attach_teacher(
     dataset: AnyDataset,
     objectives: Iterable[Objective],
     strategy: Strategy,
-) -> Weights | None:
+) -> str:
     """Loads the teacher of a distillation and gives it to the objectives. Collective.
 
     Returns:
-        The teacher's weights; None for an objective without a teacher.
+        The identity of the teacher's weights.
 
     Raises:
         CheckpointError: there are no such weights.
         ConfigError: their model cannot teach the student, or has another tokenizer.
     """
     name = experiment.objective.teacher_path
-    if name is None:
-        return None
+    assert name is not None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
     model = build_teacher(experiment, weights.config, strategy.accelerator)
     give_spellings(model, dataset.tokenizer.spellings)
@@ -51,7 +50,7 @@ def attach_teacher(
     for objective in objectives:
         if isinstance(objective, Taught):
             objective.attach(teacher)
-    return weights
+    return shared_identity(weights, strategy.world.rank, strategy.world.size)
 
 
 def build_teacher(

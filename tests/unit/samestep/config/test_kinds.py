@@ -1,0 +1,78 @@
+"""Kinds that installed packages add, and the names of modules in strings."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+from samestep.config import Kinds, decode
+from samestep.errors import ConfigError
+
+ROOT = Path(__file__).parents[4]
+SCHEDULE = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Config:
+    rate: float
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with two kinds of optimizers, one of them named as one of ours."""
+    info = tmp_path / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[trainer.optim.kinds]\nslow = plugin_slow\nadamw = plugin_slow\ngone = plugin_gone\n"
+    )
+    (tmp_path / "plugin_slow.py").write_text(SCHEDULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_kind_of_an_installed_package_is_decoded_and_listed() -> None:
+    kinds = Kinds("trainer.optim.kinds")
+    assert "plugin_slow" not in sys.modules
+    assert {"slow", "adamw"} <= set(kinds.available())
+    assert "plugin_slow" not in sys.modules
+    decoded = decode(Annotated[Any, kinds], {"kind": "slow", "rate": 0.5}, "optimizer")
+    assert (type(decoded).__module__, decoded.rate) == ("plugin_slow", 0.5)
+    assert kinds.kind_of(decoded) == "slow"  # so a stored experiment can be read again
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_package_does_not_replace_a_kind_of_ours() -> None:
+    schema = Kinds("trainer.optim.kinds").schema("adamw", "optimizer")
+    assert schema.__module__ == "trainer.optim.kinds.adamw"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_kind_whose_package_is_broken_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.kind: no module for 'gone'"):
+        Kinds("trainer.optim.kinds").schema("gone", "optimizer")
+
+
+def test_listing_kinds_imports_none() -> None:
+    names = set(sys.modules)
+    Kinds("trainer.objectives.kinds").available()
+    assert {name for name in sys.modules if name.startswith("trainer.objectives.kinds.")} <= names
+
+
+def test_packages_of_kinds_that_are_named_in_strings_exist() -> None:
+    named = {
+        name
+        for package in ("samestep", "trainer", "data_pipeline", "launch")
+        for path in ROOT.glob(f"{package}/**/*.py")
+        for name in re.findall(r'Kinds\(\s*"(\w+\.[\w.]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    for name in named:
+        assert list(pkgutil.iter_modules(importlib.import_module(name).__path__)), name
