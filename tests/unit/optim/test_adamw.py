@@ -13,7 +13,7 @@ from samestep.config import decode
 from samestep.errors import ConfigError
 from trainer.accelerators import kernels
 from trainer.optim import Structure, groups
-from trainer.optim.kinds import adamw, adamw_scale, lamb
+from trainer.optim.kinds import adamw_scale, lamb
 from trainer.optim.kinds.adamw import Config
 from trainer.optim.plain_adamw import PlainAdamW
 
