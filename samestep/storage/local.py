@@ -1,4 +1,4 @@
-"""Local files and folders: one is either complete under its own name, or it is not there."""
+"""Local files: one is either complete under its own name, or it is not there."""
 
 from __future__ import annotations
 
