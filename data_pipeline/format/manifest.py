@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from samestep.config import Tree, renamed
+from samestep.config import Tree
 from samestep.errors import DataError
 from samestep.storage import Digest, write_text
 from samestep.stored_json import Count, JsonError, Matching, Sha256, checked, parse_json
@@ -192,7 +192,6 @@ class Manifest:
                 "it, or build the dataset again."
             )
         try:
-            tree = renamed.current(tree)
             if unknown := tree.keys() - {each.name for each in dataclasses.fields(cls)}:
                 raise ValueError(f"{min(unknown)!r} is no part of it")
             manifest = checked(tree, cls)

@@ -215,8 +215,6 @@ def _minus(one: _Score, other: _Score) -> _Score:
 
 def _score(job: Job, result: Result, name: str) -> _Score:
     scores = result.scores
-    if name not in scores:  # of a job that an earlier version has finished, perhaps
-        scores = job.config.scores(job.folder)
     if name not in scores:
         raise DataError(f"{job.folder} has no score {name!r}. Use one of {', '.join(scores)}.")
     value = scores[name]

@@ -138,7 +138,7 @@ def list_runs(
     changes = _overridden(overrides)
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
-    # Digests were made before some settings got new names; the old names keep finished runs.
+    # With the names of settings in digests, so that finished runs are found.
     model = renamed.original({"model": to_tree(weights.config)})["model"]
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:

@@ -40,8 +40,7 @@ class Result:
         scores: of the held-out rows, by name: at the end, or at the best of several evaluations.
         steps: optimizer steps until then.
         seconds: wall time, without the time before an interruption.
-        learned: whether the run scores above a constant answer, see `upper_end`; None in results of
-            versions that did not store it.
+        learned: whether the run scores above a constant answer, see `upper_end`.
     """
 
     task: str
@@ -52,7 +51,7 @@ class Result:
     scores: Mapping[str, Measure]
     steps: Count
     seconds: Seconds
-    learned: bool | None = None
+    learned: bool
 
 
 def ranked(score: float) -> float:
