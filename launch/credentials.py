@@ -62,8 +62,8 @@ _LOGINS = {"docker", "podman", "nerdctl", "buildah", "skopeo", "helm", "oras", "
 _LOOKED_UP = re.compile(r"--secret[= ]\S+")
 _LOOKS_UP = re.compile(r"\b(?:gcloud|docker|podman|nerdctl|buildah)\s")
 _HEADER = re.compile(
-    r"((?:proxy-)?authorization|cookie|private-token|[\w-]{0,60}(?:api-?key|token|secret))\s*[:=]\s*"
-    r"((?:bearer|basic|token|digest)\s+)?([^\s\"']+)",
+    r"((?:proxy-)?authorization|cookie|private-token|[\w-]{0,60}(?:api-?key|token|secret))"
+    r"\s*[:=]\s*((?:bearer|basic|token|digest)\s+)?([^\s\"']+)",
     re.IGNORECASE,
 )
 # A line of a netrc file, words of aws, wandb, kubectl and docker, JSON and YAML.
@@ -96,7 +96,8 @@ _FORM = re.compile(
 )
 # Other 40 hexadecimal digits are commits.
 _WANDB_KEY = re.compile(
-    r"wandb(?:[\s.]+login|[._]?(?:api[._]?)?key)\b[^\n;&|]{0,80}?(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+    r"wandb(?:[\s.]+login|[._]?(?:api[._]?)?key)\b[^\n;&|]{0,80}?"
+    r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
     r"|(?<![0-9a-f])[0-9a-f]{40}[\"']?\s*(?:\|\s*wandb\s+login|>>?\s*\S*wandb)",
     re.IGNORECASE,
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from launch import command_line
+from launch.clients import command_line
 from launch.job import Record, State
 from launch.k8s.manifest import CONTAINER, JOB_LABEL, Object
 from samestep.errors import LaunchError

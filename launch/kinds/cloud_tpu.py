@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from launch import command_line, experiment, logs
+from launch import experiment, logs
+from launch.clients import command_line
 from launch.environment import check_secrets, check_setup, check_variables
 from launch.job import (
     CANCEL,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from launch import command_line, experiment
+from launch import experiment
+from launch.clients import command_line
 from launch.environment import check_secrets, check_variables
 from launch.job import CONFIG, JobSpec, Place, Record, State, Submission
 from launch.k8s import folders, kubectl, manifest, patch

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from launch import command_line, logs, slurm_client
+from launch import logs
+from launch.clients import command_line
+from launch.clients import slurm as slurm_client
 from launch.environment import Container, Environment, exports
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Place, Record, State, Submission
 from launch.settings import NodeCluster, check_least, check_options, check_patterns
@@ -404,7 +406,7 @@ def _segments(record: Record) -> list[str]:
 
 
 def _is_elsewhere(record: Record, here: str) -> bool:
-    """Whether a job was submitted to another cluster; older records do not name theirs."""
+    """Whether a job was submitted to another cluster; a record names its cluster if Slurm did."""
     return bool(here) and record.about.get("cluster", here) != here
 
 

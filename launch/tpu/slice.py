@@ -22,7 +22,7 @@ from typing import (
     TypeVar,
 )
 
-from launch import command_line
+from launch.clients import command_line
 from launch.job import EXIT
 from samestep.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
 from samestep.stored_json import Count, JsonError, Matching, Seconds, parse_json, read_json

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import command_line
+from launch.clients import command_line
 from samestep.errors import LaunchError
 
 # Variables of Slurm's commands: set by a user's shell, or by a job that this process is part of.
