@@ -132,7 +132,7 @@ def secret_in(line: str) -> str | None:
 
 
 def _expand(line: str) -> tuple[str, list[str], list[tuple[str, str]]]:
-    """Replaces what a shell does, from the inside out.
+    """Replaces the expressions that a shell expands, from the inside out.
 
     Returns:
         The line with defaults as `${NAME:-VALUE}` in place, and else `REFERENCE`; the commands in
@@ -185,7 +185,7 @@ def _decoded_secret(word: str) -> str | None:
 
 
 def _given_in(line: str) -> str | None:
-    """The variable or option of a line whose literal value is a secret."""
+    """The variable or option of a line to which it gives a literal secret."""
     for words in _commands(line):
         command = next((word for word in words if not _ASSIGNMENT.fullmatch(word)), "")
         options = _OPTIONS.get(command.rpartition("/")[2], ())
@@ -243,6 +243,6 @@ def _option_with_secret(word: str, following: str, options: tuple[str, ...]) -> 
 
 
 def _is_secret_value(value: str) -> bool:
-    """Whether a value is written out, rather than read from elsewhere, and no path or switch."""
+    """Whether a value is a literal, rather than read from elsewhere, and no path or switch."""
     literal = value.replace(REFERENCE, "").strip("\"'{}<>[]:,; ")
     return bool(literal) and not _PLAIN.fullmatch(literal)

@@ -48,7 +48,7 @@ def add(record: Record) -> None:
 
 
 def newest_first() -> list[Record]:
-    """The jobs whose folders still exist; of one folder, which was removed before, the newest."""
+    """The jobs with folders that still exist; of several in one folder, the newest."""
     file = state_folder() / _FILE
     try:
         lines = file.read_bytes().split(b"\n")

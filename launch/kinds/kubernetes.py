@@ -1,4 +1,4 @@
-"""Kubernetes, and TPUs of GKE: a JobSet or Job whose pods run `samestep train --elastic`."""
+"""Kubernetes, and TPUs of GKE: the pods of a JobSet or Job run `samestep train --elastic`."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ class Config(NodeCluster):
         return kubectl.states(records)
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What the cluster still has of them: logs are deleted with their pods."""
+        """The logs that the cluster still has: they are deleted with their pods."""
         return kubectl.logs(record, lambda: follow and self.is_active(record))
 
     def cancel(self, record: Record) -> None:

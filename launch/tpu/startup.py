@@ -16,8 +16,8 @@ PORT = 29400  # of the rendezvous, as in docs/tpu.md
 # Of a run that was stopped for an unknown reason, or has waited in vain for others, per boot.
 _RESTARTS = 5
 
-# The wheel of uv: its content is known, unlike that of an installation script of a web site. uv
-# itself knows the SHA-256 of the Python that it installs.
+# The wheel of uv: its content is known, unlike an installation script of a web site. uv itself
+# knows the SHA-256 of the Python that it installs.
 _UV = "0.13.9"
 _UV_WHEEL = (
     "https://files.pythonhosted.org/packages/3d/aa/"

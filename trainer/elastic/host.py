@@ -1,4 +1,4 @@
-"""Which agent hosts the rendezvous: files `.host-00000003` in the run's folder, beside `.secret`.
+"""Which agent hosts the rendezvous: files `.host-00000003` in the run's folder.
 
 The first host is the agent at the address of --rendezvous. It creates the record with the number 1
 and its address, and renews it for as long as it is of use: while a round runs, or enough agents for
@@ -163,7 +163,7 @@ class Renewal(threading.Thread):
         self._kept_until = time.monotonic() + _KEEP_SECONDS if is_of_use else -math.inf
 
     def check(self) -> bool:
-        """Looks for another host; returns `is_over`. What cannot be read changes nothing."""
+        """Looks for another host; returns `is_over`. An unreadable record changes nothing."""
         try:
             self.is_over = self._records.newest_number() > self._record.number
         except Exception as error:  # this thread must not end

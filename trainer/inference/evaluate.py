@@ -59,7 +59,7 @@ class Member:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A member's scores, and what they are based on."""
+    """A member's scores, and the predictions behind them."""
 
     step: int
     dataset: str
@@ -144,7 +144,7 @@ def _evaluate(
 
 
 def _check(experiment: Experiment, predicts: bool, ensemble: bool) -> None:
-    """Checks what can fail before any work: metrics need packages, and some options a task."""
+    """Fails before any work if a metric's package, or the task that an option needs, is missing."""
     for phase in experiment.resolved_phases():
         check_installed(phase.objective.task.metrics)
     if not predicts and not ensemble:

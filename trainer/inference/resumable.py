@@ -31,7 +31,7 @@ class Resumable:
     Args:
         file: the unfinished output, locked.
         path: where the progress is kept.
-        made_of: what the content depends on.
+        made_of: settings and inputs that the content depends on.
 
     Raises:
         ConfigError: the file was begun with something else.

@@ -23,7 +23,7 @@ _SPACE = "▁"
 
 
 def convert(folder: Path, vocabulary: Vocabulary) -> bool:
-    """Writes tokenizer.json beside a spiece.model that T5's classes of `transformers` run.
+    """Writes a tokenizer.json for a spiece.model that T5's classes of `transformers` run.
 
     samestep goes on reading spiece.model, so the ids of a text stay the same to the bit.
 

@@ -1,4 +1,4 @@
-"""Model cards: what an exported model is, what it was trained on and how, and its scores.
+"""Model cards: the size, data, training and scores of an exported model.
 
 A card is Markdown after a block of metadata for the Hugging Face Hub. It reveals nothing about the
 machine: folders, addresses and settings that look like secrets are left out.
@@ -211,7 +211,7 @@ def _last_part(path: str) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """A code block whose fence is longer than any row of backticks in the text."""
+    """A code block with a fence that is longer than any row of backticks in the text."""
     # Settings may hold Markdown, and ``` inside would end a fence of three.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}{fence}\n"

@@ -34,7 +34,7 @@ def adapt(
 
     - For a language model that reads from left to right, a text gets the token that begins it, as
       in `objectives.causal_lm`, and none at its end, where it is continued. Tokenizers without a
-      begin token of their own, as GPT-2's, stay as they are published; but T5's, which would put
+      separate begin token, as GPT-2's, stay as they are published; but T5's, which would put
       </s> after each text, puts it before.
 
     - For a model that generates targets, a source gets the token that ends it and none that begins

@@ -29,7 +29,7 @@ class Job:
         config: its settings.
         seed: of the samestep commands.
         resolved: all settings, with stages named.
-        needs: the jobs whose products it uses, by stage.
+        needs: the jobs that make its inputs, by stage.
         digest: of the settings, the seed, the content of files and the digests of `needs`.
         folder: of its files, named by the digest. Studies in one folder share equal jobs.
     """
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished job has found and used.
+    """Scores and resources of a finished job.
 
     Attributes:
         scores: by name.

@@ -28,11 +28,11 @@ _SAVE_EVERY = 60.0  # seconds
 
 @contextmanager
 def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
-    """Opens the folder of unfinished vectors; what an earlier command left there is kept.
+    """Opens the folder of unfinished vectors; the work of an earlier command there is kept.
 
     Args:
         output: a new folder. It appears when the block has made `result` in the folder.
-        made_of: what the vectors depend on.
+        made_of: settings and inputs that the vectors depend on.
 
     Raises:
         ConfigError: the output exists, another process makes it, or it was begun with something

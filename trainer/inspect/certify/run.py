@@ -35,7 +35,7 @@ def certify(output: Path, against: Path | None, console: Console) -> bool:
 
     Args:
         output: the certificate, which rank 0 writes.
-        against: another certificate, whose digests must be the same.
+        against: another certificate; its digests must be the same.
         console: for the table of rank 0.
 
     Returns:

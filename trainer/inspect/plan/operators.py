@@ -1,4 +1,4 @@
-"""The operators of a training step: what each computes, reads and writes.
+"""The operators of a training step: their computations, reads and writes.
 
 A step is run on tensors without memory (see `trace`), and every operator that PyTorch dispatches is
 recorded. Tensors are recorded as values: a storage has a new value after each write, and a view is
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def scopes_of(self, model: Model) -> Iterator[None]:
-        """Follows the calls of a model's modules; what runs outside of them is the loss."""
+        """Follows the calls of a model's modules; operators outside of them belong to the loss."""
         units = set(map(id, model.compiled_units()))
         handles = []
         outer: list[Scope] = []

@@ -19,7 +19,7 @@ _WIDTH, _MARGIN = 150, 6  # of a plot in pixels
 
 
 def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Writes the table as an HTML page, beside the folder of the runs."""
+    """Writes the table as an HTML page, next to the folder of the runs."""
     headings, *lines = columns(rows)
     listed = [
         {
@@ -54,7 +54,7 @@ def _curves(row: Row, folder: Path) -> str:
 
 
 def _runs(row: Row, folder: Path) -> list[Mapping[str, Any]]:
-    """The runs of a row: seed, score, and links to what there is of each."""
+    """The runs of a row: seed, score, and links to the files that exist."""
     return [
         {
             "name": f"seed {run.seed}",

@@ -97,7 +97,7 @@ class Suite:
         self._unfinished = {run.digest for run in self.missing()}
 
     def missing(self) -> list[Run]:
-        """The runs without a result, and those to start from whose checkpoints are gone."""
+        """The runs without a result, and runs that these start from without a checkpoint left."""
         missing = {run.digest for run in self._runs if run.digest not in self._results}
         # Backwards, so that a chain of starts is followed: a run that is trained again because
         # another starts from it may itself need the checkpoint of a third.
