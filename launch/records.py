@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from launch.job import Cluster, Record
 from samestep.config import Kinds, decode
@@ -70,7 +70,7 @@ def newest_first() -> list[Record]:
 
 
 def _parse(line: bytes) -> Record:
-    tree = parse_json(line, dict[str, Any])
+    tree = parse_json(line, dict[str, object])
     row = checked(tree, _Row)
     for name in tree.keys() - asdict(row).keys():  # a newer version knows how to treat this job
         raise JsonError("is not known to this version", (name,))

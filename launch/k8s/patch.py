@@ -133,7 +133,7 @@ def merge(base: Any, patch: Any) -> Any:
     return list(merged.values())
 
 
-def _merge_key(items: list[Any]) -> str | None:
+def _merge_key(items: list[Object]) -> str | None:
     """The key that tells the items of a list apart; None if the list is replaced as a whole."""
     if not items or not all(isinstance(item, dict) for item in items):
         return None
@@ -159,7 +159,7 @@ def _identity(document: Object) -> list[object]:
     return found
 
 
-def _mappings(node: object) -> Iterator[dict[str, Any]]:
+def _mappings(node: object) -> Iterator[Object]:
     if isinstance(node, dict):
         yield node
         node = list(node.values())

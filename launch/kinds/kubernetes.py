@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from launch import experiment
 from launch.clients import command_line
@@ -121,7 +121,7 @@ class Config(NodeCluster):
     network_policy: bool = True
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
-    patch: dict[str, dict[str, Any]] = field(default_factory=dict)
+    patch: dict[str, Object] = field(default_factory=dict)
     user: int | None = None
     restarts: int = 4
 

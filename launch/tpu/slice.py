@@ -130,7 +130,7 @@ class _Described(TypedDict, total=False):
     state: str | _State
     health: str
     tpu: _Tpu
-    networkEndpoints: list[Any]
+    networkEndpoints: list[object]
 
 
 class _Named(_Described):

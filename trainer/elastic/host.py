@@ -21,7 +21,6 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from samestep.stored_json import JsonError, checked, parse_json
 from trainer.checkpoint import files
@@ -82,7 +81,7 @@ class Records:
         if content is None:
             return None
         try:
-            stored = parse_json(content, dict[str, Any])
+            stored = parse_json(content, dict[str, object])
             found = checked({**stored, "number": number}, Record)
         except JsonError:  # its host was killed when it wrote it
             found = Record(number, "", 0, 0, "")

@@ -6,7 +6,6 @@ import base64
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -100,7 +99,7 @@ def write(
 
 def _text(
     encoder: TextEncoder, tokens: Tokens, attention: npt.NDArray[np.float32]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The values that the page shows for a text: probabilities as bytes, 255 for 1."""
     count = min(len(tokens), _SHOWN_TOKENS)
     part = (attention[:, :, :count, :count] * 255).round().astype(np.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -247,7 +247,7 @@ def _comparable(one: Predictions, other: Predictions) -> bool:
     )
 
 
-def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:
+def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, object]]:
     """A line for each row: its number in the split, its texts, its label and its prediction."""
     numbers, found = predictions.number.tolist(), objective.row_predictions(predictions)
     for number, row, prediction in zip(numbers, predictions.rows, found, strict=True):

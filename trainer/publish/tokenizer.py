@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -107,7 +106,7 @@ def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
 
 def _read(file: Path) -> Tree:
     with damage_of(file, DataError, "Copy the tokenizer again."):
-        return read_json(file, dict[str, Any])
+        return read_json(file, dict[str, object])
 
 
 def _template(

@@ -42,7 +42,7 @@ def stamps_of(recipe: Tree) -> list[Stamp]:
     return [each for tree in (source, *further) for each in _stamps_of_source(tree)]
 
 
-def _stamps_of_source(tree: Any) -> list[Stamp]:
+def _stamps_of_source(tree: object) -> list[Stamp]:
     source: SourceConfig = decode(_SOURCE, tree, "source")
     settings = to_tree(source)
     paths = [*(settings.get("paths") or ()), *(settings.get("heldout") or ())]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ class _Data(TypedDict):
 class _Order(TypedDict):
     """The settings of a data order, in the row that begins it."""
 
-    objective: dict[str, Any]
+    objective: dict[str, object]
     sequence_length: _Size
     data: _Data
 

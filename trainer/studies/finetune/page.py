@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from samestep.storage import write_text
@@ -53,7 +52,7 @@ def _curves(row: Row, folder: Path) -> str:
     return quote(str(file)) if row.best and (folder / file).exists() else ""
 
 
-def _runs(row: Row, folder: Path) -> list[Mapping[str, Any]]:
+def _runs(row: Row, folder: Path) -> list[Mapping[str, object]]:
     """The runs of a row: seed, score, and links to the files that exist."""
     return [
         {
@@ -73,7 +72,7 @@ def _link(run: Run, name: str, folder: Path) -> str:
     return quote(os.path.relpath(run.folder / name, folder)) + "/" * (not name)
 
 
-def _plot(row: Row, alike: Sequence[Row]) -> Mapping[str, Any]:
+def _plot(row: Row, alike: Sequence[Row]) -> Mapping[str, object]:
     """Positions in pixels: of each seed, of the constant answer, and of the mean's interval."""
     # The rows of a task have one scale, so that its points and controls can be compared.
     ends = [

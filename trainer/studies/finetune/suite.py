@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,7 +19,7 @@ from samestep.stored_json import Count, Measure, Seconds
 from trainer.checkpoint import integrity
 from trainer.metrics.texts import PERCENT
 from trainer.monitoring.forecast import Range
-from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.monitoring.jsonl import Row, read_rows, scores_of
 from trainer.monitoring.report import suite as report_suite
 from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun, SuiteFolder
@@ -217,7 +216,7 @@ def _result(run: Run, seconds: float) -> Result:
         SamestepError: the run's score is missing.
     """
     rows = [row for row in read_rows(run.folder / "metrics.jsonl") if "heldout/loss" in row]
-    row: dict[str, Any] = rows[-1] if rows else {"step": 0}
+    row: Row = rows[-1] if rows else {"step": 0}
     if rows and run.keeps_best:  # of equal ones the first, whose checkpoint was kept
         row = max(rows, key=lambda row: ranked(row[f"heldout/{run.score}"]))
     evaluated = [("", row)]
