@@ -63,8 +63,8 @@ _LOGINS = {"docker", "podman", "nerdctl", "buildah", "skopeo", "helm", "oras", "
 _LOOKED_UP = re.compile(r"--secret[= ]\S+")
 _LOOKS_UP = re.compile(r"\b(?:gcloud|docker|podman|nerdctl|buildah)\s")
 _HEADER = re.compile(
-    r"((?:proxy-)?authorization|cookie|private-token|[\w-]{0,60}(?:api-?key|token|secret))\s*[:=]\s*"
-    r"((?:bearer|basic|token|digest)\s+)?([^\s\"']+)",
+    r"((?:proxy-)?authorization|cookie|private-token|[\w-]{0,60}(?:api-?key|token|secret))"
+    r"\s*[:=]\s*((?:bearer|basic|token|digest)\s+)?([^\s\"']+)",
     re.IGNORECASE,
 )
 # A line of a netrc file, words of aws, wandb, kubectl and docker, JSON and YAML.
@@ -97,7 +97,8 @@ _FORM = re.compile(
 )
 # Other 40 hexadecimal digits are commits.
 _WANDB_KEY = re.compile(
-    r"wandb(?:[\s.]+login|[._]?(?:api[._]?)?key)\b[^\n;&|]{0,80}?(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+    r"wandb(?:[\s.]+login|[._]?(?:api[._]?)?key)\b[^\n;&|]{0,80}?"
+    r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
     r"|(?<![0-9a-f])[0-9a-f]{40}[\"']?\s*(?:\|\s*wandb\s+login|>>?\s*\S*wandb)",
     re.IGNORECASE,
 )
@@ -132,7 +133,7 @@ def secret_in(line: str) -> str | None:
 
 
 def _expand(line: str) -> tuple[str, list[str], list[tuple[str, str]]]:
-    """Replaces what a shell does, from the inside out.
+    """Replaces the expressions that a shell expands, from the inside out.
 
     Returns:
         The line with defaults as `${NAME:-VALUE}` in place, and else `REFERENCE`; the commands in
@@ -185,7 +186,7 @@ def _decoded_secret(word: str) -> str | None:
 
 
 def _given_in(line: str) -> str | None:
-    """The variable or option of a line whose literal value is a secret."""
+    """The variable or option of a line to which it gives a literal secret."""
     for words in _commands(line):
         command = next((word for word in words if not _ASSIGNMENT.fullmatch(word)), "")
         options = _OPTIONS.get(command.rpartition("/")[2], ())
@@ -243,6 +244,6 @@ def _option_with_secret(word: str, following: str, options: tuple[str, ...]) -> 
 
 
 def _is_secret_value(value: str) -> bool:
-    """Whether a value is written out, rather than read from elsewhere, and no path or switch."""
+    """Whether a value is a literal, rather than read from elsewhere, and no path or switch."""
     literal = value.replace(REFERENCE, "").strip("\"'{}<>[]:,; ")
     return bool(literal) and not _PLAIN.fullmatch(literal)

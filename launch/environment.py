@@ -38,7 +38,7 @@ _ON_FAILURE = (
 
 @dataclass(frozen=True)
 class Environment:
-    """What is set up before the command.
+    """The set-up before the command.
 
     Attributes:
         modules: modules to load (`module load`), in order.
@@ -168,7 +168,7 @@ def check_secrets(secrets: Mapping[str, str], reference: re.Pattern[str], form: 
 
     Args:
         secrets: references by environment variable.
-        form: what a reference is, for the message.
+        form: of a valid reference, for the message.
 
     Raises:
         ConfigError: naming the variable, but not its value, which may be a secret.
@@ -185,7 +185,7 @@ def check_setup(lines: Iterable[str]) -> None:
     """Rejects lines of shell with secrets; they may name variables and files that hold some.
 
     Raises:
-        ConfigError: naming what the secret is given to.
+        ConfigError: naming where the secret is.
     """
     for line in lines:
         if holder := secret_in(line):

@@ -1,7 +1,7 @@
-"""What a launch reads in the file of an experiment or dataset, before anything has checked it.
+"""Settings that a launch reads in an experiment's or dataset's file before they are checked.
 
-Sections may have any type here: `samestep config` and `samestep data build --check` reject what is
-invalid.
+Sections may have any type here: `samestep config` and `samestep data build --check` reject invalid
+ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is submitted to a cluster, and the interface that every kind of cluster implements."""
+"""Jobs and submissions, and the interface that every kind of cluster implements."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Submission:
     """A job as one kind of cluster takes it.
 
     Attributes:
-        files: texts by name, which are written into the job's folder. The first is what the cluster
-            runs or creates.
+        files: texts by name, which are written into the job's folder. The cluster runs or creates
+            the first.
         command: submits them; run in the job's folder without a shell.
     """
 
@@ -105,7 +105,7 @@ class Place:
     """Where the machines of a job find a file or folder.
 
     Attributes:
-        name: what holds it, as "claim samestep-work".
+        name: of the storage, as "claim samestep-work".
         keeps: whether files that are written there outlive the job's machines.
     """
 
@@ -143,7 +143,7 @@ class Record:
         output: folder of the run or dataset; absolute, unless the cluster shares no files.
         folder: keeps the files of the launch.
         time: of submission, in seconds since the epoch.
-        about: what else the cluster needs to find the job again.
+        about: further values that the cluster needs to find the job again.
     """
 
     id: str
@@ -172,12 +172,12 @@ class Cluster(ABC):
     @property
     @abstractmethod
     def devices(self) -> tuple[int | Literal["here"], ...]:
-        """Every number of devices that a run may get; "here" is what this machine has."""
+        """Every number of devices that a run may get; "here" is the number on this machine."""
 
     @property
     @abstractmethod
     def hardware(self) -> Literal["gpu", "tpu", "cpu", "here"]:
-        """What a run computes on; "here" is whatever this machine has."""
+        """The hardware that a run computes on; "here" is whatever this machine has."""
 
     @property
     @abstractmethod

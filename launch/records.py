@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from launch.job import Cluster, Record
 from samestep.config import Kinds, decode
@@ -48,7 +48,7 @@ def add(record: Record) -> None:
 
 
 def newest_first() -> list[Record]:
-    """The jobs whose folders still exist; of one folder, which was removed before, the newest."""
+    """The jobs with folders that still exist; of several in one folder, the newest."""
     file = state_folder() / _FILE
     try:
         lines = file.read_bytes().split(b"\n")
@@ -70,7 +70,7 @@ def newest_first() -> list[Record]:
 
 
 def _parse(line: bytes) -> Record:
-    tree = parse_json(line, dict[str, Any])
+    tree = parse_json(line, dict[str, object])
     row = checked(tree, _Row)
     for name in tree.keys() - asdict(row).keys():  # a newer version knows how to treat this job
         raise JsonError("is not known to this version", (name,))

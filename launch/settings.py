@@ -58,7 +58,7 @@ def check_sigterm(job: JobSpec, system: str) -> None:
     """Rejects a run that would save no checkpoint on SIGTERM, though it saves on other signals.
 
     Args:
-        system: what ends runs by SIGTERM.
+        system: that ends runs by SIGTERM.
 
     Raises:
         ConfigError: the signals of a run lack it.
@@ -77,7 +77,7 @@ def chips_of(topology: str) -> int:
 
 
 class NodeCluster(Cluster):
-    """A cluster whose jobs take a number of nodes, with one `samestep train --elastic` on each."""
+    """A cluster of nodes: a job runs one `samestep train --elastic` on each of its nodes."""
 
     # Fields of the subclasses.
     nodes: str | int | None

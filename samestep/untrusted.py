@@ -119,7 +119,7 @@ def read_regular(path: Path, most: int = 2**30) -> bytes:
 
 
 def read_stored(path: Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads a run's config.yaml with current names, then merges a user's overrides unchanged.
+    """Reads a run's config.yaml and merges a user's overrides over it.
 
     Raises:
         ConfigError: it cannot be read, or is not as a run writes it.

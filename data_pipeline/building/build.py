@@ -148,7 +148,7 @@ class _Build:
         # Left out if it is not used, as in builds from before it existed.
         if not self.source_tree.get("header", True):
             del self.source_tree["header"]
-        # With the original names of settings, so builds from before a renaming can resume.
+        # With the names of settings in digests, so that unfinished builds can resume.
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

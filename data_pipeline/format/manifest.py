@@ -192,10 +192,6 @@ class Manifest:
                 "it, or build the dataset again."
             )
         try:
-            if isinstance(settings := tree.get("settings"), dict) and settings.get("task"):
-                from samestep.config import renamed
-
-                tree = renamed.current(tree)
             if unknown := tree.keys() - {each.name for each in dataclasses.fields(cls)}:
                 raise ValueError(f"{min(unknown)!r} is no part of it")
             manifest = checked(tree, cls)

@@ -1,4 +1,4 @@
-"""kubectl: commands for jobs of a cluster, what they report, and hints for their errors."""
+"""kubectl: commands for jobs of a cluster, their answers, and hints for their errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from launch import command_line
+from launch.clients import command_line
 from launch.job import Record, State
 from launch.k8s.manifest import CONTAINER, JOB_LABEL, Object
 from samestep.errors import LaunchError
@@ -81,7 +81,7 @@ def arguments(context: str | None, namespace: str) -> tuple[str, ...]:
 
 
 def run(command: Iterable[str], folder: Path | None = None, text: str = "") -> str:
-    """Runs kubectl and returns what it prints.
+    """Runs kubectl and returns its output.
 
     Raises:
         LaunchError: with its error message and a hint, without its log of each attempt.
@@ -294,9 +294,9 @@ def _has_started(pod: Object) -> bool:
 def _lines(command: list[str], pod: str, read: dict[str, tuple[str, int]]) -> Iterator[str]:
     """The lines after the last one that was read: a connection may end while it follows a log.
 
-    The server resends all lines of the last second. A line is new if its stamp is later than that
-    of the last line, or equal with a higher count: after reading up to (12.5 s, 2 lines), the first
-    two lines at 12.5 s are repeats and the third is new.
+    The server resends all lines of the last second. A line is new if its stamp is later than the
+    last line's, or equal with a higher count: after reading up to (12.5 s, 2 lines), the first two
+    lines at 12.5 s are repeats and the third is new.
     """
     last = read.get(pod, ("", 0))
     since = ["--since-time", last[0]] if last[0] else []  # the server rounds down to a second

@@ -66,7 +66,7 @@ def patched(objects: list[Object], patches: Mapping[str, Object]) -> list[Object
     """Merges each patch into the objects of its kind, from the inside out.
 
     Raises:
-        ConfigError: it changes what samestep finds the job by.
+        ConfigError: it changes a value by which samestep finds the job.
     """
     return [_patched(each, patches) for each in objects]
 
@@ -133,7 +133,7 @@ def merge(base: Any, patch: Any) -> Any:
     return list(merged.values())
 
 
-def _merge_key(items: list[Any]) -> str | None:
+def _merge_key(items: list[Object]) -> str | None:
     """The key that tells the items of a list apart; None if the list is replaced as a whole."""
     if not items or not all(isinstance(item, dict) for item in items):
         return None
@@ -141,7 +141,7 @@ def _merge_key(items: list[Any]) -> str | None:
 
 
 def _identity(document: Object) -> list[object]:
-    """What `samestep jobs`, `logs` and `cancel` find an object and its pods by."""
+    """The values by which `samestep jobs`, `logs` and `cancel` find an object and its pods."""
     found: list[object] = [document.get("kind"), document.get("apiVersion")]
     metadata = document.get("metadata") or {}
     found += [metadata.get("name"), metadata.get("namespace")]
@@ -159,7 +159,7 @@ def _identity(document: Object) -> list[object]:
     return found
 
 
-def _mappings(node: object) -> Iterator[dict[str, Any]]:
+def _mappings(node: object) -> Iterator[Object]:
     if isinstance(node, dict):
         yield node
         node = list(node.values())

@@ -1,1 +1,1 @@
-"""What `kind` chooses of `launch`: each module here is one."""
+"""The kinds of clusters: each module is a value of `cluster.kind`."""

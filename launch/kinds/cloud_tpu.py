@@ -1,4 +1,4 @@
-"""Cloud TPU: a queued resource whose machines install and start the run, and a supervisor here."""
+"""Cloud TPU: machines of a queued resource install and start the run; a supervisor runs here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from launch import command_line, experiment, logs
+from launch import experiment, logs
+from launch.clients import command_line
 from launch.environment import check_secrets, check_setup, check_variables
 from launch.job import (
     CANCEL,
@@ -86,9 +87,9 @@ class Config(Cluster):
         labels: of the node, for bills.
         code: snapshot copies the files that git knows in the folder that you submit from; installed
             takes `package` alone.
-        package: what the machines install: a requirement of pip, or a wheel, gs://BUCKET/FILE.whl.
-            The snapshot precedes it. None installs the snapshot, which must be a copy of samestep
-            then.
+        package: for the machines to install: a requirement of pip, or a wheel,
+            gs://BUCKET/FILE.whl. The snapshot precedes it. None installs the snapshot, which must
+            be a copy of samestep then.
         extras: of samestep, when the snapshot or a wheel is installed.
         user: who runs the experiment on the machines; created if necessary, unless it is root.
         mounts: buckets or folders in them, gs://BUCKET/FOLDER, by the folder of the machines where
@@ -202,7 +203,7 @@ class Config(Cluster):
         return f"1 slice {self.accelerator_type} x {self.devices[0]} TPU devices"
 
     def render(self, job: JobSpec) -> Submission:
-        """The machines' script, and a file with what this machine needs to find them again."""
+        """The machines' script, and a file by which this machine finds them again."""
         if job.action == "build":
             raise ConfigError(
                 "a dataset is not built on Cloud TPU, where chips would wait for it. Build it with "
@@ -334,7 +335,7 @@ class Config(Cluster):
             )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """Uploads what the machines need, requests them, and starts the supervisor."""
+        """Uploads the machines' files, requests the machines, and starts the supervisor."""
         place, files = Slice.of(folder), [folder / CONFIG]
         archive = folder / _ARCHIVE
         if (folder / CODE).is_dir():

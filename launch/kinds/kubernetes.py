@@ -1,4 +1,4 @@
-"""Kubernetes, and TPUs of GKE: a JobSet or Job whose pods run `samestep train --elastic`."""
+"""Kubernetes, and TPUs of GKE: the pods of a JobSet or Job run `samestep train --elastic`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from launch import command_line, experiment
+from launch import experiment
+from launch.clients import command_line
 from launch.environment import check_secrets, check_variables
 from launch.job import CONFIG, JobSpec, Place, Record, State, Submission
 from launch.k8s import folders, kubectl, manifest, patch
@@ -120,7 +121,7 @@ class Config(NodeCluster):
     network_policy: bool = True
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
-    patch: dict[str, dict[str, Any]] = field(default_factory=dict)
+    patch: dict[str, Object] = field(default_factory=dict)
     user: int | None = None
     restarts: int = 4
 
@@ -405,7 +406,7 @@ class Config(NodeCluster):
         return kubectl.states(records)
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What the cluster still has of them: logs are deleted with their pods."""
+        """The logs that the cluster still has: they are deleted with their pods."""
         return kubectl.logs(record, lambda: follow and self.is_active(record))
 
     def cancel(self, record: Record) -> None:

@@ -29,7 +29,7 @@ class Config(Cluster):
 
     Attributes:
         processes: number of training processes; None starts one for each GPU, or one without GPUs.
-        environment: what is set up before the command.
+        environment: the set-up before the command.
         code: snapshot copies the files that git knows in the folder that you submit from, and
             prefers them to the installed package, so you can go on editing; installed takes the
             package alone.
@@ -105,7 +105,7 @@ class Config(Cluster):
             )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """Starts the script in a session of its own."""
+        """Starts the script in a new session."""
         # A session of its own gets no signals from this terminal.
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Slurm: a batch script whose only step runs one `samestep train --elastic` on each node."""
+"""Slurm: the only step of a batch script runs one `samestep train --elastic` on each node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from launch import command_line, logs, slurm_client
+from launch import logs
+from launch.clients import command_line
+from launch.clients import slurm as slurm_client
 from launch.environment import Container, Environment, exports
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Place, Record, State, Submission
 from launch.settings import NodeCluster, check_least, check_options, check_patterns
@@ -36,11 +38,11 @@ _MAX_STOPS = 5  # in a row from the same step; a run is not requeued after that
 
 @dataclass(frozen=True)
 class Config(NodeCluster):
-    """A partition of a Slurm cluster whose nodes share files with the machine that submits.
+    """A partition of a Slurm cluster. Its nodes share files with the machine that submits.
 
     Attributes:
         nodes: number of nodes, or a range as 2-8: the run starts as soon as it can have the least,
-            and whenever it is requeued it takes what is free.
+            and whenever it is requeued it takes the nodes that are free.
         gpus_per_node: GPUs, with one process for each; 0 trains on the CPU.
         gpu_type: Slurm's name of the GPUs, if the cluster has several types.
         processes_per_node: number of processes on a node without GPUs.
@@ -60,7 +62,7 @@ class Config(NodeCluster):
             one before has not finished it: for clusters without requeuing. Replaces `requeue`.
         interface: the network interface of NCCL and gloo, as ib0; None lets them choose.
         container: an image to run in; None takes the environment.
-        environment: what is set up before the command.
+        environment: the set-up before the command.
         code: snapshot copies the files that git knows in the folder that you submit from, and
             prefers them to the installed package; installed takes the package alone.
         options: further options of sbatch, as --reservation=week7.
@@ -121,14 +123,14 @@ class Config(NodeCluster):
 
     @property
     def _dependencies(self) -> list[str]:
-        """What a job waits for; sbatch obeys only the last --dependency, so they are joined."""
+        """The jobs to wait for, joined, as sbatch obeys only the last --dependency."""
         name = "--dependency="
         named = [each.removeprefix(name) for each in self.options if each.startswith(name)]
         # Jobs of one user and name run one after the other.
         return named + ["singleton"] * (self.segments > 1)
 
     def _check_dependencies(self) -> None:
-        """Rejects a dependency on any of several jobs, joined by `?`, beside another one."""
+        """Rejects a dependency on any of several jobs, joined by `?`, together with another one."""
         either = next((each for each in self._dependencies if "?" in each), None)
         if either is None or len(self._dependencies) == 1:
             return
@@ -322,7 +324,7 @@ class Config(NodeCluster):
         return Place("a mount of the container") if sees else None
 
     def ask(self, submission: Submission) -> str:
-        """What `sbatch --test-only` says, as "Job 7 to start at 2026-11-22T10:00:00 ..."."""
+        """The answer of `sbatch --test-only`, as "Job 7 to start at 2026-11-22T10:00:00 ..."."""
         command = ["sbatch", "--test-only"]
         said = slurm_client.run(command, text=submission.files[SCRIPT], with_stderr=True)
         return said.strip().removeprefix("sbatch: ")
@@ -404,7 +406,7 @@ def _segments(record: Record) -> list[str]:
 
 
 def _is_elsewhere(record: Record, here: str) -> bool:
-    """Whether a job was submitted to another cluster; older records do not name theirs."""
+    """Whether a job was submitted to another cluster; a record names its cluster if Slurm did."""
     return bool(here) and record.about.get("cluster", here) != here
 
 
@@ -422,7 +424,7 @@ def _state(record: Record, queue: Mapping[str, list[list[str]]], here: str) -> S
     word = ", ".join(f"{count} {word}" for word, count in words.items())
     if len(words) == 1:
         word = next(iter(words))
-    # Nodes and restarts are those of a running task; a pending one has only a reason.
+    # A running task has nodes and restarts; a pending one has only a reason.
     running = [task for task in found if task[0] == "RUNNING"]
     _, nodes, restarts, reason = (running or found)[0]
     return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)

@@ -1,1 +1,1 @@
-"""From two files to a job: what is submitted, whether it would start, and its code."""
+"""From two files to a job: its submission, whether it would start, and its code."""

@@ -1,4 +1,4 @@
-"""Whether a rendered job could start: what a launch checks first, and what --dry-run reports."""
+"""Checks of a rendered job: a launch makes them first, and --dry-run reports them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _check_strategy(tree: Tree, hardware: str) -> None:
 
 
 def _data(launch: Launch) -> str:
-    """The machines must find what the job reads."""
+    """The machines must find all that the job reads."""
     inputs, words = experiment.inputs(launch.job.tree), []
     for setting, path in inputs.items():
         if not experiment.is_local(path):
@@ -127,7 +127,7 @@ def _data(launch: Launch) -> str:
 
 
 def _output(launch: Launch) -> str:
-    """What the job writes must outlive its machines."""
+    """The job's output must outlive its machines."""
     setting, folder = experiment.checkpoints(launch.job.tree)
     if not experiment.is_local(folder):
         return f"{setting} is a URL"
@@ -169,7 +169,7 @@ def _other_jobs(launch: Launch) -> str:
 
 
 def _settings(launch: Launch) -> str:
-    """`samestep config` or `samestep data build --check` reads all settings and what they name."""
+    """`samestep config` or `samestep data build --check` reads all settings and their files."""
     logger.info("checking whether this could start there")
     variables = launch.cluster.environment.variables
     elsewhere = not launch.cluster.shares_files

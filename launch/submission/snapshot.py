@@ -97,10 +97,10 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     """The files in a folder that git tracks, or would add; None without git.
 
     Untracked files that may hold secrets are left out, with a warning: others can read a job's
-    code. What is tracked can be read in the repository anyway.
+    code. Tracked files can be read in the repository anyway.
 
     Args:
-        without: folders whose files are excluded: the run's own.
+        without: folders that are excluded: the run's own.
 
     Returns:
         Paths relative to `directory`.
@@ -229,7 +229,7 @@ def _git(directory: Path, *arguments: str) -> str:
 
 
 def take(directory: Path, files: list[Path], target: Path) -> None:
-    """Copies the files, and writes the commit beside them, with -dirty if they differ from it."""
+    """Copies the files, and a file with the commit, with -dirty if they differ from it."""
     for path in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(directory / path, target / path)

@@ -22,7 +22,7 @@ from typing import (
     TypeVar,
 )
 
-from launch import command_line
+from launch.clients import command_line
 from launch.job import EXIT
 from samestep.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
 from samestep.stored_json import Count, JsonError, Matching, Seconds, parse_json, read_json
@@ -125,12 +125,12 @@ class _State(TypedDict, total=False):
 
 
 class _Described(TypedDict, total=False):
-    """A queued resource or a node, of which only what is read here is checked."""
+    """The keys of a queued resource or a node that are read here; others are not checked."""
 
     state: str | _State
     health: str
     tpu: _Tpu
-    networkEndpoints: list[Any]
+    networkEndpoints: list[object]
 
 
 class _Named(_Described):
@@ -162,8 +162,8 @@ class Slice:
         project: the project that pays.
         zone: of the machines.
         staging: folder in a bucket for files that go to this job's machines or come from them.
-        mark: digest of what the machines run; identifies this job's slice among slices of the same
-            name.
+        mark: digest of the script and the configuration; identifies this job's slice among
+            slices of the same name.
         create: the command that requests the slice; run in the job's folder.
         stop_seconds: time that the run gets for its last checkpoint.
         supervise: whether a supervisor requests the slice again, and deletes it in the end.
@@ -248,7 +248,7 @@ class Slice:
             raise
 
     def take_back(self) -> None:
-        """Deletes what a request may have created, or says that it may still exist."""
+        """Deletes the slice that a request may have created, or says that it may still exist."""
         try:
             found = self.queued()
             if found is None or self._is_ours(found):
@@ -279,7 +279,7 @@ class Slice:
         return self._tpus("queued-resources", "delete", self.name, "--force", "--async")
 
     def ssh(self, command: str) -> str:
-        """Runs a command on all machines; returns what it prints."""
+        """Runs a command on all machines; returns its output."""
         words = self._tpus("tpu-vm", "ssh", self.name, "--worker=all", f"--command={command}")
         return command_line.run(words, HINTS)
 

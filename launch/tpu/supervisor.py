@@ -1,11 +1,11 @@
-"""The process beside a job on Cloud TPU that requests a lost slice again, and deletes it last.
+"""The supervisor of a job on Cloud TPU: requests a lost slice again, and deletes it at the end.
 
-A request for spot machines that were taken away stays SUSPENDED forever, and a slice whose run has
-ended costs as much as before, so somebody has to look. `samestep launch` starts this process, and
+A request for spot machines that were taken away stays SUSPENDED forever, and a slice costs as much
+after the run's end as before, so somebody has to look. `samestep launch` starts this process, and
 `python -m launch.tpu.supervisor FOLDER` starts it on any machine with gcloud, from the job's folder
 or a copy. It may be killed and restarted at any time: it writes down each step before it begins.
 A second supervisor of the same folder ends at once. A supervisor of a copy on another machine
-cannot know of the first, and each would delete what the other requests: run only one.
+cannot know of the first, and each would delete the other's slices: run only one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Action: TypeAlias = Literal["wait", "create", "delete", "done"]
 
 @dataclass(frozen=True)
 class Memory:
-    """What a supervisor needs to know after a restart.
+    """State that a supervisor needs after a restart.
 
     Attributes:
         phase: of the job; in `recreating` and `ending` the slice is being deleted.
@@ -102,7 +102,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one poll of the cloud has shown.
+    """The result of one poll of the cloud.
 
     Attributes:
         state: of the queued resource; empty if there is none.

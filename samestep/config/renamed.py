@@ -1,8 +1,8 @@
-"""Settings of stored files: names and values that changed, and settings newer than a file.
+"""Settings with one name in files and another in digests, and a default of stored runs.
 
-Stored files (checkpoints, run folders, manifests of datasets) may hold an old name and are read
-with the new one. A user's recipe with an old name is rejected with a message that gives the new
-one. Stored digests are computed from the old names, so they never change.
+Finished fine-tuning runs, unfinished builds and packings are identified by digests, which are in
+checkpoints and ledgers and so must never change. They are computed from the first names that some
+settings had.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from pathlib import Path
 from samestep.config.tree import Tree, parse_file
 from samestep.errors import ConfigError
 
-_RENAMED: Mapping[str, Mapping[str, str]] = {
-    "model.head": {"span": "question_answering"},
+_IN_DIGESTS: Mapping[str, Mapping[str, str]] = {
+    "model.head": {"question_answering": "span"},
     "settings.task.target": {  # of a dataset's manifest
-        "class": "classification",
-        "number": "regression",
-        "choice": "multiple_choice",
-        "tags": "tagging",
-        "span": "question_answering",
+        "classification": "class",
+        "regression": "number",
+        "multiple_choice": "choice",
+        "tagging": "tags",
+        "question_answering": "span",
     },
 }
-"""Old name to new name, by setting."""
+"""Name of a value to its name in digests, by setting."""
 
-_RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {"objective": {"cells": "positions"}}
-"""Old key to new key, by section of an experiment or of one of its phases."""
+_KEYS_IN_DIGESTS: Mapping[str, Mapping[str, str]] = {"objective": {"positions": "cells"}}
+"""Key to its name in digests, by section of an experiment or of one of its phases."""
 
-
-_NEWER: Mapping[str, Mapping[str, int]] = {"training": {"dropout_version": 1}}
-"""What runs did before a setting existed, by section, where that is not the default now."""
+_STORED_DEFAULTS: Mapping[str, Mapping[str, int]] = {"training": {"dropout_version": 1}}
+"""Values of settings that a run's files leave out, by section, where new runs have other ones."""
 
 
 def stored(content: bytes, path: Path) -> Tree:
-    """Returns the settings in a run's config.yaml, with current names.
+    """Returns the settings in a run's config.yaml.
 
     Raises:
         ConfigError: it is not valid, or names base files, which a stranger's would lead anywhere.
@@ -49,33 +48,27 @@ def stored(content: bytes, path: Path) -> Tree:
 
 
 def current(stored: Tree) -> Tree:
-    """Returns a copy of a stored tree with current names, and with settings that it lacks."""
-    for setting, names in _RENAMED.items():
-        stored = _replaced(stored, setting.split("."), names)
-    for section, keys in _RENAMED_KEYS.items():
-        stored = _with_keys(stored, section, keys)
-    for section, values in _NEWER.items():
+    """Returns a copy of a stored tree with the values of settings that it leaves out."""
+    for section, values in _STORED_DEFAULTS.items():
         if isinstance(own := stored.get(section), dict):
             stored = {**stored, section: {**values, **own}}
     return stored
 
 
 def original(tree: Tree) -> Tree:
-    """Returns a copy of a tree with the original names, the inverse of `current`; for digests."""
-    for setting, names in _RENAMED.items():
-        old_names = {new: old for old, new in names.items()}
-        tree = _replaced(tree, setting.split("."), old_names)
-    for section, keys in _RENAMED_KEYS.items():
-        tree = _with_keys(tree, section, {new: old for old, new in keys.items()})
+    """Returns a copy of a tree with the names that digests are computed from."""
+    for setting, names in _IN_DIGESTS.items():
+        tree = _replaced(tree, setting.split("."), names)
+    for section, keys in _KEYS_IN_DIGESTS.items():
+        tree = _with_keys(tree, section, keys)
     return tree
 
 
 def new_name(setting: str, value: object) -> str | None:
-    """Returns the new name of an old value of a setting, or None. `setting` may have a prefix."""
-    for name, names in _RENAMED.items():
-        ends = f" {setting}".endswith((f".{name}", f" {name}"))
-        if ends and isinstance(value, str):
-            return names.get(value)
+    """Returns the name of a value that is only in digests, or None. `setting` may have a prefix."""
+    for name, names in _IN_DIGESTS.items():
+        if f" {setting}".endswith((f".{name}", f" {name}")):
+            return next((new for new, in_digests in names.items() if in_digests == value), None)
     return None
 
 

@@ -44,6 +44,7 @@ def scored(run: Run, accuracy: float, **more: float) -> Result:
         {"accuracy": accuracy, **more},
         10,
         1.0,
+        accuracy > 0.5,
     )
 
 

@@ -81,7 +81,7 @@ _RESULT = {"task": "t", "run": "r", "settings": {"lr": 0.1}, "seed": 1, "digest"
     "scores": {"accuracy": 0.5},
     "steps": 5,
     "seconds": 1.0,
-    "learned": None,
+    "learned": True,
 }
 _JOB = {"id": "1", "kind": "slurm", "name": "n", "output": "/o", "folder": "/f", "time": 1.0}
 _BEAT = {"rank": 0, "node": "n", "pid": 1, "time": 1.0, "step": 1, "doing": "x"} | {

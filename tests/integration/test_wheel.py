@@ -58,11 +58,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_packages_and_the_recipes(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    inside = {name.removeprefix("trainer/") for name in names if "/recipes/" in name}
+    inside = {name.removeprefix("samestep/") for name in names if "/recipes/" in name}
     assert {f"{name.removesuffix('.yaml')}" for name in inside if name.endswith(".yaml")} == set(
         recipes.names()
     )
-    assert {"trainer/py.typed", "trainer/monitoring/report/page.html"} <= names
+    assert {
+        *("trainer/py.typed", "trainer/monitoring/report/page.html"),
+        *("trainer/publish/templates/card.md.jinja", "launch/tpu/startup.sh"),
+    } <= names
     top = {name.split("/")[0] for name in names}
     assert not top & {"tests", "docs", "examples", "benchmarks", "configs", "setup.py"}
 

@@ -490,7 +490,7 @@ def _read_meta(folder: Location, expected: Digest) -> Tree:
         checked(meta, _Meta)
     except JsonError as error:
         raise _damaged(folder / META, str(error)) from error
-    # Older versions used other words for some settings.
+    # A run that leaves a setting out has the value it began with, not a new run's default.
     if "config" in meta:
         from samestep.config import renamed
 

@@ -115,7 +115,7 @@ def run_workers(
 ) -> int:
     """Runs `main(arguments)` in `processes` workers of one run; returns the run's exit code.
 
-    When a worker fails, it has said on stderr what went wrong, and the others are stopped.
+    A worker that fails says why on stderr; then the others are stopped.
 
     Args:
         main: entry point of the command line; it reads its rank from the environment.

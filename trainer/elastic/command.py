@@ -1,4 +1,4 @@
-"""Commands that run in several processes: how many, and what each is started with."""
+"""Commands that run in several processes: their number, and the arguments of each."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
 
 
 def worker_arguments(args: argparse.Namespace, *arguments: str) -> list[str]:
-    """Returns the command line of a worker: `arguments`, and what else the user typed."""
+    """Returns the command line of a worker: `arguments`, and the user's further flags."""
     flags = [flag for flag in ("--traceback", "--verbose") if getattr(args, flag[2:])]
     return [*flags, *arguments, *args.overrides]

@@ -1,4 +1,4 @@
-"""Which agent hosts the rendezvous: files `.host-00000003` in the run's folder, beside `.secret`.
+"""Which agent hosts the rendezvous: files `.host-00000003` in the run's folder.
 
 The first host is the agent at the address of --rendezvous. It creates the record with the number 1
 and its address, and renews it for as long as it is of use: while a round runs, or enough agents for
@@ -22,7 +22,6 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from samestep.stored_json import JsonError, checked, parse_json
 from trainer.checkpoint import files
@@ -83,7 +82,7 @@ class Records:
         if content is None:
             return None
         try:
-            stored = parse_json(content, dict[str, Any])
+            stored = parse_json(content, dict[str, object])
             found = checked({**stored, "number": number}, Record)
         except JsonError:  # its host was killed when it wrote it
             found = Record(number, "", 0, 0, "")
@@ -164,7 +163,7 @@ class Renewal(threading.Thread):
         self._kept_until = time.monotonic() + _KEEP_SECONDS if is_of_use else -math.inf
 
     def check(self) -> bool:
-        """Looks for another host; returns `is_over`. What cannot be read changes nothing."""
+        """Looks for another host; returns `is_over`. An unreadable record changes nothing."""
         try:
             self.is_over = self._records.newest_number() > self._record.number
         except Exception as error:  # this thread must not end

@@ -1,1 +1,1 @@
-"""Inference: what trained models make of texts."""
+"""Inference: predictions, scores and hidden states of trained models for texts."""

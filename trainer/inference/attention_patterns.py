@@ -65,7 +65,7 @@ class Patterns:
 
     @property
     def uniform(self) -> _Floats:
-        """What a head would have that attends to all visible positions alike: [patterns]."""
+        """The values of a head that attends to all visible positions alike: [patterns]."""
         return self._uniform / max(1, self._count)
 
     def table(self, layers: Sequence[int]) -> Table:

@@ -6,7 +6,6 @@ import base64
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -100,8 +99,8 @@ def write(
 
 def _text(
     encoder: TextEncoder, tokens: Tokens, attention: npt.NDArray[np.float32]
-) -> dict[str, Any]:
-    """What the page shows of a text: probabilities as bytes, 255 for 1."""
+) -> dict[str, object]:
+    """The values that the page shows for a text: probabilities as bytes, 255 for 1."""
     count = min(len(tokens), _SHOWN_TOKENS)
     part = (attention[:, :, :count, :count] * 255).round().astype(np.uint8)
     names = [encoder.tokenizer.token(int(token)) for token in tokens[:count]]

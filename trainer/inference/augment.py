@@ -70,7 +70,7 @@ def run(
         checkpoint: of a masked language model; see `load_weights`.
         file: path, pattern or address of the rows.
         output: a new JSON Lines file.
-        texts: the columns whose words are replaced.
+        texts: the columns in which words are replaced.
         batch_tokens: positions of a batch, padding included.
 
     Raises:

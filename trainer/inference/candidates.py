@@ -1,4 +1,4 @@
-"""Scores of given words for the mask in a text: cloze probes of what a language model knows.
+"""Scores of given words for the mask in a text: cloze probes of a language model's knowledge.
 
 A masked language model scores a word by its probability at the mask. A word of n tokens has n masks
 in its place, and the product of their probabilities. A left-to-right model scores the whole text

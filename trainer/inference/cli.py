@@ -1,6 +1,6 @@
 """`samestep generate`, `features`, `neighbors`, `label` and `fill`: uses of a trained model.
 
-`samestep --help` imports this module, so each command imports what it needs when it runs.
+`samestep --help` imports this module, so each command imports its modules when it runs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A member's scores, and what they are based on."""
+    """A member's scores, and the predictions behind them."""
 
     step: int
     dataset: str
@@ -145,7 +145,7 @@ def _evaluate(
 
 
 def _check(experiment: Experiment, predicts: bool, ensemble: bool) -> None:
-    """Checks what can fail before any work: metrics need packages, and some options a task."""
+    """Fails before any work if a metric's package, or the task that an option needs, is missing."""
     for phase in experiment.resolved_phases():
         check_installed(phase.objective.task.metrics)
     if not predicts and not ensemble:
@@ -249,7 +249,7 @@ def _comparable(one: Predictions, other: Predictions) -> bool:
     )
 
 
-def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:
+def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, object]]:
     """A line for each row: its number in the split, its texts, its label and its prediction."""
     numbers, found = predictions.number.tolist(), objective.row_predictions(predictions)
     for number, row, prediction in zip(numbers, predictions.rows, found, strict=True):

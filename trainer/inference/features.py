@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -215,7 +215,7 @@ def check_new(path: Path) -> None:
 
 
 @contextmanager
-def new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
+def new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[np.generic]]:
     """Opens a memory-mapped array to fill; it appears under its name once it is complete.
 
     Raises:

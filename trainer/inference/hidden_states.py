@@ -141,7 +141,7 @@ class TextEncoder:
         longest: maximum number of tokens of a text.
 
     Args:
-        checkpoint: what `trainer.training.weights.loading.load_weights` opens, or has opened.
+        checkpoint: a path for `trainer.training.weights.loading.load_weights`, or its result.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.

@@ -22,7 +22,7 @@ from data_pipeline.packing.task_rows import filled, wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabeled import Unlabeled
-from samestep.config import decode
+from samestep.config import Tree, decode
 from samestep.errors import ConfigError, DataError
 from samestep.examples import TaskRow, Vocabulary
 from samestep.progress import Progress
@@ -204,7 +204,7 @@ class Labeler:
         self.tokenizer = weights.load_tokenizer()
         model = weights.model(frozenset({"classification"}))
         self._model = model.to(self._accelerator.device)
-        self.source: dict[str, Any] = {}
+        self.source: Tree = {}
         length = _LONGEST
         if weights.step is not None:  # a checkpoint of a run, not of Hugging Face
             meta = integrity.read_meta(weights.folder)

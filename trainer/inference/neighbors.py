@@ -47,7 +47,7 @@ def show(
         field: the key of the text in a `.jsonl` corpus; None is "text".
         layer: of the contextual vectors, from 0 (the embeddings); -1 is the last one.
         top: number of neighbors of each kind.
-        vectors: a folder of word vectors, for a list of its own; None for none.
+        vectors: a folder of word vectors, for a separate list; None for none.
 
     Raises:
         ConfigError: the word is not in the first text, or there is nothing to compare it with.
@@ -83,7 +83,7 @@ def show_static(vectors: str, word: str, top: int) -> None:
 
 
 def of_word(vectors: WordVectors, word: str, top: int) -> list[tuple[float, str]]:
-    """Returns (cosine, word) of the words whose vectors are nearest to a word's, itself excluded.
+    """Returns (cosine, word) of the nearest words by their vectors, the word itself excluded.
 
     Raises:
         ConfigError: the word has no vector.
@@ -114,7 +114,7 @@ def find(word: str, text: str) -> tuple[int, int]:
 
 
 class Query(NamedTuple):
-    """The word whose neighbors are wanted.
+    """The word to find neighbors of.
 
     Attributes:
         text: its context.
@@ -153,7 +153,7 @@ def _query(encoder: TextEncoder, text: str, place: tuple[int, int], layer: int) 
 
 
 def static(encoder: TextEncoder, tokens: list[int], top: int) -> list[tuple[float, int]]:
-    """Returns (cosine, token) of the tokens whose embeddings are nearest to the mean of some.
+    """Returns (cosine, token) of the nearest tokens to the mean embedding of some.
 
     The tokens themselves and special tokens are excluded.
     """

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import BinaryIO, TypedDict
 
 from samestep.errors import ConfigError
 from samestep.storage import flock, json_lines, write_text
@@ -18,7 +18,7 @@ class _Progress(TypedDict):
     bytes: Count
     records: Count
     rows: Count
-    made_of: dict[str, Any]
+    made_of: dict[str, object]
 
 
 class Resumable:
@@ -31,13 +31,13 @@ class Resumable:
     Args:
         file: the unfinished output, locked.
         path: where the progress is kept.
-        made_of: what the content depends on.
+        made_of: settings and inputs that the content depends on.
 
     Raises:
         ConfigError: the file was begun with something else.
     """
 
-    def __init__(self, file: BinaryIO, path: Path, made_of: dict[str, Any]) -> None:
+    def __init__(self, file: BinaryIO, path: Path, made_of: dict[str, object]) -> None:
         self._file, self._path, self._made_of = file, path, made_of
         self.records = self.rows = size = 0
         progress: _Progress = {"bytes": 0, "records": 0, "rows": 0, "made_of": {}}
@@ -85,7 +85,7 @@ def with_sizes(files: Sequence[str]) -> list[list[str | int | None]]:
 
 
 @contextmanager
-def resumable(output: Path, made_of: dict[str, Any]) -> Iterator[Resumable]:
+def resumable(output: Path, made_of: dict[str, object]) -> Iterator[Resumable]:
     """Opens OUTPUT.partial and OUTPUT.progress; OUTPUT appears once it is complete.
 
     Args:

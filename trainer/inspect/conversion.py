@@ -71,7 +71,7 @@ def import_deepspeed(source: Path, experiment: Experiment) -> None:
 
 
 def import_elmo(source: Path, experiment: Experiment) -> None:
-    """Writes the checkpoint of step 0 of a run, whose layers are ELMo's published ones.
+    """Writes the checkpoint of step 0 of a run, with ELMo's published layers.
 
     The file has no output matrix, so that is initialized as at the start of any run.
 

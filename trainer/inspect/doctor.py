@@ -1,4 +1,4 @@
-"""`samestep doctor`: tries what a run will need of this machine, instead of looking it up."""
+"""`samestep doctor`: tries the parts of this machine that a run will need."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
-    """Downloads what `target` names, except what is there already with the same content.
+    """Downloads all that `target` names, except files that are there with the same content.
 
     Args:
         target: hf://NAME, or the file of an experiment or of a dataset.
@@ -134,7 +134,7 @@ def _dataset_inputs(config: BuildConfig, to: str | None) -> Iterator[str]:
 
 
 def _saved(folder: Path, path: str, *parts: str | None) -> Path:
-    """Returns where a dataset of the Hub is saved; each part of it in a folder of its own."""
+    """Returns where a dataset of the Hub is saved; each part of it has its folder."""
     return folder / path / "-".join(filter(None, parts))
 
 

@@ -27,7 +27,7 @@ from trainer.vectors.folder import check as check_vectors
 
 
 def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = False) -> None:
-    """Rejects what the run itself would reject, before anybody waits for it to start.
+    """Rejects settings that the run itself would reject, before anybody waits for its start.
 
     Args:
         devices: each number of devices that the run may get.

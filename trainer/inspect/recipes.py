@@ -62,7 +62,7 @@ def copy(name: str, folder: Path) -> Path:
 
 
 def _with_named_bases(file: Path) -> str:
-    """The text of a recipe whose `base:` names recipes, which hold in any folder."""
+    """The text of a recipe, with `base:` naming recipes, which are found from any folder."""
 
     def named(base: re.Match[str]) -> str:
         return recipes.name_of(recipes.locate(base[0], file.parent)) or base[0]

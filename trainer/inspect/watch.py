@@ -102,7 +102,7 @@ class Server(ThreadingHTTPServer):
         """The page of a study or of one of its runs, see `Report.linked`."""
         return self._report.linked(link)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Answers a request in a thread. If there are too many, the oldest one is dropped."""
         with self._requests_lock:
             self._requests[request] = None
@@ -118,7 +118,7 @@ class Server(ThreadingHTTPServer):
             self._requests.pop(request, None)
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         # The browser tab was closed, or does not take the answer.
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

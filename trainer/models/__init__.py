@@ -137,7 +137,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def sharding_units(self) -> Sequence[nn.Module]:
-        """Modules whose parameters are gathered and freed together.
+        """Modules: the parameters of each are gathered and freed together.
 
         The layers of all stacks in the order of the forward pass, each once.
         """

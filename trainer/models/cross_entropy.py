@@ -37,7 +37,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 class Softmax(NamedTuple):
-    """What `exponentiate_` finds in N rows of logits, beside the exponentials.
+    """Results of `exponentiate_` for N rows of logits, besides the exponentials.
 
     Attributes:
         total: of exponentials, float32 [N, 1].

@@ -37,7 +37,7 @@ class _Keys(NamedTuple):
 
 
 class _Inner(NamedTuple):
-    """What the outputs need of single layers, by number.
+    """Values of single layers that the outputs need, by number.
 
     Attributes:
         states: hidden states; all for a scalar mix.
@@ -161,7 +161,7 @@ class Transformer(TransformerModel):
         return found | self._answers(inputs, outputs, hidden, matrix, read, keys.final)
 
     def _inner(self, outputs: Outputs) -> _Inner:
-        """What the outputs need of single layers."""
+        """The values of single layers that the outputs need."""
         attention = layer_numbers(outputs, "attention")
         states = sorted({*layer_numbers(outputs), *layer_numbers(outputs, "compared")})
         alone = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)

@@ -158,14 +158,14 @@ class OverBatch(Objective):
 
     @abstractmethod
     def summary(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """What other rows need to know of each row of a micro-batch: float32 [B, K]."""
+        """Values of each row of a micro-batch that other rows need: float32 [B, K]."""
 
     @abstractmethod
     def over_batch(self, table: Tensor) -> Tensor:
-        """What `loss` needs for each row of a global batch: [N, K] -> [N, M].
+        """Values that `loss` needs for each row of a global batch: [N, K] -> [N, M].
 
         Args:
-            table: the summaries of all rows, those of padding rows included.
+            table: the summaries of all rows, padding rows included.
         """
 
 
@@ -206,7 +206,7 @@ class ObjectiveConfig(ABC):
 
     @property
     def layer_pairs(self) -> Mapping[str, str]:
-        """A student's outputs of layers -> those of the teacher that they are compared with."""
+        """A student's outputs of layers -> the teacher's outputs to compare them with."""
         return {}
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:

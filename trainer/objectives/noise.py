@@ -35,7 +35,7 @@ def noise_count(length: Int64, density: npt.ArrayLike) -> Int64:
 
 
 def span_count(length: Int64, noise: Int64, mean: npt.ArrayLike) -> Int64:
-    """Number of spans for corrupted tokens, such that each span has a token before and in it."""
+    """Number of noise spans. Every span has a token, and follows a kept one."""
     wanted = np.rint(noise / np.asarray(mean))
     spans: Int64 = np.clip(wanted, np.minimum(noise, 1), length - noise).astype(np.int64)
     return spans

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -24,7 +23,7 @@ _SPACE = "▁"
 
 
 def convert(folder: Path, vocabulary: Vocabulary) -> bool:
-    """Writes tokenizer.json beside a spiece.model that T5's classes of `transformers` run.
+    """Writes a tokenizer.json for a spiece.model that T5's classes of `transformers` run.
 
     samestep goes on reading spiece.model, so the ids of a text stay the same to the bit.
 
@@ -62,6 +61,6 @@ def convert(folder: Path, vocabulary: Vocabulary) -> bool:
     backend.save(str(folder / "tokenizer.json"))
     file = folder / "tokenizer_config.json"
     with damage_of(file, DataError, "Copy the tokenizer again."):
-        settings = read_json(file, dict[str, Any]) | {CONVERTED_FROM: SPIECE}
+        settings = read_json(file, dict[str, object]) | {CONVERTED_FROM: SPIECE}
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return True

@@ -93,7 +93,7 @@ def publish(
         repository: OWNER/NAME; it is created if there is none.
         revisions: all checkpoints and step 0, the last checkpoint, or the best one.
         private: whether a new repository is private.
-        dry_run: only print what would be pushed.
+        dry_run: only print the revisions that would be pushed.
 
     Raises:
         ConfigError: the name is malformed, there is no token, or it has no right to write there.
@@ -208,7 +208,7 @@ def _is_start(there: dict[str, object] | None, revision: _Revision) -> bool:
 
 
 def _marker(api: HfApi, repository: str, branch: str) -> dict[str, object] | None:
-    """What a revision says about its checkpoint; None without a model.
+    """A revision's description of its checkpoint; None without a model.
 
     Raises:
         StorageError: there is a model that `samestep publish` has not pushed.

@@ -1,4 +1,4 @@
-"""Model cards: what an exported model is, what it was trained on and how, and its scores.
+"""Model cards: the size, data, training and scores of an exported model.
 
 A card is Markdown after a block of metadata for the Hugging Face Hub. It reveals nothing about the
 machine: folders, addresses and settings that look like secrets are left out.
@@ -33,192 +33,7 @@ _SECRET = re.compile(
 )
 _MARKUP = re.compile(r"([\\`*\[\]<>|#~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
-_TEMPLATES = {
-    # Everything unknown is left out: a row without a value, a section without rows.
-    "card": """\
-{%- macro row(name, value) %}
-{%- if value is not none and value != "" %}| {{ name }} | {{ value | escaped }} |
-{% endif %}{% endmacro -%}
-{%- macro listed(names) %}{{ names[:30] | join(", ") }}
-{%- if names | length > 30 %} and {{ (names | length - 30) | count }} more{% endif %}
-{%- endmacro -%}
----
-library_name: {{ "peft" if base
-  else "sentence-transformers" if pipeline == "sentence-similarity" else "transformers" }}
-pipeline_tag: {{ pipeline }}
-tags:
-- samestep
-{% if hub_name -%}
-base_model: {{ hub_name }}
-{% endif -%}
----
-
-# {{ name | escaped }}
-
-## Model
-
-| | |
-| --- | --- |
-{{ row("family", model.model_type) -}}
-{{ row("kind", "encoder and decoder" if model.encoder_decoder
-               else "decoder, left to right" if model.causal else "encoder") -}}
-{{ row("head", model.head.replace("_", " ")) -}}
-{{ row("layers", model.layers) -}}
-{{ row("width", model.width) -}}
-{{ row("attention heads", model.heads or none) -}}
-{{ row("vocabulary", model.vocab_size | count) -}}
-{{ row("maximum length", model.max_positions | count) -}}
-{{ row("parameters", parameters | count) -}}
-{{ row("labels", listed(model.labels)) }}
-{% if datasets -%}
-## Trained on
-
-| source files | documents | tokens | digest |
-| --- | --- | --- | --- |
-{% for digest, manifest in datasets -%}
-{%- set shards = manifest.splits.train -%}
-{%- set files = manifest.files | map("file", manifest.source) | unique(true) | list -%}
-| {{ listed(files) | escaped }} |
-{%- if manifest %} {{ shards | sum("documents") | count }} | {{ shards | sum("tokens") | count }}
-{%- else %}  | {% endif %} | {{ digest[:16] }} |
-{% endfor %}
-{% endif -%}
-{% if config -%}
-## Training
-
-| | |
-| --- | --- |
-{{ row("started from", init_from and init_from | public) -}}
-{{ row("embeddings from", config.init_embeddings and config.init_embeddings | public) -}}
-{{ row("objective", config.objective.kind) -}}
-{{ row("steps", (weights.step | count) + " of " + (config.training.steps | count)) -}}
-{{ row("examples seen", meta.state.examples | count) -}}
-{{ row("tokens seen", meta.state.tokens | count) -}}
-{{ row("sequence length", config.data.sequence_length) -}}
-{{ row("global batch", config.training.global_batch_size) -}}
-{{ row("phases", config.phases | length or none) -}}
-{{ row("optimizer", config.optimizer.kind) -}}
-{{ row("learning rate", config.optimizer.lr) -}}
-{{ row("weight decay", config.optimizer.weight_decay) -}}
-{{ row("schedule", config.schedule.decay) -}}
-{{ row("warm-up steps", config.schedule.warmup_steps | count) -}}
-{{ row("seed", config.seed) -}}
-{{ row("strategy", config.strategy.kind) -}}
-{{ row("precision", config.training.precision) -}}
-{% for name, version in (meta.versions or {}).items() %}{{ row(name, version) }}{% endfor %}
-{% endif -%}
-{% if scores -%}
-## Held-out scores
-
-{% for heading, values in scores.items() -%}
-{{ heading | escaped }}:
-
-| score | value |
-| --- | --- |
-{% for name, value in values.items() %}{{ row(name, "%.6g" | format(value)) }}{% endfor %}
-{% endfor -%}
-{% endif -%}
-## Use
-
-{% filter fenced("") -%}
-pip install {{ packages | join(" ") }}
-{% endfilter %}
-{% include "adapter" if base else [pipeline, "pipeline"] %}
-{%- if config %}
-## Configuration
-
-{{ configuration }}
-{%- endif -%}
-""",
-    "pipeline": """\
-{% filter fenced("python") -%}
-from transformers import pipeline
-
-model = pipeline({{ pipeline | repr }}, model={{ name | repr }})
-print(model({% if pipeline == "fill-mask" -%}
-{{ ("The man went to the " ~ mask ~ ".") | repr }}
-{%- elif pipeline == "text-generation" -%}
-'Once upon a time', max_new_tokens=20
-{%- elif pipeline == "token-classification" -%}
-'Ada Lovelace lived in London.'
-{%- elif 2 in datasets | map(attribute="1.source.texts") | map("length") | list -%}
-{'text': 'A text.', 'text_pair': 'Another one.'}
-{%- else -%}
-'A text.'
-{%- endif %}))
-{% endfilter %}
-""",
-    # transformers has no pipelines for this kind of model and the next three.
-    "sentence-similarity": """\
-{% filter fenced("python") -%}
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer({{ name | repr }})
-embeddings = model.encode(['A text.', 'Another one.'])
-print(model.similarity(embeddings, embeddings))
-{% endfilter %}
-""",
-    "multiple-choice": """\
-{% filter fenced("python") -%}
-from transformers import AutoModelForMultipleChoice, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({{ name | repr }})
-model = AutoModelForMultipleChoice.from_pretrained({{ name | repr }})
-choices = ["The street is wet.", "The street is dry."]
-inputs = tokenizer(["It rained."] * 2, choices, padding=True, return_tensors="pt")
-print(model(**{key: value[None] for key, value in inputs.items()}).logits.argmax())
-{% endfilter %}
-""",
-    "question-answering": """\
-{% filter fenced("python") -%}
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({{ name | repr }})
-model = AutoModelForQuestionAnswering.from_pretrained({{ name | repr }})
-inputs = tokenizer("Who wrote the letter?", "Ada wrote the letter.", return_tensors="pt")
-answer = model(**inputs)
-start, end = answer.start_logits.argmax(), answer.end_logits.argmax()
-print(tokenizer.decode(inputs.input_ids[0, start : end + 1]))
-{% endfilter %}
-""",
-    "text2text-generation": """\
-{% filter fenced("python") -%}
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({{ name | repr }})
-model = AutoModelForSeq2SeqLM.from_pretrained({{ name | repr }})
-output = model.generate(**tokenizer("A text.", return_tensors="pt"), max_new_tokens=20)
-print(tokenizer.batch_decode(output, skip_special_tokens=True))
-{% endfilter %}
-""",
-    # A base of another task has a head of another size, which transformers must ignore.
-    "adapter": """\
-{%- set classes = {"fill-mask": "MaskedLM", "text-generation": "CausalLM",
-                   "text2text-generation": "Seq2SeqLM"} -%}
-{%- set class = "AutoModelFor" ~ (facts.architecture or classes[pipeline]) -%}
-{%- set base_name = hub_name or base.path | public -%}
-{%- set labels, base_labels = model.labels | length, base.config.labels | length -%}
-{% if base.step is not none -%}
-The adapter belongs to a checkpoint of samestep, which has to be exported first:
-
-{% filter fenced("") -%}
-samestep export {{ base_name }} base
-{% endfilter %}
-{% endif -%}
-{% filter fenced("python") -%}
-from peft import PeftModel
-from transformers import AutoTokenizer, {{ class }}
-
-tokenizer = AutoTokenizer.from_pretrained({{ name | repr }})
-base = {{ class }}.from_pretrained(
-{{- "'base'" if base.step is not none else base_name | repr -}}
-{%- if revision %}, revision={{ revision | repr }}{% endif -%}
-{%- if labels %}, num_labels={{ labels }}{% endif -%}
-{%- if labels != base_labels > 0 and labels %}, ignore_mismatched_sizes=True{% endif %})
-model = PeftModel.from_pretrained(base, {{ name | repr }})
-{% endfilter %}
-""",
-}
+_TEMPLATES = Path(__file__).with_name("templates")
 
 
 def packages(model: ModelConfig, tokenizer: Path, adapter: bool = False) -> list[str]:
@@ -283,7 +98,7 @@ def write(
     digests = dict.fromkeys(digest for _, shares in phases for digest in shares)
     # What is unknown, at any depth, is empty instead of an error.
     environment = jinja2.Environment(
-        loader=jinja2.DictLoader(_TEMPLATES), undefined=jinja2.ChainableUndefined
+        loader=jinja2.FileSystemLoader(_TEMPLATES), undefined=jinja2.ChainableUndefined
     )
     environment.filters |= {
         "count": lambda value: f"{value:,}" if isinstance(value, int) else "",
@@ -293,7 +108,7 @@ def write(
         "public": _public,
         "repr": repr,
     }
-    return environment.get_template("card").render(
+    return environment.get_template("card.md.jinja").render(
         name=name,
         weights=weights,
         model=model,
@@ -397,7 +212,7 @@ def _last_part(path: str) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """A code block whose fence is longer than any row of backticks in the text."""
+    """A code block with a fence that is longer than any row of backticks in the text."""
     # Settings may hold Markdown, and ``` inside would end a fence of three.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}{fence}\n"

@@ -1,4 +1,4 @@
-"""What `sentence-transformers` reads beside a model of `transformers`."""
+"""Files that `sentence-transformers` needs in addition to a model of `transformers`."""
 
 from __future__ import annotations
 

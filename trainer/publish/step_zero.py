@@ -27,7 +27,7 @@ from trainer.vectors.folder import WordVectors
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """What `stored_values` needs of a run's dataset, which may be gone: the run has a copy."""
+    """The tokenizer of a run's dataset, for `stored_values`. The dataset may be gone."""
 
     name: str
     tokenizer: Tokenizer

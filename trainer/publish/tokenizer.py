@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -34,7 +33,7 @@ def adapt(
 
     - For a language model that reads from left to right, a text gets the token that begins it, as
       in `objectives.causal_lm`, and none at its end, where it is continued. Tokenizers without a
-      begin token of their own, as GPT-2's, stay as they are published; but T5's, which would put
+      separate begin token, as GPT-2's, stay as they are published; but T5's, which would put
       </s> after each text, puts it before.
 
     - For a model that generates targets, a source gets the token that ends it and none that begins
@@ -107,7 +106,7 @@ def _add_names(folder: Path, added: Mapping[str, str | None]) -> None:
 
 def _read(file: Path) -> Tree:
     with damage_of(file, DataError, "Copy the tokenizer again."):
-        return read_json(file, dict[str, Any])
+        return read_json(file, dict[str, object])
 
 
 def _template(

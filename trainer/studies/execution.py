@@ -1,6 +1,6 @@
 """Executes jobs that depend on each other, as many at a time as there are devices.
 
-A job is a sequence of samestep commands. Each command is a process of its own, so that a job that
+A job is a sequence of samestep commands. Each command is a separate process, so that a job that
 runs out of memory or hangs cannot harm the others, and its CPU time can be measured.
 """
 
@@ -135,7 +135,7 @@ class Execution(Generic[J, R]):
         """Runs a samestep command, with its output in the job's log.txt.
 
         Returns:
-            What the process and all its children have used.
+            Resources that the process and all its children have used.
 
         Raises:
             SamestepError: it failed, or `run` is being stopped.
@@ -189,7 +189,7 @@ def single_threaded(parallel: int | None) -> list[Slot]:
     """Returns slots of one CPU thread each; None is as many as this process may use cores.
 
     The order of sums depends on the number of threads. With one, a job's result has the same bits
-    however many jobs run beside it.
+    however many jobs run at the same time.
     """
     count = parallel or len(os.sched_getaffinity(0))
     return [{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}] * count
@@ -217,12 +217,12 @@ def check_parallel(parallel: int | None) -> None:
 
 @contextmanager
 def resumable(total: int, missing: Callable[[], int], what: str) -> Iterator[None]:
-    """Says what is left when the user interrupts the block.
+    """Writes how many jobs are finished when the user interrupts the block.
 
     Args:
         total: number of jobs.
         missing: counts the jobs without a result.
-        what: what they are called, as "runs".
+        what: their name, as "runs".
     """
     try:
         yield
@@ -246,7 +246,7 @@ def show_progress(
 
 
 def exit_code(problems: Sequence[str]) -> int:
-    """Prints what has failed, and returns the command's exit code."""
+    """Prints the problems, and returns the command's exit code."""
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     return EXIT_FAILED if problems else EXIT_DONE

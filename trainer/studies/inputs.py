@@ -1,4 +1,4 @@
-"""Hashes of what jobs read: a job runs again if its data or its first weights have changed."""
+"""Hashes of jobs' inputs: a job runs again if its data or its first weights have changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stamps_of(recipe: Tree) -> list[Stamp]:
     return [each for tree in (source, *further) for each in _stamps_of_source(tree)]
 
 
-def _stamps_of_source(tree: Any) -> list[Stamp]:
+def _stamps_of_source(tree: object) -> list[Stamp]:
     source: SourceConfig = decode(_SOURCE, tree, "source")
     settings = to_tree(source)
     paths = [*(settings.get("paths") or ()), *(settings.get("heldout") or ())]
@@ -69,7 +69,7 @@ def stamps_of_experiment(settings: Tree) -> list[Stamp]:
 
 
 def stamps_of_weights(*paths: str | None) -> list[Stamp]:
-    """Returns a stamp for each run or checkpoint in a folder of its own, which no stage makes."""
+    """Returns a stamp for each folder of a run or checkpoint that no stage makes."""
     return [[path, _identity(path)] for path in paths if path and Path(path).is_dir()]
 
 

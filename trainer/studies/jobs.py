@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from samestep.config import Tree, kind_name
 from samestep.errors import ConfigError, DataError
@@ -29,7 +28,7 @@ class Job:
         config: its settings.
         seed: of the samestep commands.
         resolved: all settings, with stages named.
-        needs: the jobs whose products it uses, by stage.
+        needs: the jobs that make its inputs, by stage.
         digest: of the settings, the seed, the content of files and the digests of `needs`.
         folder: of its files, named by the digest. Studies in one folder share equal jobs.
     """
@@ -54,8 +53,7 @@ class Job:
     def settings(self) -> Tree:
         """All settings, with folders in place of stages."""
         products = {name: str(job.folder / job.config.product) for name, job in self.needs.items()}
-        found: Tree = _replaced(self.resolved, products)
-        return found
+        return {name: _replaced(value, products) for name, value in self.resolved.items()}
 
     def result(self) -> Result | None:
         """The result, if the job is finished."""
@@ -68,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished job has found and used.
+    """Scores and resources of a finished job.
 
     Attributes:
         scores: by name.
@@ -200,7 +198,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _replaced(value: Any, by: Mapping[str, str]) -> Any:
+def _replaced(value: object, by: Mapping[str, str]) -> object:
     """Settings with each stage:NAME replaced by `by[NAME]`."""
     # Example: stage:corpus/tokenizer becomes runs/study/corpus-1f2e3d/dataset/tokenizer.
     if isinstance(value, str):

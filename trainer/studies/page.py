@@ -41,8 +41,8 @@ def write_html(results: Results, plots: Sequence[Path], file: Path) -> None:
 def write_markdown(results: Results, plots: Sequence[Path], file: Path) -> None:
     """Puts the results into a page, between two lines `<!-- results -->` and `<!-- /results -->`.
 
-    The rest of the page is what people have written about the results, and stays. Plots go to the
-    folder images/ beside the page.
+    People write the rest of the page, about the results, and it stays. Plots go to the folder
+    images/ next to the page.
 
     Raises:
         ConfigError: the page has not both lines.

@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an arm has used, jobs that other arms share included.
+    """Resources of an arm, including jobs that other arms share.
 
     Attributes:
         jobs: number of jobs.
@@ -72,18 +72,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class Results:
-    """The numbers of a study whose jobs are finished, as far as they are.
+    """The numbers of a study, from the jobs that are finished.
 
     Attributes:
         rows: by measure, in the order of the study, then by arm.
         primary: the difference that the study was made for; None if it has not both arms.
-        unpaired_deviation: what the standard deviation of `primary` would be if the arms' seeds had
+        unpaired_deviation: the standard deviation that `primary` would have if the arms' seeds had
             nothing in common.
-        comparisons: those of the study whose arms have results, each with its difference.
-        calibration: the share of smaller studies, cut from this one, whose interval of the primary
-            comparison excludes zero; None without `calibrate`.
+        comparisons: of the study, if both arms have results, each with its difference.
+        calibration: the share of smaller studies, cut from this one, in which the interval of the
+            primary comparison excludes zero; None without `calibrate`.
         detects: the difference that the study can detect, from the deviation it has found.
-        finished: the number of seeds of each arm whose jobs are all finished.
+        finished: for each arm, the number of seeds with all jobs finished.
         costs: of each arm.
         total: of all jobs, each counted once.
     """
@@ -215,8 +215,6 @@ def _minus(one: _Score, other: _Score) -> _Score:
 
 def _score(job: Job, result: Result, name: str) -> _Score:
     scores = result.scores
-    if name not in scores:  # of a job that an earlier version has finished, perhaps
-        scores = job.config.scores(job.folder)
     if name not in scores:
         raise DataError(f"{job.folder} has no score {name!r}. Use one of {', '.join(scores)}.")
     value = scores[name]

@@ -72,7 +72,7 @@ def read_row_score(file: Path, name: str) -> RowScore | None:
     try:
         with open_regular(file) as content:
             for line, _, _ in read_lines(content):
-                row = parse_json(line, dict[str, Any])
+                row = parse_json(line, dict[str, object])
                 # The first line tells the kind, and the others must be of the same.
                 kind = kind if lines else _kind(row)
                 lines.append(dict(checked(row, kind)))
@@ -112,7 +112,7 @@ class _Classes(TypedDict):
     probabilities: NotRequired[dict[str, Measure] | list[Measure]]
 
 
-def _kind(line: _Line) -> Any:
+def _kind(line: _Line) -> object:
     if "answers" in line:
         return _Answers
     if "words" in line:

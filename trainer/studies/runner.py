@@ -28,7 +28,7 @@ def execute(
     Args:
         slots: one for each job that runs at a time.
         tell: called with a job and None when it starts, and with its result when it ends.
-        plan: shows `samestep watch` what is done.
+        plan: shows the progress to `samestep watch`.
 
     Returns:
         An error message for each job that failed.

@@ -1,4 +1,4 @@
-"""A study in one file: arms that differ in some settings, and what is compared."""
+"""A study in one file: arms that differ in some settings, and the measures to compare."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Curves:
     """A plot of evaluations during training.
 
     Attributes:
-        stage: whose runs are shown.
+        stage: the stage of the runs to show.
         metric: of metrics.jsonl.
         against: the horizontal axis.
     """
@@ -109,25 +109,25 @@ class Config:
 
     Attributes:
         question: that the study answers.
-        figure: what to compare with: the numbers of a paper or lecture, and their figure or table.
+        figure: numbers of a paper or lecture to compare with, and their figure or table.
         scale: size of the models and of the data. `{scale}` in the name of a stage's file is
             replaced by it.
         seeds: number of repetitions.
         first_seed: seed of the first repetition; the others have the next ones. A pilot has other
             seeds than its study.
-        stages: what every arm does, in this order; see `trainer.studies.stages`. A stage may use
+        stages: the steps of every arm, in this order; see `trainer.studies.stages`. A stage may use
             those before it.
         arms: settings of stages that differ in this arm, by the arm's name.
         scales: settings of the study that differ at a scale, by its name.
         baseline: the arm that the others are compared with; null is the first.
-        measures: what is compared, by name.
+        measures: the scores to compare, by name.
         primary: the main comparison; null for a study that only explores.
         comparisons: further pairs of arms to compare.
         calibrate: for arms that are equal: cut the repetitions into studies of this many seeds, and
-            count those whose interval of the primary comparison excludes zero; null does not.
+            count how often the interval of the primary comparison excludes zero; null does not.
         curves: plots of runs.
         relations: plots of one measure against another.
-        cpu_hours: what the whole study takes, in hours of one core; shown by --list.
+        cpu_hours: hours of one core for the whole study; shown by --list.
         costs: how energy and CO2 are estimated.
     """
 

@@ -1,4 +1,4 @@
-"""HTML pages from the templates of this package; base.html has what all pages look like."""
+"""HTML pages from the templates of this package; base.html has the look of all pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def render(name: str, **values: object) -> str:
 
     Args:
         name: of the template, as page.html.
-        values: what it shows; texts are escaped.
+        values: of the template's variables; texts are escaped.
     """
     folder = files(__package__ or "")
     loader = jinja2.FunctionLoader(lambda file: folder.joinpath(file).read_text(encoding="utf-8"))

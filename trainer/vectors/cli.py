@@ -1,6 +1,6 @@
 """`samestep vectors`: its arguments.
 
-`samestep --help` imports this module, so the command imports what it needs when it runs.
+`samestep --help` imports this module, so the command imports its modules when it runs.
 """
 
 from __future__ import annotations

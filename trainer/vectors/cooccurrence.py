@@ -112,8 +112,8 @@ def near(text: Ids, weights: Weights, words: int, end: int) -> Pairs:
     Args:
         text: int32 [N]; a document may begin before the block and end after it.
         words: V.
-        end: only pairs whose first word is before this place are counted: the ones behind are those
-            of the next block.
+        end: only pairs with the first word before this place are counted: the next block counts the
+            others.
     """
     # Each place gets the number of its document, so that no pair reaches across a border.
     document = np.cumsum(text == END)

@@ -292,8 +292,8 @@ def _named(table: _Table, tokenizer: Tokenizer, units: Units) -> tuple[list[str]
     """Decodes the distinct words.
 
     Returns:
-        The names; int64, indices into them, those of all keys end to end; int64 [M], how many each
-        key has.
+        The names; int64, indices into them, of all keys end to end; int64 [M], the number of
+        indices of each key.
     """
     if not table.keys.size:
         return [], np.empty(0, np.int64), np.empty(0, np.int64)

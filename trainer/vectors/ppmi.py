@@ -1,8 +1,8 @@
 """Vectors from the SVD of a PPMI matrix (Levy, Goldberg & Dagan 2015).
 
 PMI(i, j) = log p(i, j) / (p(i) p(j)), where p(j) of a context is smoothed: its count to the power
-of 0.75, as word2vec does for its random words. PPMI has 0 for what is negative or was never seen,
-so it is sparse. With PPMI = U S V' of rank D, the word vectors are U sqrt(S).
+of 0.75, as word2vec does for its random words. PPMI has 0 for negative values and unseen pairs, so
+it is sparse. With PPMI = U S V' of rank D, the word vectors are U sqrt(S).
 
 The matrix is never in memory: its entries are computed from the counts on disk, a block at a time,
 each time it is multiplied with a matrix.

@@ -28,7 +28,7 @@ DEFAULTS: dict[Method, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the vectors of a dataset depend on.
+    """Settings of a dataset's word vectors.
 
     Settings that a method does not have are 0.
 
@@ -36,7 +36,7 @@ class Settings:
         method: skip-gram or CBOW with negative sampling, GloVe, or the SVD of a PPMI matrix.
         dimensions: D, of each vector.
         window: number of words on each side that count as the context.
-        units: what gets a vector: words, or the tokens of the dataset's tokenizer.
+        units: that get a vector: words, or the tokens of the dataset's tokenizer.
         min_count: less frequent words are left out, as if they were not in the text.
         seed: of all random choices.
         epochs: passes over the text, or over the counts of GloVe.

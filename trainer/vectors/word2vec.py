@@ -1,7 +1,7 @@
 """Skip-gram and CBOW with negative sampling (Mikolov et al. 2013, "Distributed representations").
 
 word2vec.c updates the vectors after every pair of words. Here a batch of predictions is computed
-with the same vectors, and the sum of its updates is applied; that is what makes arrays possible.
+with the same vectors, and the sum of its updates is applied, so that arrays can be used.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def step(inputs: Tensor, outputs: Tensor, batch: Batch, rate: float) -> float:
     """Takes a step of gradient descent, in place; returns the loss before it.
 
     The loss is the sum over predictions of -log s(h o) - sum log s(-h n), s(x) = 1 / (1 + exp(-x)),
-    with the mean h of the input vectors, the output vector o of the right word, and those of random
-    words, n (Mikolov et al. 2013, equation 4). The gradient of CBOW's mean is divided among its
-    words, which word2vec.c and gensim leave out (Irsoy et al. 2021, "Corrected CBOW performs as
-    well as skip-gram").
+    with the mean h of the input vectors, the output vector o of the right word, and the output
+    vectors n of random words (Mikolov et al. 2013, equation 4). The gradient of CBOW's mean is
+    divided among its words, which word2vec.c and gensim leave out (Irsoy et al. 2021, "Corrected
+    CBOW performs as well as skip-gram").
 
     Args:
         inputs, outputs: fp32 [V, D].

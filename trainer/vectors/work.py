@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +26,12 @@ _SAVE_EVERY = 60.0  # seconds
 
 
 @contextmanager
-def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
-    """Opens the folder of unfinished vectors; what an earlier command left there is kept.
+def unfinished(output: Path, made_of: Mapping[str, object]) -> Iterator[Path]:
+    """Opens the folder of unfinished vectors; the work of an earlier command there is kept.
 
     Args:
         output: a new folder. It appears when the block has made `result` in the folder.
-        made_of: what the vectors depend on.
+        made_of: settings and inputs that the vectors depend on.
 
     Raises:
         ConfigError: the output exists, another process makes it, or it was begun with something
@@ -55,7 +54,7 @@ def unfinished(output: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
             lock, f"another process makes {output}; wait for it, or name another --output"
         )
         with damage_of(begun, ConfigError, f"Remove {folder} to start over."):
-            before = read_json(begun, dict[str, Any]) if begun.exists() else dict(made_of)
+            before = read_json(begun, dict[str, object]) if begun.exists() else dict(made_of)
         if changed := [name for name, value in made_of.items() if before.get(name) != value]:
             raise ConfigError(
                 f"{folder} was begun with another {' and '.join(changed)}; use the same again, or "

@@ -218,6 +218,14 @@ def machine(
             process.wait()
 
 
+def test_the_lines_of_all_scripts_are_sound() -> None:
+    script = Path(tpu_startup.__file__).with_name("startup.sh")
+    subprocess.run(["bash", "-n", script], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True)
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("case", STARTUPS)
 def test_scripts_are_sound(case: str, tmp_path: Path) -> None:
     script = tmp_path / STARTUP

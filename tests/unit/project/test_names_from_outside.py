@@ -108,6 +108,7 @@ READS = {
     *("trainer/checkpoint/lock.py", "trainer/training/compute/arithmetic.py"),
     *("trainer/inspect/cli.py", "trainer/inspect/recipes.py", "trainer/studies/template.py"),
     *("trainer/monitoring/report/__init__.py", "data_pipeline/sources/kinds/python_docs.py"),
+    "launch/tpu/startup.py",
     # Named by the user for this command; may be a pipe.
     *("samestep/config/tree.py", "trainer/elastic/secret.py", "trainer/inference/candidates.py"),
     *("trainer/inspect/certify/layouts.py", "trainer/inspect/certify/run.py"),

@@ -523,7 +523,13 @@ def test_a_task_that_failed_under_an_older_version_is_finished(tmp_path: Path) -
     for digest in ("0000aaaa", "ffffbbbb"):
         (suite / "runs" / "conll" / f"lr-1e-3-seed-0-{digest}").mkdir(parents=True)
     result = {"task": "conll", "run": "lr-1e-3-seed-0", "settings": {}, "seed": 0}
-    result |= {"digest": "ffffbbbb00000000", "scores": {}, "steps": 1, "seconds": 1.0}
+    result |= {
+        "digest": "ffffbbbb00000000",
+        "scores": {},
+        "steps": 1,
+        "seconds": 1.0,
+        "learned": True,
+    }
     (suite / "results.jsonl").write_text(json.dumps(result) + "\n")
     task.Config(task="conll.yaml", start="stage:pretrain").finish(tmp_path)
     assert (tmp_path / "model").resolve().name.endswith("-ffffbbbb")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -55,16 +55,16 @@ class _Data(TypedDict):
 
 
 class _Order(TypedDict):
-    """What a row that begins a data order says about it."""
+    """The settings of a data order, in the row that begins it."""
 
-    objective: dict[str, Any]
+    objective: dict[str, object]
     sequence_length: _Size
     data: _Data
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's ledger, and what is needed to recompute its batches.
+    """A run's ledger and settings, from which its batches are recomputed.
 
     Attributes:
         folder: of the run.
@@ -84,7 +84,7 @@ class Run:
 
         Raises:
             ConfigError: the folder is not of a run, or has no ledger.
-            DataError: a row of the ledger lacks what its data order depends on.
+            DataError: a row of the ledger lacks a setting of its data order.
         """
         path = Path(folder)
         ledger = path / "ledger.jsonl"

@@ -1,4 +1,4 @@
-"""`samestep ledger verify`: proves that a run has consumed what its data order says, once each.
+"""`samestep ledger verify`: proves that a run consumed each example of its data order once.
 
 Four things are shown, each relying on the one before:
 
@@ -35,7 +35,7 @@ _PROBLEMS_SHOWN = 20
 
 @dataclass
 class Verdict:
-    """What the ledger of a run proves.
+    """The result of verifying a ledger.
 
     Attributes:
         steps: taken by the run.
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def verify(run: Run) -> Verdict:
-    """Proves what a run has consumed, or collects the reasons why it cannot be proven.
+    """Proves that a run has consumed its examples, or collects the reasons why it cannot.
 
     Raises:
         DataError: the dataset is missing, damaged, or not the run's.

@@ -1,4 +1,4 @@
-"""Checks of the collectives that training uses, with integers whose sums are exact."""
+"""Checks of the collectives that training uses, with exact sums of integers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check(device: torch.device, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _difference(found: Tensor, expected: Tensor) -> str:
-    """What this rank gets wrong; empty for nothing."""
+    """Describes the elements that this rank gets wrong; empty if there are none."""
     different = (found.cpu() != expected).nonzero().flatten()
     if not len(different):
         return ""

@@ -1,4 +1,4 @@
-"""What ranks tell each other about their checks."""
+"""Exchange of findings between the ranks of a check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ranks:
     Attributes:
         rank: of this process.
         nodes: name of the machine of each rank.
-        group: of the host, as the devices' collectives may be what is wrong.
+        group: of the host, as the devices' collectives may be wrong.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Ranks:
         """The finding of a check that each rank has made alone. Collective.
 
         Args:
-            wrong: what this rank has found wrong; empty for nothing.
+            wrong: this rank's problem; empty if there is none.
             found: the observation if no rank has found anything wrong.
             fix: advice otherwise.
         """
@@ -61,7 +61,7 @@ class Ranks:
 
 
 def first_odd(found: Sequence[Mapping[str, str]]) -> tuple[str, list[int]] | None:
-    """The first name whose value is not the same on all ranks, and the ranks to blame.
+    """The first name with different values on some ranks, and the ranks to blame.
 
     Args:
         found: by rank; the names of all ranks are the same, and in the same order.

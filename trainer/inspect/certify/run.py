@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -23,6 +23,7 @@ from trainer.accelerators.detect import best
 from trainer.inspect.certify import collectives, kernels
 from trainer.inspect.certify.layouts import Layouts
 from trainer.inspect.certify.ranks import Ranks
+from trainer.inspect.replay.difference import Row
 from trainer.strategies.world import World
 from trainer.training.compute.arithmetic import processor
 
@@ -35,7 +36,7 @@ def certify(output: Path, against: Path | None, console: Console) -> bool:
 
     Args:
         output: the certificate, which rank 0 writes.
-        against: another certificate, whose digests must be the same.
+        against: another certificate; its digests must be the same.
         console: for the table of rank 0.
 
     Returns:
@@ -121,9 +122,9 @@ def _devices(accelerator: Accelerator, ranks: Ranks) -> Finding:
     return Finding("devices", "warning", text, "only equal devices compute the same bits")
 
 
-def _digests(layouts: Layouts) -> dict[str, dict[str, Any]]:
+def _digests(layouts: Layouts) -> dict[str, Row]:
     """The loss and the state after the last step, by precision, of the first layout."""
-    found = {}
+    found: dict[str, Row] = {}
     for precision, rows in layouts.rows.items():
         last = list(next(iter(rows.values())).values())[-1]
         found[precision] = {"loss": last["loss"], "state": last["state"]}
@@ -131,7 +132,7 @@ def _digests(layouts: Layouts) -> dict[str, dict[str, Any]]:
 
 
 def _with_comparison(
-    checks: Iterator[Finding], layouts: Layouts, other: dict[str, Any], name: str
+    checks: Iterator[Finding], layouts: Layouts, other: _Certificate, name: str
 ) -> Iterator[Finding]:
     """The checks, and then a comparison with another certificate."""
     yield from checks
@@ -149,14 +150,14 @@ def _with_comparison(
             yield Finding(subject, "ok", f"as in {where}")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> _Certificate:
     """Reads a certificate.
 
     Raises:
         ConfigError: it is none.
     """
     try:
-        return dict(read_json(path, _Certificate))
+        return read_json(path, _Certificate)
     except (OSError, JsonError) as error:
         raise ConfigError(
             f"--against {path} is not a certificate: {error}. Name a file of samestep certify."
@@ -169,4 +170,4 @@ class _Digests(TypedDict):
 
 class _Certificate(TypedDict):
     digests: dict[str, _Digests]
-    ranks: list[dict[str, Any]]
+    ranks: list[dict[str, object]]

@@ -249,7 +249,7 @@ def _without_probe(experiment: Experiment, phase: Phase) -> Phase:
 
 
 def _distinct(phases: Sequence[Phase]) -> list[Phase]:
-    """Returns the phases whose steps differ in size."""
+    """Returns one phase for each size of a step."""
     kept: list[Phase] = []
     names = ("sequence_length", "global_batch_size", "micro_batch_size", "objective")
     for phase in phases:

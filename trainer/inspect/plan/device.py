@@ -1,4 +1,4 @@
-"""What `samestep plan` assumes about the devices of a run."""
+"""Assumptions of `samestep plan` about the devices of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From operators to kernels: what eager, compiled and fused implementations run.
+"""From operators to the kernels of eager, compiled and fused implementations.
 
-`compiled` follows Inductor's rules as far as they decide memory traffic:
+`compiled` follows the rules of Inductor that decide memory traffic:
 
 - Elementwise operators, reductions over the last axis and gathers that depend on each other are one
   kernel, which reads each value once, and writes only values that others read. Matrix products,
@@ -150,8 +150,8 @@ class _Graph:
     def _join(self) -> None:
         """Joins operators into groups.
 
-        The level of an operator is the number of operators with kernels of their own that have to
-        run before it. Operators of one level never wait for each other through another kernel, so
+        The level of an operator is the number of operators with separate kernels that have to run
+        before it. Operators of one level never wait for each other through another kernel, so
         joining them makes no cycle.
         """
         level_of: dict[int, int] = {}  # of values

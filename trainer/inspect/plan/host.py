@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class HostRates:
-    """What the CPU reaches.
+    """Measured rates of the CPU.
 
     Attributes:
         products, batched: FLOP/s of large products, and of many small ones as in attention.

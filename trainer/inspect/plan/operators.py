@@ -1,4 +1,4 @@
-"""The operators of a training step: what each computes, reads and writes.
+"""The operators of a training step: their computations, reads and writes.
 
 A step is run on tensors without memory (see `trace`), and every operator that PyTorch dispatches is
 recorded. Tensors are recorded as values: a storage has a new value after each write, and a view is
@@ -12,10 +12,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -127,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
         self.scope = Scope("loss")
-        self._values: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._persistent = weakref.WeakSet(each.untyped_storage() for each in persistent)
         self._count, self._calls, self._depth = 0, 0, 0
         # Autograd's nodes are numbered in the order of their creation. A node of the backward pass
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def scopes_of(self, model: Model) -> Iterator[None]:
-        """Follows the calls of a model's modules; what runs outside of them is the loss."""
+        """Follows the calls of a model's modules; operators outside of them belong to the loss."""
         units = set(map(id, model.compiled_units()))
         handles = []
         outer: list[Scope] = []
@@ -183,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload[..., object],
         types: object,
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -225,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads: list[Use],
         writes: list[Use],
         inputs: list[Tensor],
-        func: Any,
+        func: OpOverload[..., object],
         args: tuple[object, ...],
     ) -> None:
         node = torch._C._current_autograd_node()
@@ -288,7 +289,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(
-    func: Any,
+    func: OpOverload[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     outputs: object,
@@ -304,7 +305,7 @@ def _flops(
     return float(count(*args, **kwargs, out_val=outputs)) if count else 0.0
 
 
-def _sums_columns(func: Any, inputs: list[Tensor], args: tuple[object, ...]) -> bool:
+def _sums_columns(func: object, inputs: list[Tensor], args: tuple[object, ...]) -> bool:
     """Whether it sums over rows, as for the gradient of a bias: a kernel that goes by columns."""
     if func is not torch.ops.aten.sum.dim_IntList or len(args) < 2 or not inputs:
         return False

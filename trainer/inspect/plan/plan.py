@@ -36,7 +36,7 @@ _NODE = 8  # devices per copy of the model under HSDP, unless the experiment set
 
 @dataclass(frozen=True)
 class Plan:
-    """What one strategy takes of each device.
+    """Memory and traffic of one strategy on each device.
 
     Attributes:
         strategy: one of `STRATEGIES`.

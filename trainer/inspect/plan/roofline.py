@@ -30,7 +30,7 @@ GAP, ENQUEUE = 1.5e-6, 6e-6
 
 
 class Rates(Protocol):
-    """What a device reaches."""
+    """Rates that a device reaches."""
 
     @property
     def name(self) -> str:

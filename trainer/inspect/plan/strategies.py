@@ -1,4 +1,4 @@
-"""Memory and communication of each strategy: what a device holds in a step, and what it sends.
+"""Memory and communication of each strategy: the bytes that a device holds and sends in a step.
 
 A `Step` traced on one device gives the sizes of the whole. How they are divided follows from the
 code of the strategies. Tests compare it with the tensors of real runs and their collectives.
@@ -92,7 +92,7 @@ class Division(ABC):
 
     @abstractmethod
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        """Returns what a device holds; `accumulates`: a step has several micro-batches."""
+        """Returns the bytes on a device; `accumulates`: a step has several micro-batches."""
 
     @abstractmethod
     def exchanged(self, micro_batches: int) -> list[Collective]:
@@ -126,7 +126,7 @@ class Division(ABC):
 
 
 class Whole(Division):
-    """`single`, and `ddp`, whose buckets are the gradients themselves."""
+    """`single`, and `ddp`: its buckets are the gradients themselves."""
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
         # DDP's buckets are views of the gradients (gradient_as_bucket_view), so they cost nothing.
@@ -221,12 +221,12 @@ class Rows(Division):
 
 @dataclass(frozen=True)
 class Buffers:
-    """DeepSpeed's settings of what ZeRO reduces and gathers at a time, in elements.
+    """DeepSpeed's sizes of ZeRO's buffers, in elements.
 
     Attributes:
         bucket: buffer in which gradients are reduced; None takes the strategy's.
         overlap: whether stages 1 and 2 have two such buffers.
-        prefetch: what stage 3 gathers ahead.
+        prefetch: elements that stage 3 gathers ahead.
         persistent: stage 3 keeps parameters of up to this size gathered.
         reuse: stage 3 keeps a gathered parameter that is used again within this distance.
     """
@@ -317,8 +317,8 @@ def interpolate(size: int, traced: Sequence[tuple[int, Activations]]) -> Activat
     """Estimates the activations of a micro-batch between traced ones, which are in ascending order.
 
     A peak is the maximum of several sums that are linear in the number of examples, so it is
-    convex, and a linear interpolation never underestimates it; except for logits in chunks, whose
-    memory stops to grow.
+    convex, and a linear interpolation never underestimates it; except for logits in chunks: their
+    memory stops growing.
     """
     for (low, below), (high, above) in pairwise(traced):
         if size <= high:

@@ -2,7 +2,7 @@
 
 A micro-batch and an update are traced, become the kernels of an implementation (`fusion`), and
 take the time that a device needs for these (`roofline`). Gradients and weights are exchanged as
-`strategies` counts them, beside the passes where the strategy allows it.
+`strategies` counts them, during the passes where the strategy allows it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Traces a training step without memory: its tensors are counted, not allocated.
 
 The model's own forward and backward passes and the optimizer's own update run on PyTorch's fake
-tensors, which have shapes and no values. So the count is of what the code does, for any family,
-objective, attention, precision and optimizer; there are no formulas that could be wrong.
+tensors, which have shapes and no values. So the operations of the code itself are counted, for any
+family, objective, attention, precision and optimizer; there are no formulas that could be wrong.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Activations:
         root: with copies of weights outside sharding units, as under FSDP2, which gathers the units
             in 16 bits.
         full: with all copies.
-        saved: of `bare`, what autograd keeps at the end of the forward pass.
+        saved: the part of `bare` that autograd keeps at the end of the forward pass.
     """
 
     bare: int
@@ -86,8 +86,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         existing: tensors that are not counted.
-        copied: parameters whose copies in another precision are counted apart: 1 for parameters of
-            the root unit, 2 for others.
+        copied: parameters with copies in another precision that are counted apart: 1 for parameters
+            of the root unit, 2 for others.
 
     Attributes:
         live: bytes of living tensors, of copies of kind 1, and of copies of kind 2.
@@ -264,7 +264,7 @@ class Step:
         mode: TorchDispatchMode,
         between: Callable[[], int] = lambda: 0,
     ) -> int:
-        """Runs both passes under a mode; returns what `between` returns between them."""
+        """Runs both passes under a mode; returns the result of `between`, called between them."""
         if self.teacher is not None:
             cast(Taught, objective).attach(self.teacher)
         with self._fake, mode:

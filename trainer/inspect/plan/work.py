@@ -1,4 +1,4 @@
-"""How much a whole run computes, and what that takes of time and energy."""
+"""How much a whole run computes, and its time and energy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.training.forecast import flops_of_step
 
 @dataclass(frozen=True)
 class Work:
-    """What a run takes.
+    """The costs of a run.
 
     Attributes:
         flops: of all steps, as the model counts them.
@@ -43,7 +43,7 @@ def flops(experiment: Experiment) -> float:
 
 
 def work(experiment: Experiment, devices: int, device: Device, settings: costs.Config) -> Work:
-    """Estimates what a run takes on a number of devices."""
+    """Estimates the costs of a run on a number of devices."""
     of_run = flops(experiment)
     seconds = of_run / (devices * device.tflops * 1e12 * device.utilization)
     used = costs.Usage(device_joules=seconds * devices * device.watts)

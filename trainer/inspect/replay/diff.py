@@ -156,7 +156,7 @@ def _recompute(folder: str, rows: Rows, found: Difference, most_steps: int) -> R
 
 
 def _repeats(computed: Rows, rows: Rows, found: Difference) -> bool | None:
-    """Whether a run's record has what was recomputed of it, up to the difference."""
+    """Whether a run's record has the recomputed values, up to the difference."""
     own = {step: row for step, row in rows.items() if step in computed}
     if first_difference(computed, own) is not None:
         return False
@@ -172,7 +172,7 @@ def _repeats(computed: Rows, rows: Rows, found: Difference) -> bool | None:
 
 
 def report(found: Diff, folders: Sequence[str], console: Console) -> None:
-    """Prints where two runs part, and why as far as that can be told."""
+    """Prints where two runs part, and why if that is known."""
     for name, (old, new) in found.settings.items():
         console.print(f"setting     {name}: {old} -> {new}")
     if found.difference is None:

@@ -27,9 +27,9 @@ class Difference:
     """Where two runs part.
 
     Attributes:
-        equal: the last step whose row is the same in both; 0: none is known.
+        equal: the last step with the same row in both; 0: none is known.
         step: the first step in which something differs.
-        stage: what differs there first, in the order in which a step computes it.
+        stage: the first result of the step that differs, in the order of computation.
         tensors: names, of gradients or of the state.
         others: number of tensors that are equal.
     """

@@ -199,7 +199,7 @@ class Past:
     def open_loader(
         self, step: int, excluded: Sequence[Row], micro_batch_size: MicroBatchSize = "auto"
     ) -> StreamingLoader:
-        """Opens a loader whose next batch is the step's, without the examples of these rows."""
+        """Opens a loader at the step's batch, without the examples of these rows."""
         trainer = self.trainer
         phase = replace(
             phase_of(trainer.phases, step - 1),

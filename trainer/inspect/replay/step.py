@@ -48,9 +48,9 @@ class Replayed(TypedDict):
 
     Attributes:
         step: that was replayed.
-        weights_of: the step whose weights scored it.
-        compared: first and last step of the ledger's row, whose digest is right; None if the ledger
-            has no row of this step.
+        weights_of: the step of the weights that scored it.
+        compared: first and last step of the ledger's row, which has the right digest; None if the
+            ledger has no row of this step.
         loss: of the step; None if it is not finite.
         examples: highest loss first.
     """
@@ -102,7 +102,7 @@ def replay(
 
 
 def _on_one_cpu(experiment: Experiment) -> Experiment:
-    """Returns the same run for one process on the CPU, without what changes no result."""
+    """Returns the same run for one process on the CPU, without settings that change no result."""
     # Micro-batches, strategy and compilation change no result beyond rounding.
     training = replace(
         experiment.training,
@@ -164,7 +164,7 @@ def _mean(total: float, weight: float) -> float | None:
 
 
 def report(found: Replayed, top: int, console: Console) -> None:
-    """Prints the examples of the highest loss, and what they were scored and compared with."""
+    """Prints the examples of the highest loss, the weights and the ledger's row."""
     compared, examples = found["compared"], found["examples"]
     checked = "the ledger has no row of it to compare with"
     if compared is not None:

@@ -355,7 +355,7 @@ class XLNet(Transformer):
         """The content stream at all positions, and the query stream at the predicted ones.
 
         Keys of distances are projected once for a batch, and do not count; scores of distances
-        do, which are twice as many as those of contents.
+        do, and there are twice as many as of contents.
         """
         config = self.config
         layer = 6 * config.width * (2 * config.width + 2 * config.ffn_width)  # q, out, ffn

@@ -1,1 +1,1 @@
-"""What `kind` chooses of `trainer.objectives`: each module here is one."""
+"""The kinds of objectives: each module is a value of `objective.kind`."""

@@ -1,1 +1,1 @@
-"""What `kind` chooses of `trainer.optim`: each module here is one."""
+"""The kinds of optimizers: each module is a value of `optimizer.kind`."""

@@ -21,8 +21,8 @@ from trainer.partition import layer_shape, whole_norms
 class Config(adamw.Config):
     """LAMB, for large batches: AdamW that scales each tensor's update to the norm of its weights.
 
-    Clipping to `training.max_grad_norm` 1.0, the default, is what NVIDIA's code calls
-    pre-normalizing the gradient.
+    Clipping to `training.max_grad_norm` 1.0, the default, is called
+    pre-normalizing the gradient in NVIDIA's code.
 
     Attributes:
         lr: peak learning rate of the schedule: the fraction of its norm by which an update changes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from samestep.storage import write_text
@@ -19,7 +18,7 @@ _WIDTH, _MARGIN = 150, 6  # of a plot in pixels
 
 
 def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Writes the table as an HTML page, beside the folder of the runs."""
+    """Writes the table as an HTML page, next to the folder of the runs."""
     headings, *lines = columns(rows)
     listed = [
         {
@@ -53,8 +52,8 @@ def _curves(row: Row, folder: Path) -> str:
     return quote(str(file)) if row.best and (folder / file).exists() else ""
 
 
-def _runs(row: Row, folder: Path) -> list[Mapping[str, Any]]:
-    """The runs of a row: seed, score, and links to what there is of each."""
+def _runs(row: Row, folder: Path) -> list[Mapping[str, object]]:
+    """The runs of a row: seed, score, and links to the files that exist."""
     return [
         {
             "name": f"seed {run.seed}",
@@ -73,7 +72,7 @@ def _link(run: Run, name: str, folder: Path) -> str:
     return quote(os.path.relpath(run.folder / name, folder)) + "/" * (not name)
 
 
-def _plot(row: Row, alike: Sequence[Row]) -> Mapping[str, Any]:
+def _plot(row: Row, alike: Sequence[Row]) -> Mapping[str, object]:
     """Positions in pixels: of each seed, of the constant answer, and of the mean's interval."""
     # The rows of a task have one scale, so that its points and controls can be compared.
     ends = [

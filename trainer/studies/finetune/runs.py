@@ -56,11 +56,11 @@ class Run:
         metrics: all metrics that the run reports.
         score: the metric among them that runs are compared by.
         constants: the metrics of a model that always gives the same answer, by name.
-        learns_above: a run whose `score` is higher has learned something; see `upper_end`.
+        learns_above: a run with a higher `score` has learned something; see `upper_end`.
         comparable: whether published scores of the task are of such a model and these rows.
         evaluations: arguments of `samestep evaluate` that score the finished run, by the prefix
             of the names of these scores.
-        depends_on: what the result depends on besides the settings, the seed and the code.
+        depends_on: inputs of the result besides the settings, the seed and the code.
         folder: output folder.
         start: digests of another task's runs; the run starts from the best of them.
         scratch: whether it starts from random weights.
@@ -138,7 +138,7 @@ def list_runs(
     changes = _overridden(overrides)
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
-    # Digests were made before some settings got new names; the old names keep finished runs.
+    # With the names of settings in digests, so that finished runs are found.
     model = renamed.original({"model": to_tree(weights.config)})["model"]
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
@@ -242,7 +242,7 @@ def _from_scratch(
 
 
 def _seeded(run: Run, seed: int) -> Run:
-    """The run with a seed, and so with a digest and an output folder of its own."""
+    """The run with a seed, and with the digest and output folder that follow from it."""
     experiment = {**run.experiment, "seed": seed}
     # A suite or checkpoint that has moved is still the same: digests say what lies there.
     no_paths = {"data": {**experiment["data"], "path": None}, "init_from": None}
@@ -303,7 +303,7 @@ def _points(
             evaluate = ["--generate", length, *generation, "--metrics", *metrics]
         elif experiment["training"].get("best"):
             evaluate = ["--step", "best"]
-        # The labels of a task are those of all its sets of rows.
+        # A task has the labels of all its sets of rows.
         constants = {
             f"{name}/{metric}".removeprefix("/"): value
             for name, rows in datasets.items()
@@ -383,7 +383,7 @@ def _dataset(
     tokenizer: Path,
     folder: Path,
 ) -> Dataset:
-    """The dataset of a source, built if it is missing; its folder is named by what it depends on.
+    """The dataset of a source, built if it is missing; a digest of its settings names its folder.
 
     Args:
         name: of further held-out rows; "" for the task's own rows.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,7 +19,7 @@ from samestep.stored_json import Count, Measure, Seconds
 from trainer.checkpoint import integrity
 from trainer.metrics.texts import PERCENT
 from trainer.monitoring.forecast import Range
-from trainer.monitoring.jsonl import read_rows, scores_of
+from trainer.monitoring.jsonl import Row, read_rows, scores_of
 from trainer.monitoring.report import suite as report_suite
 from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun, SuiteFolder
@@ -40,8 +39,7 @@ class Result:
         scores: of the held-out rows, by name: at the end, or at the best of several evaluations.
         steps: optimizer steps until then.
         seconds: wall time, without the time before an interruption.
-        learned: whether the run scores above a constant answer, see `upper_end`; None in results of
-            versions that did not store it.
+        learned: whether the run scores above a constant answer, see `upper_end`.
     """
 
     task: str
@@ -52,7 +50,7 @@ class Result:
     scores: Mapping[str, Measure]
     steps: Count
     seconds: Seconds
-    learned: bool | None = None
+    learned: bool
 
 
 def ranked(score: float) -> float:
@@ -98,7 +96,7 @@ class Suite:
         self._unfinished = {run.digest for run in self.missing()}
 
     def missing(self) -> list[Run]:
-        """The runs without a result, and those to start from whose checkpoints are gone."""
+        """The runs without a result, and runs that these start from without a checkpoint left."""
         missing = {run.digest for run in self._runs if run.digest not in self._results}
         # Backwards, so that a chain of starts is followed: a run that is trained again because
         # another starts from it may itself need the checkpoint of a third.
@@ -218,7 +216,7 @@ def _result(run: Run, seconds: float) -> Result:
         SamestepError: the run's score is missing.
     """
     rows = [row for row in read_rows(run.folder / "metrics.jsonl") if "heldout/loss" in row]
-    row: dict[str, Any] = rows[-1] if rows else {"step": 0}
+    row: Row = rows[-1] if rows else {"step": 0}
     if rows and run.keeps_best:  # of equal ones the first, whose checkpoint was kept
         row = max(rows, key=lambda row: ranked(row[f"heldout/{run.score}"]))
     evaluated = [("", row)]

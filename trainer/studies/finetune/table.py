@@ -32,11 +32,11 @@ class Row:
         scratch: whether these runs start from random weights.
         runs: of the point, one for each seed; those that have the metric.
         values: of these runs.
-        constant: what a constant answer scores.
+        constant: the score of a constant answer.
         learned: number of runs that have learned something; see `upper_end`.
         settings: of the grid, if it has several values for one.
         best: whether the point is the task's best, or the only one.
-        published: what others have reported, in percent; None where nothing is comparable.
+        published: the score that others have reported, in percent; None if none is comparable.
     """
 
     task: Task
@@ -208,7 +208,7 @@ def columns(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """Returns what a reader of the table has to know about its numbers."""
+    """Returns the explanation of the table's numbers."""
     text = (
         "Scores are percentages of the held-out rows, of all runs. constant: the best score of the "
         "same answer to every row. learned: runs whose selecting score exceeds it by more than "

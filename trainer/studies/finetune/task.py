@@ -48,7 +48,7 @@ class Config(TaskData):
     """A task: its rows, and how models are fine-tuned and scored on them.
 
     Attributes:
-        objective: what is predicted.
+        objective: of the runs, with the kind of prediction.
         score: the metric that runs are compared by.
         epochs: number of passes over the training rows.
         warmup: fraction of the steps in which the learning rate rises.
@@ -62,12 +62,12 @@ class Config(TaskData):
         evaluations: number of evaluations of a run, evenly spread. The best of several counts.
         patience: a run ends after this many evaluations in a row without a better one; null trains
             to the last step.
-        start: another task of the suite, whose best run the runs of this one start from, as RTE
+        start: another task of the suite; the runs of this one start from its best run, as RTE
             from MNLI (Phang et al. 2018); null starts from the suite's checkpoint.
         published: scores that others have reported, by metric; NAME/METRIC is of the further
             held-out rows NAME.
         published_by: who has reported them.
-        published_model: the model that the scores are of; others have none beside theirs.
+        published_model: the model that the scores are of; other models' rows do not show them.
     """
 
     objective: Annotated[Any, Kinds("trainer.objectives.kinds")]

@@ -1,6 +1,6 @@
 """Kinds of stages of a study: each becomes jobs that run samestep commands.
 
-A stage's settings may name another stage: `stage:pretrain` stands for the folder of what that stage
+A stage's settings may name another stage: `stage:pretrain` stands for the folder that this stage
 makes (a dataset, a run), in the same arm and with the same seed.
 """
 
@@ -65,12 +65,12 @@ class StageConfig(ABC):
         """
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
-        """What tells whether the content of files that the stage reads has changed."""
+        """Hashes that change with the content of the files that the stage reads."""
         return ()
 
     @abstractmethod
     def commands(self, folder: Path, seed: int, settings: Tree) -> Sequence[Sequence[str]]:
-        """Writes what the commands read, and returns the arguments of each.
+        """Writes the files that the commands read, and returns the arguments of each.
 
         Args:
             folder: of the job, which may have files of an attempt that was stopped.
@@ -94,7 +94,7 @@ class StageConfig(ABC):
 
 
 class ScoringConfig(StageConfig):
-    """A stage whose command scores checkpoints, and writes the scores to a file."""
+    """A stage that scores checkpoints. Its command writes the scores to a file."""
 
     random = False
     product = "scores.json"

@@ -21,8 +21,8 @@ class Config(ScoringConfig):
         run: to evaluate, as stage:pretrain.
         settings: that replace the run's, as objective.mask_fraction.
         encoder: a checkpoint that all parameters but the heads are taken from, as stage:mrpc, to
-            see what fine-tuning has forgotten; null keeps the run's.
-        ensemble: further runs of the same task, whose predictions are combined with the run's.
+            see how much fine-tuning has forgotten; null keeps the run's.
+        ensemble: further runs of the same task. Their predictions are combined with the run's.
         keep_predictions: of a task, keep the predictions of each row, so that intervals include
             the choice of rows.
     """

@@ -79,8 +79,8 @@ class Config(StageConfig):
 
     def scores(self, folder: Path) -> Mapping[str, float]:
         *_, result = read_results(folder / "suite").values()
-        learned = {} if result.learned is None else {"learned": float(result.learned)}
-        return {**result.scores, **learned, **sizes(folder / self.product)}
+        learned = float(result.learned)
+        return {**result.scores, "learned": learned, **sizes(folder / self.product)}
 
     def predictions(self, folder: Path) -> Path | None:
         file = folder / self.product / PREDICTIONS

@@ -19,7 +19,7 @@ class Config(StageConfig):
     """Vectors of the tokens of a dataset, for `init_embeddings` of a task.
 
     Attributes:
-        dataset: whose text they are trained on, as stage:corpus.
+        dataset: the dataset with the training text, as stage:corpus.
         method: skipgram, cbow, glove or ppmi.
         options: of the command that are numbers, by name, as dimensions or min_count.
     """
@@ -37,7 +37,7 @@ class Config(StageConfig):
                 raise ConfigError(f"options.{name} is chosen by the study. Leave it out.")
         known = {"method": self.method, **DEFAULTS[self.method], **self.options}
         decode(Settings, known, "options")  # names and types
-        Settings.of(self.method, dict(self.options))  # those of the method
+        Settings.of(self.method, dict(self.options))  # the method's own
 
     def inputs(self, resolved: Tree) -> Sequence[object]:
         return stamps_of_folders(self.dataset)

@@ -9,7 +9,6 @@ import hashlib
 import io
 import itertools
 import json
-import re
 import tarfile
 from contextlib import closing
 from functools import partial
@@ -263,37 +262,7 @@ def test_the_manifest_says_what_rows_are_for_and_others_stay_as_they_are(built, 
         Manifest.parse(content, "m.json")
 
 
-OLD_NAMES = {
-    "classification": "class",
-    "soft": "class",
-    "regression": "number",
-    "multiple_choice": "choice",
-    "tagging": "tags",
-    "question_answering": "span",
-}
-
-
-def test_a_dataset_with_old_names_is_read_and_not_built_again(corpus, tmp_path, kind):
-    config = config_of(corpus, kind, tmp_path / "data")
-    expected = build(config)
-    file = tmp_path / "data" / "manifest.json"
-    new = re.sub(' "checksum": .*\n', "", file.read_text())
-    old = new.replace(
-        f'"target": "{kind if kind != "soft" else "classification"}"',
-        f'"target": "{OLD_NAMES[kind]}"',
-    )
-    assert old != new
-    file.write_text(old)
-    assert Manifest.load(tmp_path / "data") == expected
-    assert build(config) == expected
-    assert file.read_text() == old
-    assert (
-        PackedSplit(Dataset.open(tmp_path / "data"), "train", SPECS[kind], "padded", 3).counts.sum()
-        >= TRAIN
-    )
-
-
-def test_a_build_that_was_started_with_old_names_resumes(corpus, tmp_path):
+def test_a_build_is_resumed_by_the_digest_of_names_that_never_change(corpus, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\n")
     source = SOURCES["tagging"](
         paths=(f"{corpus}/tagging-train.jsonl", str(tmp_path / "bad.jsonl"))
@@ -307,7 +276,7 @@ def test_a_build_that_was_started_with_old_names_resumes(corpus, tmp_path):
         "task": {"target": "tags", "labels": list(TAGS)},
     }
     tree = to_tree(config)["source"]
-    del tree["header"]  # which is younger than the new names
+    del tree["header"]  # which digests leave out where it is not used
     recipe = [1, tokenizer_of(corpus).fingerprint, tree, settings]
     outcome = Outcome.load(outcome_path(tmp_path / "data", 0))
     assert outcome is not None

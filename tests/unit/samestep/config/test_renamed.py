@@ -1,4 +1,4 @@
-"""Old names: stored files are read with the new ones; a recipe is rejected with the new name."""
+"""Names in digests: they never change. A recipe with one is rejected with the setting's name."""
 
 from __future__ import annotations
 
@@ -14,42 +14,41 @@ from trainer.models.families import bert
 
 
 @pytest.mark.parametrize(
-    ("stored", "expected"),
+    ("tree", "in_digests"),
     [
         (
-            {"model": {"kind": "bert", "head": "span"}},
             {"model": {"kind": "bert", "head": "question_answering"}},
+            {"model": {"kind": "bert", "head": "span"}},
         ),
         (
-            {"model": {"head": "tagging", "labels": ["span"]}},
-            {"model": {"head": "tagging", "labels": ["span"]}},
+            {"model": {"head": "tagging", "labels": ["question_answering"]}},
+            {"model": {"head": "tagging", "labels": ["question_answering"]}},
         ),
         (
-            {"settings": {"limit": 1, "task": {"target": "tags", "labels": ["class"]}}},
-            {"settings": {"limit": 1, "task": {"target": "tagging", "labels": ["class"]}}},
+            {"settings": {"limit": 1, "task": {"target": "tagging", "labels": ["regression"]}}},
+            {"settings": {"limit": 1, "task": {"target": "tags", "labels": ["regression"]}}},
         ),
         ({"settings": {"task": None}}, {"settings": {"task": None}}),
         (
-            {"objective": {"kind": "distillation", "cells": "all", "soft": 1.0}, "seed": 1},
             {"objective": {"kind": "distillation", "positions": "all", "soft": 1.0}, "seed": 1},
+            {"objective": {"kind": "distillation", "cells": "all", "soft": 1.0}, "seed": 1},
         ),
         (
-            {"phases": [{"objective": {"cells": "all"}}, {"steps": 3, "objective": None}]},
             {"phases": [{"objective": {"positions": "all"}}, {"steps": 3, "objective": None}]},
+            {"phases": [{"objective": {"cells": "all"}}, {"steps": 3, "objective": None}]},
         ),
         ({"model": "bert", "head": "span"}, {"model": "bert", "head": "span"}),
         ({"model": {"head": None}}, {"model": {"head": None}}),
         ({}, {}),
     ],
 )
-def test_only_settings_that_had_an_old_name_change(
-    stored: dict[str, Any], expected: dict[str, Any]
+def test_only_settings_with_another_name_in_digests_change(
+    tree: dict[str, Any], in_digests: dict[str, Any]
 ) -> None:
-    before = repr(stored)
-    assert renamed.current(stored) == expected
-    assert list(renamed.current(stored)) == list(stored)
-    assert repr(stored) == before
-    assert renamed.original(expected) == stored
+    before = repr(tree)
+    assert renamed.original(tree) == in_digests
+    assert list(renamed.original(tree)) == list(tree)
+    assert repr(tree) == before
 
 
 def test_a_stored_run_without_a_newer_setting_has_what_it_did() -> None:
@@ -59,14 +58,11 @@ def test_a_stored_run_without_a_newer_setting_has_what_it_did() -> None:
     assert renamed.current(named) == named
 
 
-def test_overrides_of_a_stored_config_are_not_translated(tmp_path: Path) -> None:
+def test_overrides_of_a_stored_config_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("model: {kind: bert, head: span, layers: 2}\nseed: 1\n")
-    expected = {"model": {"kind": "bert", "head": "question_answering", "layers": 3}, "seed": 1}
+    path.write_text("model: {kind: bert, head: tagging, layers: 2}\nseed: 1\n")
+    expected = {"model": {"kind": "bert", "head": "tagging", "layers": 3}, "seed": 1}
     assert read_stored(path, ["model.layers=3"]) == expected
-    assert (
-        read_stored(path, ["model.head=span"])["model"]["head"] == "span"
-    )  # rejected when it is decoded
 
 
 @pytest.mark.parametrize("path", ["model", "runs/old/config.yaml: model"])

@@ -69,7 +69,7 @@ def test_the_end_of_a_suite_counts_what_running_runs_have_done(tmp_path: Path) -
         )
         for seed in range(2)
     ]
-    result = Result("rte", runs[0].name, {}, 0, "0", {"accuracy": 0.5}, 100, 50.0)
+    result = Result("rte", runs[0].name, {}, 0, "0", {"accuracy": 0.5}, 100, 50.0, False)
     (tmp_path / "results.jsonl").write_text(json.dumps(asdict(result)) + "\n")
     suite = Suite(tmp_path, runs)
     found = suite.left(1)

@@ -1,1 +1,1 @@
-"""What `kind` chooses of `trainer.models.peft`: each module here is one."""
+"""The kinds of parameter-efficient fine-tuning: each module is a value of `model.peft.kind`."""

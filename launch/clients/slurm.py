@@ -1,4 +1,4 @@
-"""Slurm's commands: how they are called, what they answer, and hints for their errors."""
+"""Slurm's commands: how they are called, their answers, and hints for their errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import command_line
+from launch.clients import command_line
 from samestep.errors import LaunchError
 
 # Variables of Slurm's commands: set by a user's shell, or by a job that this process is part of.
@@ -47,7 +47,7 @@ _HINTS = {
 def run(
     command: Sequence[str], folder: Path | None = None, text: str = "", with_stderr: bool = False
 ) -> str:
-    """Runs a command of Slurm without the variables that would change what it does."""
+    """Runs a command of Slurm without the environment variables that would change its effect."""
     environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     return command_line.run(command, _HINTS, folder, text, environment, with_stderr)
 

@@ -1,4 +1,4 @@
-"""Calls of a cluster's own client, whose failures become one line with a hint."""
+"""Calls of a cluster's client; a failure becomes one line with a hint."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def run(
     environment: Mapping[str, str] | None = None,
     with_stderr: bool = False,
 ) -> str:
-    """Runs a client and returns what it prints.
+    """Runs a client and returns its standard output.
 
     Args:
-        hints: what to do, by patterns in the client's error message.
+        hints: fixes, by patterns in the client's error message.
         folder: working directory.
         text: standard input. Empty by default: nobody is there to be asked for a password.
         environment: None takes this process's environment.
-        with_stderr: returns what it prints to stderr, too.
+        with_stderr: returns its standard error, too.
 
     Raises:
         LaunchError: with the client's own words, and the hint for them.

@@ -1,0 +1,1 @@
+"""The programs of clusters (kubectl, gcloud, sbatch, ...), as `launch` calls them."""
