@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.accelerators.flash import attention, supports
-from trainer.models.attention import Attention, segment_mask
-from trainer.models.dropout import split_key
 from trainer.models.families import bert
+from trainer.models.layers.attention import Attention, segment_mask
+from trainer.models.layers.dropout import split_key
 
 DROPOUT = 0.1
 WIDTH = 64

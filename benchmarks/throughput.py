@@ -115,11 +115,13 @@ def stock_dropout() -> Iterator[None]:
     def attention_dropout(x: Tensor, p: float, key: Tensor | None, version: int) -> Tensor:
         return dropout(x, p, key)
 
-    modules = ("layers", "embeddings", "heads", "transformer")
+    modules = ("layers.layer", "layers.embeddings", "heads", "transformer")
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch(f"trainer.models.{module}.dropout", dropout))
-        stack.enter_context(patch("trainer.models.attention.attention_dropout", attention_dropout))
+        stack.enter_context(
+            patch("trainer.models.layers.attention.attention_dropout", attention_dropout)
+        )
         yield
 
 

@@ -29,8 +29,8 @@ from tests.conformance.worker import (
 )
 from tests.processes import run_ranks
 from trainer.accelerators.kinds import cuda
-from trainer.models.dropout import dropout, split_key
-from trainer.models.embeddings import Embeddings
+from trainer.models.layers.dropout import dropout, split_key
+from trainer.models.layers.embeddings import Embeddings
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.recorder import Outputs

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.accelerators.flash import attention, supports
-from trainer.models.attention import segment_mask
-from trainer.models.dropout import attention_dropout, split_key
 from trainer.models.families import modernbert
-from trainer.models.relative import RelativeBias
-from trainer.models.rotary import RotaryAttention
+from trainer.models.layers.attention import segment_mask
+from trainer.models.layers.dropout import attention_dropout, split_key
+from trainer.models.layers.relative import RelativeBias
+from trainer.models.layers.rotary import RotaryAttention
 
 ON_GPU = sys.argv[1:] == ["cuda"]
 

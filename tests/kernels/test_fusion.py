@@ -13,8 +13,8 @@ import torch
 
 from tests.kernels.lowering import Kernel, Lowering
 from trainer.models.base import TransformerModel
-from trainer.models.dropout import split_key
 from trainer.models.families import bert, modernbert, t5
+from trainer.models.layers.dropout import split_key
 from trainer.models.stack import Context
 
 ROWS, LENGTH, WIDTH, HEADS = 8, 64, 128, 4

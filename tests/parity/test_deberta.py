@@ -17,8 +17,8 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import fill, outputs, parameters
 from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.models.disentangled import place_table
 from trainer.models.families import deberta, deberta_v2
+from trainer.models.layers.disentangled import place_table
 
 SHAPE = {
     "vocab_size": 100,

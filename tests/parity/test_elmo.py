@@ -13,9 +13,9 @@ from samestep.errors import ConfigError
 from tests.outputs import outputs
 from trainer.models import Stored
 from trainer.models.capabilities import give_spellings
-from trainer.models.characters import Characters, spell
 from trainer.models.families import bilm, lstm
-from trainer.models.recurrent import RecurrentConfig
+from trainer.models.recurrent.characters import Characters, spell
+from trainer.models.recurrent.model import RecurrentConfig
 
 WORDS = ["[PAD]", "a", "cat", "cats", "naïve", "zyzzyva", "unbelievably", "."]
 FILTERS = ((1, 4), (2, 3), (3, 5))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.outputs import outputs
 from trainer.models.families import bilm, lstm
 from trainer.models.inputs import Inputs
-from trainer.models.recurrent import RecurrentConfig
+from trainer.models.recurrent.model import RecurrentConfig
 
 SHAPE: dict[str, Any] = {"vocab_size": 50, "layers": 3, "hidden_size": 24, "dropout": 0.0}
 MODELS: dict[str, RecurrentConfig] = {

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models import Model, Outputs, Role, Start, Stored
-from trainer.models.attention import Attention, is_fusible
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention
 from trainer.models.heads import answer
 from trainer.models.initialization import initial_values
 from trainer.models.inputs import Inputs
-from trainer.models.projections import Projection
+from trainer.models.layers.attention import Attention, is_fusible
+from trainer.models.layers.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 
 POOLED = ("classification", "multiple_choice")
@@ -180,7 +180,7 @@ class TransformerModel(Model):
             for own, _ in module.named_parameters(recurse=False)
         }
         if self.config.head_lstm:
-            from trainer.models.lstm_layers import stacked_gates
+            from trainer.models.recurrent.lstm_layers import stacked_gates
 
             stacked |= stacked_gates(self)
         return stacked

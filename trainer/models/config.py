@@ -361,7 +361,7 @@ class TransformerConfig(ModelConfig):
 
     @abstractmethod
     def build_embeddings(self) -> nn.Module:
-        """Input embeddings, called like `trainer.models.embeddings.Embeddings`."""
+        """Input embeddings, called like `trainer.models.layers.embeddings.Embeddings`."""
 
     @abstractmethod
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models import Outputs
-from trainer.models.attention import causal_mask, segment_mask, take
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache, Memory
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import dropout, split_key
 from trainer.models.fused import Mask
 from trainer.models.inputs import Inputs
-from trainer.models.relative import RelativeBias
+from trainer.models.layers.attention import causal_mask, segment_mask, take
+from trainer.models.layers.dropout import dropout, split_key
+from trainer.models.layers.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainer.models.attention import CrossAttention, SelfAttention
 from trainer.models.config import TransformerConfig
-from trainer.models.embeddings import Embeddings
-from trainer.models.layers import FeedForward, Layer
-from trainer.models.norms import LayerNorm, RMSNorm
+from trainer.models.layers.attention import CrossAttention, SelfAttention
+from trainer.models.layers.embeddings import Embeddings
+from trainer.models.layers.layer import FeedForward, Layer
+from trainer.models.layers.norms import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from trainer.models import Outputs, Start, Stored
 from trainer.models.base import matrix_flops
 from trainer.models.config import Activation, TransformerConfig
-from trainer.models.dropout import split_key
 from trainer.models.inputs import Inputs
-from trainer.models.layers import activate
+from trainer.models.layers.dropout import split_key
+from trainer.models.layers.layer import activate
 from trainer.models.sampling import sample
 from trainer.models.transformer import Transformer
 

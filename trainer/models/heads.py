@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from trainer.accelerators.kernels import product_multiple
 from trainer.models import scores_of
-from trainer.models.attention import take
 from trainer.models.config import Activation, Pooling, TransformerConfig
-from trainer.models.dropout import dropout, split_key
-from trainer.models.layers import activate
-from trainer.models.norms import LayerNorm
+from trainer.models.layers.attention import take
+from trainer.models.layers.dropout import dropout, split_key
+from trainer.models.layers.layer import activate
+from trainer.models.layers.norms import LayerNorm
 from trainer.models.token_scores import Target, score_hidden
 
 Factors: TypeAlias = tuple[Tensor, Tensor, Tensor | None]

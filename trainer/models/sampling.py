@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.models.dropout import mix
+from trainer.models.layers.dropout import mix
 
 
 @torch.no_grad()

@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models import Outputs
-from trainer.models.attention import SelfAttention, causal_mask, segment_mask, take
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import dropout, split_key
-from trainer.models.embeddings import Embeddings
 from trainer.models.fused import Mask
 from trainer.models.heads import ScalarMix
 from trainer.models.inputs import Inputs
+from trainer.models.layers.attention import SelfAttention, causal_mask, segment_mask, take
+from trainer.models.layers.dropout import dropout, split_key
+from trainer.models.layers.embeddings import Embeddings
 from trainer.models.stack import Context, Stack
 
 _SPAN_COLUMNS = ("span_first", "span_last", "span_offset")
 
 if TYPE_CHECKING:
     from trainer.models.cache import Cache
-    from trainer.models.relative import RelativeBias
+    from trainer.models.layers.relative import RelativeBias
 
 
 class _Keys(NamedTuple):
@@ -82,7 +82,7 @@ class Transformer(TransformerModel):
         self.mix = ScalarMix(config.layers + 1) if config.scalar_mix else None
         self.head_lstm = None
         if config.head_lstm:
-            from trainer.models.head_lstm import HeadLstm
+            from trainer.models.recurrent.head_lstm import HeadLstm
 
             self.head_lstm = HeadLstm(config.head_lstm, config.width, config.dropout)
         # Of a conditional random field, see `trainer.objectives.crf`.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainer.accelerators import host_memory, kernels
 from trainer.accelerators.kinds import cuda
-from trainer.models import embeddings
+from trainer.models.layers import embeddings
 from trainer.strategies.world import World
 
 RECORDER, KERNELS = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TRITON_CACHE_DIR"

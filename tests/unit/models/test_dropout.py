@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.models.dropout import attention_dropout, dropout, split_key
+from trainer.models.layers.dropout import attention_dropout, dropout, split_key
 
 P = 0.1
 KEYS = split_key(torch.tensor([1234567], dtype=torch.int32), 64)[:, 0]

@@ -13,7 +13,6 @@ from tests.outputs import predict
 from tests.unit.models.test_contract import BART, GPT2, MODELS, SHAPE, T5, columns, make
 from trainer.models import Outputs
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import attention_dropout
 from trainer.models.families import (
     albert,
     deberta,
@@ -24,6 +23,7 @@ from trainer.models.families import (
     xlnet,
 )
 from trainer.models.inputs import Inputs
+from trainer.models.layers.dropout import attention_dropout
 from trainer.models.peft.kinds import lora, prefix
 
 LOCAL = modernbert.Config(**SHAPE, max_positions=24, local_window=4, global_every=2)

@@ -15,8 +15,8 @@ from tests.outputs import outputs, predict
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.models import Model, Start, Stored
 from trainer.models.families import bilm, lstm
-from trainer.models.lstm_layers import RecurrentLayer, drop, resets
-from trainer.models.recurrent import RecurrentConfig
+from trainer.models.recurrent.lstm_layers import RecurrentLayer, drop, resets
+from trainer.models.recurrent.model import RecurrentConfig
 from trainer.models.stack import Context, LayerPlace
 from trainer.training.compute.compiled import compile_units
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trainer.models.relative import RelativeBias, _bounds
+from trainer.models.layers.relative import RelativeBias, _bounds
 
 
 def bucket(distance: int, bidirectional: bool, count: int = 32, farthest: int = 128) -> int:

@@ -14,7 +14,7 @@ from tests.outputs import outputs
 from tests.unit.objectives.test_causal_lm import VOCABULARY, _examples
 from trainer.models import Model
 from trainer.models.families import bilm, lstm
-from trainer.models.recurrent import RecurrentConfig
+from trainer.models.recurrent.model import RecurrentConfig
 from trainer.objectives import Objective
 from trainer.objectives.kinds import causal_lm
 from trainer.objectives.kinds.bilm import Config

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-COLUMN = tl.constexpr(0xCFC6B285)  # of trainer/models/dropout.py
+COLUMN = tl.constexpr(0xCFC6B285)  # of trainer/models/layers/dropout.py
 
 
 @triton.jit
 def _mix(x):
-    """`mix` of trainer/models/dropout.py; unsigned, so that shifts need no mask."""
+    """`mix` of trainer/models/layers/dropout.py; unsigned, so that shifts need no mask."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15

@@ -30,8 +30,8 @@ from trainer.accelerators.attention import GpuAttention
 from trainer.accelerators.detect import planned_attention
 from trainer.inspect.plan.operators import Operator, Recorder, Scope
 from trainer.models import Model
-from trainer.models.attention import Attention
 from trainer.models.fused import FusedAttention
+from trainer.models.layers.attention import Attention
 from trainer.objectives import Objective, Taught
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment

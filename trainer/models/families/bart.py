@@ -15,12 +15,12 @@ from samestep.errors import ConfigError
 from samestep.tasks import TASKS
 from trainer.models import huggingface
 from trainer.models.config import Head, Norm, TaskHead
-from trainer.models.dropout import dropout
-from trainer.models.embeddings import Embeddings
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
 from trainer.models.huggingface import ConfigJson
+from trainer.models.layers.dropout import dropout
+from trainer.models.layers.embeddings import Embeddings
 
 UNUSED_ROWS = 2
 """Rows at the start of the position tables that nothing reads, as in fairseq."""

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from trainer.models import Outputs, Start, Stored
-from trainer.models.attention import take
 from trainer.models.config import Pooling
-from trainer.models.disentangled import (
+from trainer.models.families import bert
+from trainer.models.huggingface import ConfigJson
+from trainer.models.inputs import Inputs
+from trainer.models.layers.attention import take
+from trainer.models.layers.disentangled import (
     DisentangledLayer,
     RelativeEmbeddings,
     SeparateAttention,
     place_table,
 )
-from trainer.models.dropout import split_key
-from trainer.models.families import bert
-from trainer.models.huggingface import ConfigJson
-from trainer.models.inputs import Inputs
+from trainer.models.layers.dropout import split_key
 from trainer.models.stack import Context, ScanGroup, Stack
 from trainer.models.transformer import Transformer
 

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from trainer.models.disentangled import ConvolutionLayer, DisentangledAttention
 from trainer.models.families import deberta
 from trainer.models.huggingface import ConfigJson
+from trainer.models.layers.disentangled import ConvolutionLayer, DisentangledAttention
 
 
 @dataclass(frozen=True)

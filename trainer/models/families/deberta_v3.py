@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import Start, Stored
 from trainer.models.config import Activation
-from trainer.models.embeddings import Embeddings
 from trainer.models.families import deberta_v2
 from trainer.models.families.deberta import Deberta
 from trainer.models.generator import FIRST, GENERATOR, ReplacedTokenHead, WithGenerator
 from trainer.models.huggingface import ConfigJson
+from trainer.models.layers.embeddings import Embeddings
 from trainer.models.transformer import Transformer
 
 _TABLE = "embeddings.tokens.weight"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import Outputs, Start, Stored
 from trainer.models.config import Activation, Pooling
-from trainer.models.embeddings import Embeddings
 from trainer.models.families import bert
 from trainer.models.generator import (
     FIRST,
@@ -30,6 +29,7 @@ from trainer.models.generator import (
 from trainer.models.heads import MaskedLMHead
 from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
+from trainer.models.layers.embeddings import Embeddings
 from trainer.models.transformer import Transformer
 
 MainHead = Literal["detector", "tokens", "tokens_or_copy"]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from trainer.models import Model, Outputs
-from trainer.models.attention import take
 from trainer.models.base import layer_numbers
 from trainer.models.cache import Cache
 from trainer.models.heads import answer
 from trainer.models.inputs import Inputs
-from trainer.models.lstm_layers import StateCache, resets
-from trainer.models.recurrent import RecurrentConfig, RecurrentModel
+from trainer.models.layers.attention import take
+from trainer.models.recurrent.lstm_layers import StateCache, resets
+from trainer.models.recurrent.model import RecurrentConfig, RecurrentModel
 from trainer.models.stack import Context, Stack
 
 

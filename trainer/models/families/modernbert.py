@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.config import Activation, Norm
-from trainer.models.dropout import dropout
 from trainer.models.families import bert
 from trainer.models.huggingface import ConfigJson
-from trainer.models.layers import Layer
-from trainer.models.rotary import RotaryAttention
+from trainer.models.layers.dropout import dropout
+from trainer.models.layers.layer import Layer
+from trainer.models.layers.rotary import RotaryAttention
 
 _THETAS = {"global_theta": "full_attention", "local_theta": "sliding_attention"}
 _TASKS = {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"}

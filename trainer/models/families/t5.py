@@ -17,7 +17,7 @@ from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
 from trainer.models.huggingface import ConfigJson
-from trainer.models.relative import RelativeBias
+from trainer.models.layers.relative import RelativeBias
 from trainer.models.transformer import Transformer
 
 START = 0

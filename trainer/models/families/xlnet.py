@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from samestep.tasks import TASKS
 from trainer.models import Outputs, Start, Stored, huggingface
-from trainer.models.attention import segment_mask
 from trainer.models.config import Head
-from trainer.models.dropout import dropout, split_key
-from trainer.models.embeddings import Embeddings
 from trainer.models.families import bert
 from trainer.models.heads import Factors, VocabularyHead
 from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
+from trainer.models.layers.attention import segment_mask
+from trainer.models.layers.dropout import dropout, split_key
+from trainer.models.layers.embeddings import Embeddings
+from trainer.models.layers.two_streams import SITES, TwoStreamLayer, distance_encodings
 from trainer.models.stack import Context
 from trainer.models.transformer import Transformer
-from trainer.models.two_streams import SITES, TwoStreamLayer, distance_encodings
 
 _PERMUTED = "permuted_tokens"
 _LAYER = {

@@ -18,9 +18,9 @@ from torch import Tensor
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.checkpoint.collective import first_error, gather
 from trainer.models import Model
-from trainer.models.attention import Attention
-from trainer.models.dropout import attention_dropout
 from trainer.models.fused import FusedAttention
+from trainer.models.layers.attention import Attention
+from trainer.models.layers.dropout import attention_dropout
 
 logger = logging.getLogger(__name__)
 

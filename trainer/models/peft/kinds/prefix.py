@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from trainer.models.attention import SelfAttention
+from trainer.models.layers.attention import SelfAttention
 from trainer.models.peft import Peft
 
 _ADDED = re.compile(r".*\.prefix\.(keys|values|positions|(inner|outer)\.(weight|bias))")

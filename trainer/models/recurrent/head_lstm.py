@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.models.dropout import split_key
-from trainer.models.lstm_layers import Rates, RecurrentLayer, resets
+from trainer.models.layers.dropout import split_key
+from trainer.models.recurrent.lstm_layers import Rates, RecurrentLayer, resets
 from trainer.models.stack import Context
 
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import Model, ModelConfig, Outputs, Role, Start, Stored
 from trainer.models.base import layer_numbers, matrix_flops
-from trainer.models.characters import CharacterEmbeddings, Characters
-from trainer.models.concat_pooling import ConcatPoolHead, pool_directions
 from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels, check_task_parts
-from trainer.models.dropout import dropout, split_key
-from trainer.models.embeddings import look_up
-from trainer.models.head_lstm import HeadLstm
 from trainer.models.heads import Factors, ScalarMix, TokenHead, VocabularyHead
 from trainer.models.initialization import initial_values
 from trainer.models.inputs import Inputs
-from trainer.models.lstm_layers import Rates, RecurrentLayer, drop, stacked_gates
+from trainer.models.layers.dropout import dropout, split_key
+from trainer.models.layers.embeddings import look_up
+from trainer.models.recurrent.characters import CharacterEmbeddings, Characters
+from trainer.models.recurrent.concat_pooling import ConcatPoolHead, pool_directions
+from trainer.models.recurrent.head_lstm import HeadLstm
+from trainer.models.recurrent.lstm_layers import Rates, RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
 _RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
@@ -48,7 +48,7 @@ class RecurrentConfig(ModelConfig):
             wide.
         embedding_width: E, of the token embeddings.
         characters: computes the token embeddings from the characters of tokens
-            (`trainer.models.characters`); null: each token has its own.
+            (`trainer.models.recurrent.characters`); null: each token has its own.
         residual: adds the input of each layer but the first to its output.
         norm: layer normalization of the output of each layer.
         norm_eps: added to the variance in norms.
@@ -64,8 +64,8 @@ class RecurrentConfig(ModelConfig):
         tied: the output matrix is the token embeddings'. If the last layer's output is not E wide,
             it is projected to E first.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a sequence
-            from all of its states (`classification`, see `trainer.models.concat_pooling`), a tag
-            of each word (`tagging`), or an answer's first and last token (`question_answering`).
+            from all of its states (`classification`, see `concat_pooling`), a tag of each word
+            (`tagging`), or an answer's first and last token (`question_answering`).
         labels: names of classes; `classification` with a single label is a regression.
         head_width: hidden units of the classifier of sequences.
         head_dropout: dropout rates of the pooled states and of these hidden units; the first, of

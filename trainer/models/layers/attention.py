@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from trainer.accelerators.kernels import fuses_trained_bias
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import attention_dropout
 from trainer.models.fused import FusedAttention, Mask
-from trainer.models.projections import Projection
+from trainer.models.layers.dropout import attention_dropout
+from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 

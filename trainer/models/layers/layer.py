@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import take
 from trainer.models.config import Activation, TransformerConfig
-from trainer.models.dropout import dropout
-from trainer.models.projections import Projection
+from trainer.models.layers.attention import take
+from trainer.models.layers.dropout import dropout
+from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 

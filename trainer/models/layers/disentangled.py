@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trainer.models.attention import SelfAttention, take
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import dropout
-from trainer.models.layers import Layer
-from trainer.models.projections import Projection
+from trainer.models.layers.attention import SelfAttention, take
+from trainer.models.layers.dropout import dropout
+from trainer.models.layers.layer import Layer
+from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.accelerators.kernels import adds_rows_in_order
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import dropout
+from trainer.models.layers.dropout import dropout
 
 
 class _Lookup(torch.autograd.Function):

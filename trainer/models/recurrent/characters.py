@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from samestep.errors import ConfigError
-from trainer.models.embeddings import look_up
+from trainer.models.layers.embeddings import look_up
 
 _BEGIN, _END = 257, 258
 _SYMBOLS = 259  # padding, 256 bytes, begin, end

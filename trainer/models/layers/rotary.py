@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.models.attention import SelfAttention
 from trainer.models.config import TransformerConfig
+from trainer.models.layers.attention import SelfAttention
 from trainer.models.stack import Context
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import take
-from trainer.models.dropout import dropout, split_key
+from trainer.models.layers.attention import take
+from trainer.models.layers.dropout import dropout, split_key
 
 
 def concat_pool(hidden: Tensor, segments: Tensor | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Parts of Transformers: attention, norms, embeddings, dropout and the layers made of them."""

@@ -1,0 +1,1 @@
+"""LSTMs: layers, characters, and the models and heads made of them."""
