@@ -13,7 +13,8 @@ from data_pipeline.format.manifest import TaskLabels
 from data_pipeline.order.example_order import Order
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config as DataConfig
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.config import Kinds, Tree, decode, read_tree
 from samestep.errors import ConfigError

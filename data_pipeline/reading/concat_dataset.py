@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location, Order
 from data_pipeline.packing.plan import Int64
-from data_pipeline.reading.dataset import CorruptShardError, Dataset, PackedSplit
+from data_pipeline.reading.dataset import CorruptShardError, Dataset
 from data_pipeline.reading.open_files import max_open_shards
+from data_pipeline.reading.packed_split import PackedSplit
 from samestep.errors import ConfigError
 from samestep.examples import Examples, PackSpec, Policy
 
@@ -133,3 +134,13 @@ class ConcatSplit:
                 at.epoch[rows], at.shard[rows] - self._first_shard[number], at.index[rows]
             )
             yield self._splits[number], rows, within
+
+
+def sources_of(dataset: AnyDataset, split: str, single_pass: bool) -> dict[str, Dataset]:
+    """The datasets by name; for a single pass, only those that have the split."""
+    named = named_sources(dataset)
+    if not single_pass:
+        return named
+    return {
+        name: source for name, source in named.items() if source.manifest.splits.get(split)
+    } or named

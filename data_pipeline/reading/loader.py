@@ -30,7 +30,7 @@ from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.sources import PERIOD
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
-from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, named_sources
+from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, sources_of
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
 from data_pipeline.reading.open_files import max_open_shards
@@ -39,6 +39,7 @@ from samestep.errors import ConfigError, DataError
 from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
 
 if TYPE_CHECKING:
+    from data_pipeline.format.manifest import ShardInfo
     from data_pipeline.order.mixture import WeightedMixture
     from data_pipeline.reading.corruption import CorruptShards
     from data_pipeline.reading.prefetch import Prefetcher
@@ -131,7 +132,7 @@ class StreamingLoader:
         collate: Callable[[Examples, int], Batch],
         largest: Callable[[int], int] = int,
     ) -> None:
-        self._named = named = _sources(dataset, order)
+        self._named = named = sources_of(dataset, order.split, order.finite)
         self._order, self._batch_size, self._largest = order, layout.global_batch_size, largest
         self._group, self._prefetch = config.group_by_length, config.prefetch
         self._accept_change = config.on_change == "accept"
@@ -163,13 +164,7 @@ class StreamingLoader:
         shards = [
             (source, shard) for source in named.values() for shard in source.shards(order.split)
         ]
-        self._prefetcher: Prefetcher | None = None
-        if any(source.remote for source in named.values()):
-            from data_pipeline.reading.prefetch import Prefetcher
-
-            self._prefetcher = Prefetcher(
-                [(source.remote, shard) for source, shard in shards], cached
-            )
+        self._prefetcher = _prefetcher(shards, cached)
         row_maker = RowMaker(tuple(named.values()), self._packed, pack_spec, collate, order.seed)
         self._maker = BatchMaker(
             self._grouped(examples),
@@ -499,14 +494,13 @@ class StreamingLoader:
         self.close()
 
 
-def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
-    """The datasets by name; for a finite order, only those that have the split."""
-    named = named_sources(dataset)
-    if not order.finite:
-        return named
-    return {
-        name: source for name, source in named.items() if source.manifest.splits.get(order.split)
-    } or named
+def _prefetcher(shards: Sequence[tuple[Dataset, ShardInfo]], cached: int) -> Prefetcher | None:
+    """Copies remote shards ahead of need, `cached` of them; None if all are local."""
+    if not any(source.remote for source, _ in shards):
+        return None
+    from data_pipeline.reading.prefetch import Prefetcher
+
+    return Prefetcher([(source.remote, shard) for source, shard in shards], cached)
 
 
 _SAME_AGAIN = {

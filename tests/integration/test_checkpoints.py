@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.reading.dataset import PackedSplit
+from data_pipeline.reading.packed_split import PackedSplit
 from samestep.cli import main
 from samestep.config import load
 from samestep.errors import CheckpointError, StorageError

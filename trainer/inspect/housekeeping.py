@@ -265,7 +265,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _root(args: argparse.Namespace) -> Location:
     """Returns the folder of all checkpoints of the run that the user named."""
     from trainer.checkpoint import files, integrity
-    from trainer.training.weights.loading import checkpoints_of
+    from trainer.training.weights.places import checkpoints_of
 
     root = files.location(args.folder.rstrip("/"))
     if (root / integrity.META).exists():

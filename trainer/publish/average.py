@@ -19,12 +19,8 @@ from samestep.storage.new_folder import new_folder
 from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.training.weights.loading import (
-    Weights,
-    checkpoints_of,
-    load_weights,
-    warn_of_not_finite,
-)
+from trainer.training.weights.loading import Weights, load_weights, warn_of_not_finite
+from trainer.training.weights.places import checkpoints_of
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from trainer.checkpoint.files import Location
 from trainer.publish import sentence_transformers
 from trainer.publish.export import export, export_weights
 from trainer.publish.step_zero import StepZero
-from trainer.training.weights.loading import checkpoints_of
+from trainer.training.weights.places import checkpoints_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

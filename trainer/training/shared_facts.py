@@ -27,7 +27,7 @@ from samestep.version import __version__
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.training.experiment import Experiment
-from trainer.training.weights.loading import checkpoints_of, is_step, resolve
+from trainer.training.weights.places import checkpoints_of, is_step, resolve
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ JOINS: dict[str, tuple[str, ...]] = {
     "data_pipeline/format/manifest.py": ("folder / name",),
     "data_pipeline/reading/dataset.py": (
         *("folder / shard.name", "self.path / info.name", "self.path / name"),
-        "self._dataset.path / name",
     ),
+    "data_pipeline/reading/packed_split.py": ("self._dataset.path / name",),
     "samestep/untrusted.py": ("folder / name",),
     # A name that a folder's own listing has, to read or remove it there.
     "trainer/checkpoint/collective.py": ("folder / name",),

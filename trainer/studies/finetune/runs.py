@@ -14,8 +14,9 @@ from data_pipeline.building.build import build
 from data_pipeline.building.config import Config as BuildConfig
 from data_pipeline.format.manifest import MANIFEST
 from data_pipeline.reading.config import Config as DataConfig
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.length_groups import can_group
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.sources import SourceConfig
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from torch import Tensor
 from samestep.config import Kinds, Tree, decode
 from samestep.errors import CheckpointError, ConfigError
 from samestep.storage.urls import is_hub_path
-from samestep.untrusted import read_stored
-from trainer.checkpoint import files, huggingface, integrity, manager, retention
+from trainer.checkpoint import files, huggingface, integrity, manager
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
@@ -31,6 +30,15 @@ from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
 from trainer.training.weights.label_order import is_reordered, with_label_order
+from trainer.training.weights.places import (
+    checkpoints_of,
+    is_adapter,
+    is_huggingface,
+    is_step,
+    resolve,
+    resolve_best,
+    resolve_together,
+)
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -198,14 +206,14 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         CheckpointError: none of these is there, it is damaged, or it cannot be downloaded. If one
             rank raises, all do.
     """
-    folder = _resolve_together(path, world_size)
+    folder = resolve_together(path, world_size)
     # Inside this block, an error of one rank is raised on all of them.
     with raise_on_all_ranks(world_size):
         # The path may be a run, one of its steps, a Hugging Face folder or an adapter; the files in
         # it decide.
-        if _is_huggingface(folder):
+        if is_huggingface(folder):
             return _from_huggingface(folder, str(path) if is_hub_path(str(path)) else None)
-        if _is_adapter(folder):
+        if is_adapter(folder):
             return _from_adapter(folder)
         is_checkpoint = is_step(folder)
         root = folder.parent if is_checkpoint else checkpoints_of(folder)
@@ -392,9 +400,9 @@ def load_config(path: str | Location) -> ModelConfig:
         CheckpointError: there is none, or its description is damaged.
     """
     folder = resolve(path)
-    if _is_huggingface(folder):
+    if is_huggingface(folder):
         return _config_and_tensors(folder)[0]
-    if _is_adapter(folder):
+    if is_adapter(folder):
         return _from_adapter(folder).config
     # Reading only the description: preflight checks should not verify gigabytes.
     if not is_step(folder):
@@ -412,10 +420,10 @@ def check_weights(start: Location) -> None:
     Raises:
         CheckpointError: it would not.
     """
-    start = _resolve_best(start)
-    if _is_huggingface(start):
+    start = resolve_best(start)
+    if is_huggingface(start):
         huggingface.load_folder(start)
-    elif _is_adapter(start):
+    elif is_adapter(start):
         huggingface.load_adapter(start)
     elif is_step(start):
         integrity.check_sizes(start)
@@ -423,61 +431,6 @@ def check_weights(start: Location) -> None:
         raise CheckpointError(
             f"init_from={start} has no checkpoint yet; wait for one, or name another run"
         )
-
-
-def _resolve_together(path: str | Location, world_size: int) -> Location:
-    """Returns the folder that `resolve` returns, of the same step on all ranks. Collective.
-
-    Raises:
-        CheckpointError: as `resolve` raises it, on any rank.
-    """
-    with raise_on_all_ranks(world_size):
-        folder = resolve(path)
-    # Of a run that still trains, RUN/best may be another step a moment later: rank 0 decides.
-    # Models of the Hub are in a folder of each machine.
-    step = gather(folder.name, world_size)[0]
-    return folder if is_hub_path(str(path)) or folder.name == step else folder.parent / step
-
-
-def resolve(path: str | Location) -> Location:
-    """Returns a folder; downloads a model of the Hub, and finds the checkpoint of RUN/best."""
-    if is_hub_path(str(path)):
-        from samestep.storage.hub import model_folder
-
-        return model_folder(str(path))
-    return _resolve_best(files.location(path))
-
-
-def _resolve_best(path: Location) -> Location:
-    """Returns the checkpoint of RUN/best; any other path as it is.
-
-    Raises:
-        CheckpointError: the run has no best checkpoint.
-    """
-    # RUN/best is no folder: the best step is stored with the checkpoints.
-    if path.name != "best" or files.names(path):
-        return path
-    root = checkpoints_of(path.parent)
-    if (step := retention.best_step(root)) is None:
-        raise CheckpointError(
-            f"{path.parent} has no best checkpoint: it was trained without training.best; name "
-            "the run, or a step"
-        )
-    return integrity.step_folder(root, step)
-
-
-def _is_huggingface(folder: Location) -> TypeGuard[Path]:
-    has_config = isinstance(folder, Path) and (folder / "config.json").is_file()
-    return has_config and not _is_adapter(folder)
-
-
-def _is_adapter(folder: Location) -> TypeGuard[Path]:
-    return isinstance(folder, Path) and huggingface.is_adapter(folder)
-
-
-def is_step(folder: Location) -> bool:
-    """Whether a folder is one checkpoint of a run."""
-    return (folder / integrity.META).exists()
 
 
 def _with_prefix(stored: StoredTensors, prefix: str) -> StoredTensors:
@@ -539,38 +492,9 @@ def _base_of_adapter(folder: Path, content: Tree) -> Weights:
 
         hub = path if is_hub_path(path) else f"hf://{path}" + (f"@{revision}" if revision else "")
         return _from_huggingface(model_folder(hub), hub)
-    if not _is_huggingface(Path(path)):
+    if not is_huggingface(Path(path)):
         raise CheckpointError(
             f"{folder} was added to {path}, which is no model of Hugging Face. Make one of it with "
             f"samestep export {path} DIR, and set base_model_name_or_path to DIR"
         )
     return _from_huggingface(Path(path))
-
-
-def checkpoints_of(folder: Location) -> Location:
-    """Returns where the checkpoints of a run are, from its output folder or that place itself.
-
-    Raises:
-        CheckpointError: the folder is neither.
-    """
-    if isinstance(folder, Path):
-        file = folder / "config.yaml"
-        section = read_stored(file).get("checkpoint") if file.exists() else None
-        # The run's own configuration knows where its checkpoints are.
-        chosen = section.get("folder") if isinstance(section, dict) else None
-        if chosen and isinstance(chosen, str):
-            return files.location(chosen)
-        if (folder / "checkpoints").is_dir():
-            return folder / "checkpoints"
-    if any(name.startswith("step-") for name in files.names(folder)):
-        return folder
-    step = folder.name.removeprefix("step-")
-    if step.isdecimal() and (steps := integrity.committed_steps(folder.parent)):
-        raise CheckpointError(
-            f"{folder.parent} has no checkpoint of step {int(step)}; it has "
-            f"{', '.join(map(str, steps))}"
-        )
-    raise CheckpointError(
-        f"{folder} is neither a run (with checkpoints), nor a checkpoint (with meta.json), nor a "
-        "Hugging Face folder (with config.json). Name one of these."
-    )

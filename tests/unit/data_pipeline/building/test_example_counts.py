@@ -19,7 +19,8 @@ from data_pipeline.building.units import Outcome, outcome_path
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.packing.policy import count_digest, packing_digest
 from data_pipeline.reading.counts import counts_name, read_counts
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.examples import PackSpec, Policy, Sides

@@ -21,8 +21,9 @@ from data_pipeline.inspection.report import inspect, report
 from data_pipeline.inspection.show import show
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config as DataConfig
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.sources.kinds import jsonl
 from data_pipeline.tokenizers.sentences import split
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig

@@ -30,7 +30,8 @@ from data_pipeline.inspection.show import show
 from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.concat_dataset import ConcatSplit
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.sources import TaskSource
 from data_pipeline.sources.kinds import (
     classification,

@@ -13,7 +13,8 @@ from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.writing import write_shard
 from data_pipeline.inspection.report import inspect, plot, report
 from data_pipeline.inspection.show import show
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import ConfigError, DataError, MissingExtra
 from samestep.examples import PackSpec

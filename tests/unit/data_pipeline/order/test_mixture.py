@@ -14,12 +14,12 @@ from data_pipeline.order.example_order import Order
 from data_pipeline.order.mixture import MixedOrder, Schedule
 from data_pipeline.order.sources import PERIOD, Source, Weights, round_weights
 from data_pipeline.reading import concat_dataset as mixed
-from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module
+from data_pipeline.reading import packed_split as dataset_module
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
-from data_pipeline.reading.dataset import PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
+from data_pipeline.reading.packed_split import PackedSplit
 from samestep.errors import ConfigError, DataError
 from tests.unit.data_pipeline.loaders import (
     SPEC,

@@ -19,8 +19,9 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.corruption import CorruptShards
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.reading.remote import TOKENIZER_FILES
 from samestep.errors import DataError
 from tests.unit.data_pipeline.conftest import WriteDataset

@@ -18,7 +18,8 @@ from data_pipeline.order.example_order import Location
 from data_pipeline.packing.policy import count_digest
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.counts import counts_name, write_counts
-from data_pipeline.reading.dataset import CorruptShardError, Dataset, PackedSplit
+from data_pipeline.reading.dataset import CorruptShardError, Dataset
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import CorruptError, DataError
 from samestep.examples import PackSpec, Policy, Sides

@@ -20,12 +20,13 @@ import pytest
 import torch
 
 from data_pipeline.reading import batches
-from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module
+from data_pipeline.reading import packed_split as dataset_module
 from data_pipeline.reading.config import Config
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import StreamingLoader
 from data_pipeline.reading.packed_shard import PackedShard
+from data_pipeline.reading.packed_split import PackedSplit
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Batch, Examples, PackSpec
 from tests.unit.data_pipeline.conftest import WriteDataset

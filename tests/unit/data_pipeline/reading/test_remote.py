@@ -22,8 +22,9 @@ from data_pipeline.reading import batches, prefetch
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache, locked
 from data_pipeline.reading.config import Config
-from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
+from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.remote import TOKENIZER_FILES, RemoteDataset
 from samestep.errors import ConfigError, DataError
