@@ -428,7 +428,7 @@ def test_opening_a_dataset_looks_at_no_shard_by_itself(write_dataset, monkeypatc
 FEW_FILES = """
 import resource, sys
 sys.path[:0] = {path!r}
-from data_pipeline.reading.dataset import *
+from data_pipeline.reading.packed_split import *
 from samestep.errors import DataError
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 dataset = Dataset.open({folder!r})
