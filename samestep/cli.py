@@ -8,8 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import entry_points
 
 from samestep import environment, log
@@ -139,15 +138,13 @@ def _rank() -> int | None:
         return None
 
 
-def _call(args: argparse.Namespace) -> int:
-    """Runs the chosen sub-command; one that only looks imports no module that a folder names."""
-    run: Callable[[argparse.Namespace], int] = args.run
-    if args.looks is None:
-        return run(args)
+def _guard(looks: str | None) -> AbstractContextManager[object]:
+    """Lets a command that only looks import no module that a folder names."""
+    if looks is None:
+        return nullcontext()
     from samestep.config import own_modules  # takes longer to import than a command's --help
 
-    with own_modules.refused(args.looks):
-        return run(args)
+    return own_modules.refused(looks)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,7 +165,8 @@ def _run(arguments: list[str] | None) -> int:
     under_launcher = rank is not None
     log.set_up(rank, verbose=args.verbose)
     try:
-        code = _call(args)
+        with _guard(args.looks):
+            code: int = args.run(args)
         environment.flush_output()
     except KeyboardInterrupt:
         if not under_launcher:  # the launcher logs it once for all processes

@@ -222,7 +222,7 @@ class Trainer:
             None if there is none.
         """
         phase, step = self.phase, self.state.step + 1
-        checks = self.config.faults.checks_steps
+        checks = self.faults.checks_steps
         self._set_lr(phase)
         # A compiling accelerator makes one graph of a step. If the host has to check the gradients
         # before the update, it needs two: gradients and update.
@@ -265,7 +265,7 @@ class Trainer:
         # Here as well as after the update: a recomputed step must not add to faulty gradients.
         self.optimizer.zero_grad(set_to_none=True)
         end_section = self.recorder.end_section
-        with self._graph("gradients", separate=self.config.faults.checks_steps):
+        with self._graph("gradients", separate=self.faults.checks_steps):
             metrics = accumulate_gradients(
                 self.model,
                 self.objectives[self.phase.index],
@@ -395,7 +395,7 @@ class Trainer:
         for observer in self.observers:
             meta |= observer.state_dict()
         meta |= recorded
-        if self.config.faults.checks_steps:
+        if self.faults.checks_steps:
             meta["faults"] = {**self.faults.state_dict(), "batch": self._batch()}
         for checkpointer in checkpointers:
             keep = self._best_step if checkpointer is durable else None

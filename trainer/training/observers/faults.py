@@ -32,10 +32,14 @@ class FaultCheck:
         scaled: whether the loss is scaled (fp16). Gradients may overflow then: the loss scale
             skips such updates itself.
         output: the run's folder, for messages.
+
+    Attributes:
+        checks_steps: whether each step is checked before its update.
     """
 
     def __init__(self, config: Faults, scaled: bool = False, output: str = "") -> None:
         self._config, self._scaled, self._output = config, scaled, output
+        self.checks_steps = config.checks_steps
         self._sound = {name: deque[float](maxlen=config.window) for name in _NAMES}
         self._steps: list[int] = []
         self._in_a_row = 0
