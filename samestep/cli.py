@@ -131,7 +131,7 @@ def _nobody_reads() -> bool:
 
 
 def _rank() -> int | None:
-    """The rank under a launcher; of a broken environment only commands that train speak."""
+    """The rank under a launcher. Of broken variables of a launcher, commands that train speak."""
     try:
         return environment.launcher_rank()
     except LaunchError:

@@ -276,6 +276,16 @@ def test_checkpoint_of_another_model(
     assert "holds another model" in result.message
     assert "layers.2" in result.message
     assert "set model.layers=2 as it was there" in result.message
+    other = samestep(
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'new'}",
+        "model={kind: gpt2, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 32}",
+        "objective.kind=causal_lm",
+        f"init_from={finished_run}",
+    )
+    assert "set model.kind=bert as it was there" in other.message
     assert samestep("evaluate", run).code == 0
 
 

@@ -236,7 +236,7 @@ class Trainer:
             self.recorder.add_batch(step, micro_batches, self.loader)
             # The last moment to see whether bits have flipped since the previous update.
             for observer in self.observers:
-                observer.before_update(self.state.step)
+                observer.before_update(step)
             self.checkpoints.copied()
             with self._graph("update", separate=checks):
                 for metrics in gradients.metrics:

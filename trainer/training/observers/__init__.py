@@ -1,8 +1,8 @@
 """What looks at a run, or changes its course.
 
 `trainer.training.compose` builds the observers that the settings ask for, in one tuple, and the
-loop calls each hook in the order of that tuple. Numerical faults are no observer: they alone
-recompute a step, so the loop calls them itself.
+loop calls each hook in the order of that tuple; `trainer.training.run` adds probes at its end.
+Numerical faults are no observer: they alone recompute a step, so the loop calls them itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Observer:
         """After the backward pass of a step, before its gradients are clipped."""
 
     def before_update(self, step: int) -> None:
-        """Before an update, after `step` others. Where graphs are compiled, it is inside one."""
+        """Before the update of a step. Where graphs are compiled, it is inside one."""
 
     def after_update(self, step: int, micro_batches: MicroBatches, gradients: Gradients) -> None:
         """After the update of a step."""

@@ -75,9 +75,6 @@ class StateCheck(Observer):
     def before_update(self, step: int) -> None:
         """Compares the partition with its hashes after the last update, if there are any.
 
-        Args:
-            step: number of updates so far.
-
         Raises:
             SamestepError: it has changed; on this rank.
         """
@@ -89,7 +86,7 @@ class StateCheck(Observer):
         if bool(changed.any()):
             raise SamestepError(
                 f"silent corruption on rank {self._strategy.world.rank} ({platform.node()}, pid "
-                f"{os.getpid()}): since the update of step {step} the bits of "
+                f"{os.getpid()}): since the update of step {step - 1} the bits of "
                 f"{_named(tensors, changed)} have changed, although nothing writes to them; {_FIX}"
             )
 

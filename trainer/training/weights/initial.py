@@ -136,7 +136,7 @@ def _check_same_model(weights: Weights, config: ModelConfig) -> None:
 def _fix(stored: ModelConfig, own: ModelConfig) -> str:
     """The settings to change; those with fractions, as dropout, do not decide about shapes."""
     if type(stored) is not type(own):
-        differ = [f"model.kind={Kinds('trainer.models').kind_of(stored)}"]
+        differ = [f"model.kind={Kinds('trainer.models.families').kind_of(stored)}"]
     else:
         differ = [
             f"model.{name}={value if isinstance(value, str) else json.dumps(value)}"

@@ -71,8 +71,11 @@ def test_packages_of_kinds_that_are_named_in_strings_exist() -> None:
         name
         for package in ("samestep", "trainer", "data_pipeline", "launch")
         for path in ROOT.glob(f"{package}/**/*.py")
-        for name in re.findall(r'Kinds\(\s*"(\w+\.[\w.]+)"', path.read_text(encoding="utf-8"))
+        for name in re.findall(
+            r"""Kinds\(\s*["'](\w+\.[\w.]+)["']""", path.read_text(encoding="utf-8")
+        )
     }
     assert len(named) > 5
     for name in named:
+        assert name.rpartition(".")[2] in ("kinds", "families", "stages"), name
         assert list(pkgutil.iter_modules(importlib.import_module(name).__path__)), name
