@@ -21,7 +21,7 @@ from trainer.partition import flat_start, local_parts
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.observers.digests import Row, digests_of
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 from trainer.training.state import state_tensors
 
 Pieces = list[tuple[str, int, bytes]]
@@ -47,7 +47,7 @@ def train(file: str, overrides: list[str], resume: bool) -> tuple[Pieces, list[f
         trainer.restore(None)
     losses = Losses()
     with recorded():
-        trainer.fit(Outputs([losses]))
+        trainer.fit(Destinations([losses]))
     trainer.loader.close()
     pieces = []
     for name, tensor in state_tensors(trainer.strategy.parameters, trainer.optimizer).items():

@@ -33,7 +33,7 @@ from trainer.models.layers.dropout import dropout, split_key
 from trainer.models.layers.embeddings import Embeddings
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 ON_CPU = os.environ.get("SAMESTEP_CUDA_TESTS") == "cpu"
 GPUS = 2 if ON_CPU else torch.cuda.device_count()
@@ -65,7 +65,7 @@ def record(file: str, overrides: list[str], resume: int | None = None) -> Run:
         trainer.restore(resume)
     losses, heldout = Losses(), Losses("heldout/loss")
     with recorded():
-        trainer.fit(Outputs([losses, heldout]))
+        trainer.fit(Destinations([losses, heldout]))
     trainer.loader.close()
     world.close()
     model = getattr(trainer.model, "module", trainer.model)  # DDP wraps it

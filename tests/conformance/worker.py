@@ -24,7 +24,7 @@ from trainer.strategies.world import World
 from trainer.training.compose import build_trainer, open_checkpointer
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 TASKS = {
     "mlm": [],
@@ -268,7 +268,7 @@ def losses(
     if resume is not None:
         trainer.restore(resume)
     tracker = Losses()
-    trainer.fit(Outputs([tracker]))
+    trainer.fit(Destinations([tracker]))
     trainer.loader.close()
     return tracker.values
 

@@ -34,7 +34,7 @@ from trainer.partition import SegmentParameter, whole_shape
 from trainer.strategies.kinds import deepspeed
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 from trainer.training.weights.loading import load_weights
 
 ADAMW = [
@@ -114,7 +114,7 @@ def train(
     if (step := trainer.checkpoints.durable.latest()) is not None:
         trainer.restore(step)
     tracker = Losses("train/loss", "heldout/loss")
-    trainer.fit(Outputs([tracker], ledger if world.rank == 0 else None))
+    trainer.fit(Destinations([tracker], ledger if world.rank == 0 else None))
     trainer.close()
     if ledger is not None and world.rank == 0:
         Path(experiment.output, "config.yaml").write_text(dump(experiment), encoding="utf-8")

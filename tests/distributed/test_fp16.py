@@ -19,7 +19,7 @@ from tests.processes import run_ranks
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 ADAM, LAMB = "optimizer={kind: adamw, lr: 1e-3}", "optimizer={kind: lamb, lr: 1e-2}"
 
@@ -71,7 +71,7 @@ def train(
     if resume is not None:
         trainer.restore(resume)
     tracker = Rows()
-    trainer.fit(Outputs([tracker]))
+    trainer.fit(Destinations([tracker]))
     trainer.close()
     world.close()
     return [tracker.values, scale.state_dict()]

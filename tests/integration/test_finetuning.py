@@ -27,7 +27,7 @@ from tests.processes import run_ranks
 from trainer.metrics import squad
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 from trainer.training.weights.loading import load_weights
 
 
@@ -254,7 +254,7 @@ def traces(files: dict[str, str], strategy: str) -> dict[str, list[float]]:
         output = f"output={Path(file).parent}/{strategy}-{kind}"
         trainer = make_trainer(load(Experiment, file, [f"strategy={strategy}", output]), world)
         tracker = Losses("train/loss", f"heldout/{tasks.SCORES[kind]}")
-        trainer.fit(Outputs([tracker]))
+        trainer.fit(Destinations([tracker]))
         trainer.loader.close()
         found[kind] = tracker.values
     world.close()

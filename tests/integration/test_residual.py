@@ -19,7 +19,7 @@ from trainer.models.capabilities import FeedsResidual
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.model import build_model, build_objectives
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 TOLERANCE = 1e-3
 """Largest relative difference of a loss in 8 steps, from the loss with an fp32 stream."""
@@ -77,7 +77,7 @@ def run(file: str, overrides: list[str], world: World) -> Run:
 
     hook = nn.modules.module.register_module_forward_hook(keep)
     tracker = worker.Losses()
-    trainer.fit(Outputs([tracker]))
+    trainer.fit(Destinations([tracker]))
     hook.remove()
     trainer.close()
     found.losses.extend(tracker.values)

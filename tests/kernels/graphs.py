@@ -19,7 +19,7 @@ from trainer.training.compute import compiled
 from trainer.training.evaluation import score
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Batch, MicroBatches
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def run(file: str, overrides: list[str]) -> Counts:
     experiment = load(Experiment, file, overrides)
     trainer = worker.make_trainer(experiment, world)
     rows = _Rows()
-    trainer.fit(Outputs([rows]))
+    trainer.fit(Destinations([rows]))
     trainer.close()
     world.close()
     metrics = get_compilation_metrics()

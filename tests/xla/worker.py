@@ -16,7 +16,7 @@ from samestep.config import load
 from tests.conformance.worker import Losses, make_trainer
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 _READING = "aten::_local_scalar_dense"  # float(tensor), as for logging
 
@@ -47,7 +47,7 @@ def main() -> None:
     if resume != "start":
         trainer.restore(int(resume))
     tracker = Transfers()
-    trainer.fit(Outputs([tracker]))
+    trainer.fit(Destinations([tracker]))
     trainer.loader.close()
     report = {
         "losses": tracker.values,

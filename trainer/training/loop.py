@@ -52,7 +52,7 @@ from trainer.training.passes import (
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, objective_settings, phase_of
 from trainer.training.preemption import StopRequest
-from trainer.training.recorder import Outputs, Recorder
+from trainer.training.recorder import Destinations, Recorder
 from trainer.training.settings import Config
 from trainer.training.state import Meta, TrainState, state_tensors
 
@@ -97,13 +97,13 @@ class Trainer:
 
     def fit(
         self,
-        outputs: Outputs | None = None,
+        destinations: Destinations | None = None,
         stop: StopRequest | None = None,
     ) -> str | None:
         """Trains from the current step to the last, with evaluations, logs and checkpoints.
 
         Args:
-            outputs: where metrics and the record of the consumed data go.
+            destinations: where metrics and the record of the consumed data go.
             stop: ends the run early, after a step and its checkpoint.
 
         Returns:
@@ -115,7 +115,7 @@ class Trainer:
             SamestepError: the loss or the gradient is not finite, and `training.faults` says stop.
         """
         self._stop = stop or self._stop
-        self.recorder.open(self.state.step, outputs or Outputs())
+        self.recorder.open(self.state.step, destinations or Destinations())
         self.model.train()
         with ExitStack() as contexts:
             for observer in self.observers:

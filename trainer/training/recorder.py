@@ -28,7 +28,7 @@ from trainer.training.state import Meta, TrainState
 logger = logging.getLogger(__name__)
 
 
-class Outputs(NamedTuple):
+class Destinations(NamedTuple):
     """Where the rows of a run go; empty on ranks that write none.
 
     Attributes:
@@ -74,13 +74,13 @@ class Recorder:
         self._digest = self._filled = 0
         self._logged_tokens = 0
 
-    def open(self, step: int, outputs: Outputs) -> None:
+    def open(self, step: int, destinations: Destinations) -> None:
         """Starts the clock at `step`."""
-        self._trackers, self._throughput = outputs.trackers, outputs.throughput
+        self._trackers, self._throughput = destinations.trackers, destinations.throughput
         self.folder = None
-        if outputs.ledger is not None:
-            self.ledger.open(outputs.ledger, step)
-            self.folder = outputs.ledger.parent
+        if destinations.ledger is not None:
+            self.ledger.open(destinations.ledger, step)
+            self.folder = destinations.ledger.parent
         # Excludes the start-up from throughput and peak memory.
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)

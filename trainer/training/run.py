@@ -27,7 +27,7 @@ from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 from trainer.training.observers import Observer
 from trainer.training.preemption import StopRequest
-from trainer.training.recorder import Outputs
+from trainer.training.recorder import Destinations
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _fit(
             ledger = folder / "ledger.jsonl"
         throughput = forecast.throughput(experiment, trainer)
         try:
-            fault = trainer.fit(Outputs(trackers, ledger, throughput), stop)
+            fault = trainer.fit(Destinations(trackers, ledger, throughput), stop)
         except DataError:
             _save_last_step(trainer)
             raise

@@ -11,7 +11,7 @@ from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring import Tracker
 from trainer.strategies.kinds.single import Config
 from trainer.strategies.world import World
-from trainer.training.recorder import Outputs, Recorder
+from trainer.training.recorder import Destinations, Recorder
 
 
 class Rows(Tracker):
@@ -28,7 +28,7 @@ def open_recorder() -> tuple[Recorder, Rows]:
     strategy = Config().build(CpuAccelerator(), World.start(10), "fp32")
     strategy.all_reduce = lambda value, op="sum": value  # type: ignore[method-assign]
     recorder, rows = Recorder(strategy), Rows()
-    recorder.open(0, Outputs([rows]))
+    recorder.open(0, Destinations([rows]))
     return recorder, rows
 
 

@@ -30,7 +30,7 @@ from trainer.training.compose import open_loader
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import GENESIS, chain
 from trainer.training.phases import phase_of
-from trainer.training.recorder import Outputs, Recorder
+from trainer.training.recorder import Destinations, Recorder
 from trainer.training.state import TrainState
 
 BATCH = 62
@@ -66,7 +66,7 @@ class Feeder:
 
     def run(self, to: int, at: dict[int, Callable[[Feeder], None]] | None = None) -> Feeder:
         """Takes steps up to step `to`; before some of them, something happens."""
-        self.recorder.open(self.state.step, Outputs(ledger=self.folder / "ledger.jsonl"))
+        self.recorder.open(self.state.step, Destinations(ledger=self.folder / "ledger.jsonl"))
         while self.state.step < to:
             phase = phase_of(self.phases, self.state.step)
             objective = to_tree(self.experiment)["objective"]
