@@ -72,7 +72,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="log details")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     found = {each.name: each for each in entry_points(group="samestep.commands")}
-    if not found.keys() >= set(_FIRST):
+    if wanted not in found and not found.keys() >= set(_FIRST):
         parser.error(
             "commands are missing: reinstall samestep, as it is newer than its installation"
         )

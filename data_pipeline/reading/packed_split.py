@@ -8,14 +8,11 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain, repeat
 from operator import getitem
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.format.shards import (
-    Shard,
-)
+from data_pipeline.format.shards import Shard
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.plan import Int64, PackPlan
 from data_pipeline.packing.policy import (
@@ -35,9 +32,7 @@ from samestep.errors import CorruptError, DataError
 from samestep.examples import Examples, PackSpec, Policy
 from samestep.hashing import combine, name_key
 
-if TYPE_CHECKING:
-    pass
-
+logger = logging.getLogger(__name__)
 
 MAX_PLAN_BYTES = 2**31  # per split
 _INDEX_READERS = 32  # threads that read document lengths of remote shards; mostly they wait
@@ -45,7 +40,6 @@ _OPENERS = 16  # threads that open shards; reading and hashing release the inter
 
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
-logger = logging.getLogger(__name__)
 
 
 class PackedSplit:

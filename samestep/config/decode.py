@@ -74,7 +74,7 @@ class Kinds:
             own_modules.announce(kind, path)
             own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
-        if "." not in kind and kind not in self._own():
+        if "." not in kind and kind.replace("-", "_") not in self._own():
             added = entry_points(group=self.package)
             name = added[kind].value if kind in added.names else name
         try:

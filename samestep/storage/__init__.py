@@ -1,10 +1,4 @@
-"""Local files, and which paths are URLs. `storage.objects` reads and writes what URLs name.
-
-Every operation on a URL is retried after transient failures (lost connections, time-outs,
-throttling, server errors). A failure that remains is raised as a `StorageError` in one paragraph.
-`StorageError` is both a `DataError` and a `CheckpointError`, so callers need not translate it.
-Credentials, endpoints and proxies come from where the stores' own tools look for them.
-"""
+"""Local files, and which paths are URLs. `storage.objects` reads and writes what URLs name."""
 
 from samestep.addresses import shown
 from samestep.storage.local import (

@@ -1,4 +1,10 @@
-"""Objects behind URLs, through fsspec. Functions are safe in any thread and after a fork."""
+"""Objects behind URLs, through fsspec. Functions are safe in any thread and after a fork.
+
+Every operation is retried after transient failures (lost connections, time-outs, throttling, server
+errors). A failure that remains is raised as a `StorageError` in one paragraph. `StorageError` is
+both a `DataError` and a `CheckpointError`, so callers need not translate it. Credentials, endpoints
+and proxies come from where the stores' own tools look for them.
+"""
 
 from __future__ import annotations
 

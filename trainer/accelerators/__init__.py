@@ -98,7 +98,6 @@ class Accelerator(ABC):
         collective_backend: the back-end of torch.distributed for this device.
         precisions: supported precisions of matrix products.
         has_fp8: whether it multiplies matrices of 8-bit floating-point numbers.
-        fuses_attention: whether `fused_attention` may return a kernel.
         compiles: whether operations are recorded into graphs and compiled. Then neither a shape nor
             a number that is not a tensor may change from step to step.
         compilations: number of compilations of each graph so far, by the graph's name. A second
@@ -113,7 +112,6 @@ class Accelerator(ABC):
     collective_backend: str
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     has_fp8: bool = False
-    fuses_attention: bool = False
     compiles: bool = False
     compilations: Mapping[str, int] = MappingProxyType({})
     collective_device: torch.device | None = None
@@ -154,6 +152,11 @@ class Accelerator(ABC):
     def fused_attention(self, width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         """The kernel for `Model.fuse_attention` with heads of this width; None: there is none."""
         return None
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether `fused_attention` may return a kernel."""
+        return type(self).fused_attention is not Accelerator.fused_attention
 
     def energy(self) -> float | None:
         """Joules consumed by the device since an arbitrary time; None if it has no counter."""

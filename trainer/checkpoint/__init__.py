@@ -6,7 +6,8 @@ last, `COMMITTED`. The modules, from the training loop down to the bytes:
     manager      `Checkpointer`: saves in the background, restores, removes old steps
     writer       what one rank writes in a save, and in which order
     integrity    a step's folder: committed or not, its checksums, its damage
-    retention    which committed steps are kept, and which is the best
+    removal      which folders are removed, and when
+    retention    which step is the best
     layout       which bytes of which tensor lie in which file
     collective   an error on one rank becomes an error on all
     files        every file operation, on a file system or in an object store

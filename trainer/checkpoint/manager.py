@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.config import Tree
 from samestep.errors import CheckpointError, ConfigError
 from samestep.storage import is_url, is_writable, shown
-from trainer.checkpoint import files, history, integrity, layout, writer
+from trainer.checkpoint import files, history, integrity, layout, restoring, writer
 from trainer.checkpoint.collective import (
     await_everywhere,
     await_names,
@@ -347,8 +347,6 @@ class Checkpointer:
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another model.
         """
-        from trainer.checkpoint import restoring
-
         self.settle()  # otherwise the step of the save under way would count as the last one
         if step is None and (step := self.latest()) is None:
             raise CheckpointError(

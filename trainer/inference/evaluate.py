@@ -177,8 +177,8 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     with strategy.accelerator.graph("start"):
         values = stored_values(weights, model, dataset)
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
-    if experiment.objective.teacher_path is not None:
-        attach_teacher(experiment, dataset, objectives, strategy)
+    if (name := experiment.objective.teacher_path) is not None:
+        attach_teacher(name, experiment, dataset, objectives, strategy)
     # Length and objective of the last step before the checkpoint.
     phase = phase_of(experiment.resolved_phases(), step - 1)
     objective = objectives[phase.index]

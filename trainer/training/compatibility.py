@@ -66,8 +66,8 @@ def check_compatibility(
         raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
 
 
-def check_accelerator(experiment: Experiment, accelerator: Accelerator) -> None:
-    """Rejects settings that the hardware does not support.
+def check_precision(experiment: Experiment, accelerator: Accelerator) -> None:
+    """Rejects 8-bit products on hardware without them.
 
     Raises:
         ConfigError: names the setting.
@@ -77,6 +77,14 @@ def check_accelerator(experiment: Experiment, accelerator: Accelerator) -> None:
             f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
             " Set it to false, or use a GPU of compute capability 8.9 or above."
         )
+
+
+def check_accelerator(experiment: Experiment, accelerator: Accelerator) -> None:
+    """Rejects settings that a run cannot be trained with on this hardware.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     if experiment.data.group_by_length is not None and accelerator.compiles:
         raise ConfigError(
             f"{accelerator.description} compiles for each width of a batch, and "

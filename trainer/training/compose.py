@@ -36,7 +36,7 @@ from trainer.optim import Structure, groups
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.compatibility import check_accelerator, check_exact
+from trainer.training.compatibility import check_accelerator, check_exact, check_precision
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 from trainer.training.model import build_model, build_objectives
@@ -60,7 +60,7 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
     world = World.start(experiment.training.collective_timeout)
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
-        check_accelerator(experiment, accelerator)
+        check_precision(experiment, accelerator)
         # One rank of each machine is enough: reading the facts of weights costs requests.
         if world.store is not None and number("LOCAL_RANK", 0) == 0:
             from trainer.training.shared_facts import facts_of
@@ -122,6 +122,7 @@ def build_trainer(
         ConfigError: the parts are not compatible.
         CheckpointError: the weights are of another model.
     """
+    check_accelerator(experiment, strategy.accelerator)
     objectives, model, optimizer, description = prepare(
         experiment, dataset, strategy, weights, to_restore
     )
@@ -270,10 +271,10 @@ def prepare(
     if strategy.loss_scale is not None:
         strategy.loss_scale.check(optimizer)
     teacher = None
-    if experiment.objective.teacher_path is not None:
+    if (name := experiment.objective.teacher_path) is not None:
         from trainer.training.weights.teacher import attach_teacher
 
-        teacher = attach_teacher(experiment, dataset, objectives, strategy)
+        teacher = attach_teacher(name, experiment, dataset, objectives, strategy)
     description: dict[str, object] = {
         "config": to_tree(experiment),
         "teacher": teacher,

@@ -89,7 +89,7 @@ class Trainer:
         self.recorder = Recorder(strategy, compiles=config.compile)
         output = str(description["config"]["output"])
         self.faults = FaultCheck(config.faults, strategy.loss_scale is not None, output)
-        # In the order in which their hooks are called.
+        # In the order in which their hooks are called. `compose.build_trainer` fills it.
         self.observers: tuple[Observer, ...] = ()
         self._stop = StopRequest(config.preemption)
         # Of the last step, on the device: the host reads it when it writes a row or a checkpoint.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -134,6 +135,7 @@ def _check_evaluations(experiment: Experiment, trainer: Trainer) -> None:
     """Rejects what would fail at the first evaluation, which may be hours away."""
     from trainer.metrics import check_installed
 
+    import_module("trainer.training.evaluation")  # now, as its file may be replaced meanwhile
     trainer.loaders.heldout(trainer.phase).close()  # a split without examples
     for phase in trainer.phases:
         check_installed(phase.objective.task.metrics)
@@ -154,6 +156,9 @@ def _fit(
     """
     folder = Path(experiment.output)
     fault: str | None = None
+    go_back: Callable[[Trainer, str], None] | None = None
+    if experiment.training.faults.action == "rewind":
+        from trainer.training.rewind import rewind as go_back
     while True:
         ledger = None
         # Once more after a rewind: the trackers cut their files back to the restored step.
@@ -174,9 +179,8 @@ def _fit(
             tracker.close()
         if fault is None:
             return
-        from trainer.training.rewind import rewind
-
-        rewind(trainer, fault)
+        assert go_back is not None, "only training.faults.action=rewind returns a fault"
+        go_back(trainer, fault)
 
 
 def _save_last_step(trainer: Trainer) -> None:

@@ -263,6 +263,7 @@ def test_models_that_pool_another_position_are_rejected(
     dataset: Any = SimpleNamespace(
         name="rows", manifest=task, tokenizer=SimpleNamespace(vocabulary=vocabulary)
     )
+    dataset.sources = {"rows": dataset}
     objective = experiment.objective.build(vocabulary)
     if message is None:
         check_compatibility(experiment, dataset, [objective], built)

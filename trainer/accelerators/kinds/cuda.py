@@ -229,7 +229,7 @@ class CudaAccelerator(Accelerator):
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
         _cache_kernels_here()
         self.attention_kernels = _attention_kernels()
-        self.fuses_attention = fuses_attention
+        self._fuses_attention = fuses_attention
         # AMD's GPUs have capabilities of their own, which say nothing of fp8.
         is_nvidia = torch.version.hip is None
         self.has_fp8 = is_nvidia and torch.cuda.get_device_capability(self.device) >= (8, 9)
@@ -273,7 +273,7 @@ class CudaAccelerator(Accelerator):
         from trainer.accelerators.flash import attention, supports
 
         example = torch.empty(1, 1, 1, width, dtype=dtype, device=self.device)
-        return attention if self.fuses_attention and supports(*[example] * 3) else None
+        return attention if self._fuses_attention and supports(*[example] * 3) else None
 
     def energy(self) -> float | None:
         return None if self._millijoules is None else self._millijoules() / 1000

@@ -1,1 +1,1 @@
-"""How a model is computed: compiled layers, fp8, fused attention, the size of a micro-batch."""
+"""How a model is computed: compiled layers, fp8, attention, micro-batch size, arithmetic."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from trainer.training.passes import Gradients, MicroBatches
-from trainer.training.state import Meta
+if TYPE_CHECKING:
+    from trainer.training.passes import Gradients, MicroBatches
+    from trainer.training.state import Meta
 
 
 class Observer:

@@ -1,4 +1,4 @@
-"""Settings of the observers: training.best, training.faults, probes and tracking.profile."""
+"""Settings of observers and of faults: training.best and .faults, probes, tracking.profile."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from trainer.training.weights.loading import load_weights, shared_identity
 
 
 def attach_teacher(
+    name: str,
     experiment: Experiment,
     dataset: AnyDataset,
     objectives: Iterable[Objective],
@@ -37,8 +38,6 @@ def attach_teacher(
         CheckpointError: there are no such weights.
         ConfigError: their model cannot teach the student, or has another tokenizer.
     """
-    name = experiment.objective.teacher_path
-    assert name is not None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
     model = build_teacher(experiment, weights.config, strategy.accelerator)
     give_spellings(model, dataset.tokenizer.spellings)

@@ -31,7 +31,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[trainer.optim.kinds]\nslow = plugin_slow\nadamw = plugin_slow\ngone = plugin_gone\n"
+        "[trainer.optim.kinds]\nslow = plugin_slow\ngone = plugin_gone\n"
+        "adamw = plugin_slow\nadamw-scale = plugin_slow\n"
     )
     (tmp_path / "plugin_slow.py").write_text(SCHEDULE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,6 +53,8 @@ def test_a_kind_of_an_installed_package_is_decoded_and_listed() -> None:
 def test_a_package_does_not_replace_a_kind_of_ours() -> None:
     schema = Kinds("trainer.optim.kinds").schema("adamw", "optimizer")
     assert schema.__module__ == "trainer.optim.kinds.adamw"
+    schema = Kinds("trainer.optim.kinds").schema("adamw-scale", "optimizer")
+    assert schema.__module__ == "trainer.optim.kinds.adamw_scale"
 
 
 @pytest.mark.usefixtures("plugin")
