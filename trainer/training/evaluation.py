@@ -14,7 +14,7 @@ from trainer.monitoring.meter import Meter
 from trainer.objectives import Objective, Predictions, Task
 from trainer.objectives.predictions import Gatherer
 from trainer.strategies import Strategy
-from trainer.training.passes import Loader, MicroBatches, forward, global_weights, over_batch
+from trainer.training.passes import Loader, MicroBatches, forward, global_columns, global_weights
 
 
 class Evaluation(NamedTuple):
@@ -54,7 +54,7 @@ def score(
     for micro_batches in chosen if progress is None else progress.track(chosen):
         with strategy.accelerator.graph(work):
             totals = global_weights(objective, strategy, micro_batches)
-            columns = over_batch(model, objective, strategy, micro_batches)
+            columns = global_columns(model, objective, strategy, micro_batches)
             for host_batch, own in zip(micro_batches, columns, strict=True):
                 loss = forward(model, objective, strategy, host_batch, totals, own)
                 meter.add(loss.metrics)
@@ -88,7 +88,7 @@ def score_each(
     The model's mode (train or eval) stays as it is.
     """
     totals = global_weights(objective, strategy, micro_batches)
-    columns = over_batch(model, objective, strategy, micro_batches)
+    columns = global_columns(model, objective, strategy, micro_batches)
     found = []
     for host_batch, own in zip(micro_batches, columns, strict=True):
         loss = forward(model, objective, strategy, host_batch, totals, own)

@@ -88,7 +88,7 @@ def accumulate_gradients(
     """
     totals = global_weights(objective, strategy, micro_batches)
     end_section("waiting")
-    columns = over_batch(model, objective, strategy, micro_batches)
+    columns = global_columns(model, objective, strategy, micro_batches)
     metrics = []
     for i, (host_batch, own) in enumerate(zip(micro_batches, columns, strict=True)):
         # Gradients are exchanged between replicas once, in the last backward pass of the step.
@@ -160,7 +160,7 @@ def global_weights(
 
 
 @torch.no_grad()
-def over_batch(
+def global_columns(
     model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
 ) -> list[dict[str, Tensor]]:
     """The columns that an objective adds to each micro-batch from the whole global batch."""
@@ -186,7 +186,7 @@ def forward(
     """Runs the forward pass of a micro-batch; its loss terms are divided by the global weights.
 
     Args:
-        own: columns on the device, from `over_batch`.
+        own: columns on the device, from `global_columns`.
     """
     batch = {**on_device(strategy, host_batch), **own}
     with strategy.autocast():
