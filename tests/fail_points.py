@@ -60,7 +60,8 @@ _PARTS = {
     "connections": ("storage/channel.py",),
 }
 
-_TRAINER = f"{os.sep}trainer{os.sep}"
+_ROOT = Path(__file__).parents[1]
+_OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("samestep", "trainer"))
 _CALLS: Sequence[tuple[Any, str]] = (
     *(
         (socket.socket, name)
@@ -129,12 +130,12 @@ class Calls:
             if caller is None:
                 return
             file = caller.f_code.co_filename
-            if _TRAINER in file:
+            if file.startswith(_OURS):
                 break
             caller = caller.f_back
         else:
             return
-        module = file.rpartition(_TRAINER)[2]
+        module = Path(*Path(file).relative_to(_ROOT).parts[1:]).as_posix()
         place = f"{module}:{caller.f_code.co_qualname}:{caller.f_lineno} {name}"
         with self._lock:
             self.counts[place] += 1
