@@ -10,7 +10,7 @@ OTHER_BENCHMARKS := span_corruption step step_t5 step_encoders generation
 XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
 XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
-# A third of the time of tests is waiting, so there are more of them than cores.
+# Tests wait for a third of their time, so there are more workers than cores.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos fuzz bench bench-gpu bench-scale clean
