@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,12 @@ from trainer.objectives.kinds import (
     tagging,
 )
 from trainer.optim.kinds import adamw
-from trainer.training.compatibility import check_best, check_needs
+from trainer.training.compatibility import (
+    check_accelerator,
+    check_best,
+    check_needs,
+    check_precision,
+)
 from trainer.training.experiment import Experiment
 from trainer.training.observers.settings import Best
 from trainer.training.settings import Config as TrainingConfig
@@ -199,3 +205,22 @@ def test_the_best_is_by_a_metric_that_evaluations_have(objective: Any, names: st
         check(name)
     with pytest.raises(ConfigError, match=f"evaluations give {names}; name"):
         check("f1")
+
+
+def test_hardware_that_compiles_cannot_train_every_run_but_can_evaluate_it() -> None:
+    accelerator: Any = SimpleNamespace(description="XLA", compiles=True, has_fp8=False)
+    for training, data, message in (
+        ({"digest_every": 10}, {}, "training.digest_every is set, and XLA compiles"),
+        ({}, {"group_by_length": 4}, "data.group_by_length gives many"),
+    ):
+        experiment = Experiment(
+            "run",
+            bert.Config(),
+            mlm.Config(),
+            DataConfig(path="data", sequence_length=32, packing="padded", **data),
+            TrainingConfig(steps=1, **training),
+            adamw.Config(lr=1e-3),
+        )
+        check_precision(experiment, accelerator)  # which is all that an evaluation asks
+        with pytest.raises(ConfigError, match=message):
+            check_accelerator(experiment, accelerator)
