@@ -5,9 +5,14 @@ Here is torch 2.13.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import subprocess
+import tempfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,13 +31,29 @@ Work: TypeAlias = Callable[..., dict[str, Any]]
 """Runs `worker.py` there; returns its report."""
 
 
+@functools.cache
+def _metadata() -> str:
+    """A folder with the entry points of this checkout, which is not installed beside torch-xla."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = Path(folder, "samestep-0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: samestep\nVersion: 0\n")
+    lines = ["[samestep.commands]"]
+    for name, target in project["entry-points"]["samestep.commands"].items():
+        lines.append(f"{name} = {target}")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def environment(**changes: str) -> dict[str, str]:
     """Of a process under torch-xla."""
     added = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "4",
         "XLA_FLAGS": _FLAGS,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((_metadata(), str(ROOT))),
     }
     return {**os.environ, **added, "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1", **changes}
 

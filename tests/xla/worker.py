@@ -62,9 +62,9 @@ def main() -> None:
         ],
         "splits": {
             name: torch_xla._XLAC._get_xla_sharding_spec(each)
-            for name, each in trainer._tensors().items()
+            for name, each in trainer.tensors().items()
         },
-        "shards": {name: _shards(each) for name, each in trainer._tensors().items()},
+        "shards": {name: _shards(each) for name, each in trainer.tensors().items()},
     }
     sys.stdout.write(json.dumps(report))
 
