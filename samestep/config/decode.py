@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 from samestep.errors import ConfigError
@@ -47,11 +48,9 @@ class Kinds:
         Nothing is imported. Another package adds a kind by an entry point in the group that has
         the name of this package.
         """
-        return sorted({*self._own(), *entry_points(group=self.package).names})
-
-    def _own(self) -> set[str]:
         folders = importlib.import_module(self.package).__path__
-        return {module.name for module in pkgutil.iter_modules(folders)}
+        own = [module.name for module in pkgutil.iter_modules(folders)]
+        return sorted({*own, *entry_points(group=self.package).names})
 
     def schema(self, kind: object, path: str) -> type[Any]:
         """Returns the `Config` class of a kind.
@@ -74,7 +73,7 @@ class Kinds:
             own_modules.announce(kind, path)
             own_modules.make_importable(os.getcwd())
         name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
-        if "." not in kind and kind.replace("-", "_") not in self._own():
+        if "." not in kind and find_spec(name) is None:
             added = entry_points(group=self.package)
             name = added[kind].value if kind in added.names else name
         try:

@@ -33,6 +33,8 @@ from typing import Any, TypeAlias
 import yaml
 from safetensors import safe_open
 
+from tests.distributions import write_distribution
+
 STEPS = 50
 VOCAB_SIZE = 600
 STRATEGIES = {1: "single", 3: "fsdp"}
@@ -179,7 +181,9 @@ class Checkout:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         self._module = project["scripts"]["samestep"].partition(":")[0]
         self._folder = folder
-        metadata = _write_metadata(project, folder / "metadata")
+        metadata = write_distribution(
+            folder / "metadata", "samestep", project.get("entry-points", {})
+        )
         self._environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",  # the number of threads changes how sums are rounded
@@ -208,23 +212,6 @@ class Checkout:
             command = " ".join(arguments)
             raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stderr[-4000:]}")
         return done.stdout
-
-
-def _write_metadata(project: dict[str, Any], folder: Path) -> Path:
-    """Writes the entry points of a checkout where Python finds them before the installed ones.
-
-    The command looks up its sub-commands there, and the installed package may be another checkout
-    with other modules.
-    """
-    distribution = folder / "samestep-0.dist-info"
-    distribution.mkdir(parents=True)
-    metadata = "Metadata-Version: 2.1\nName: samestep\nVersion: 0\n"
-    (distribution / "METADATA").write_text(metadata, encoding="utf-8")
-    lines = []
-    for group, entries in project.get("entry-points", {}).items():
-        lines += [f"[{group}]", *(f"{name} = {module}" for name, module in entries.items())]
-    (distribution / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
 
 
 def write_text(path: Path) -> None:

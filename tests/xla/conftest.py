@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.distributions import write_distribution
+
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("SAMESTEP_XLA_PYTHON")
 XLA = ("accelerator=xla", "strategy=xla_spmd")
@@ -37,14 +39,7 @@ def _metadata() -> str:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = Path(folder, "samestep-0.dist-info")
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: samestep\nVersion: 0\n")
-    lines = ["[samestep.commands]"]
-    for name, target in project["entry-points"]["samestep.commands"].items():
-        lines.append(f"{name} = {target}")
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return folder
+    return str(write_distribution(Path(folder), "samestep", project["entry-points"]))
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 
 from samestep.config import Kinds, decode
 from samestep.errors import ConfigError
+from tests.distributions import write_distribution
 
 ROOT = Path(__file__).parents[4]
 SCHEDULE = """
@@ -27,13 +28,9 @@ class Config:
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package with two kinds of optimizers, one of them named as one of ours."""
-    info = tmp_path / "plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[trainer.optim.kinds]\nslow = plugin_slow\ngone = plugin_gone\n"
-        "adamw = plugin_slow\nadamw-scale = plugin_slow\n"
-    )
+    kinds = dict.fromkeys(("slow", "adamw", "adamw-scale"), "plugin_slow")
+    kinds["gone"] = "plugin_gone"
+    write_distribution(tmp_path, "plugin", {"trainer.optim.kinds": kinds})
     (tmp_path / "plugin_slow.py").write_text(SCHEDULE)
     monkeypatch.syspath_prepend(tmp_path)
 
