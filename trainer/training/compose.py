@@ -161,17 +161,22 @@ def _sized(
     open_split: Callable[[Phase], Loader],
 ) -> Phase:
     """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory."""
-    if strategy.accelerator.memory() is not None:
+    if (memory := strategy.accelerator.memory()) is not None:
         from trainer.training.compute.micro_batch import with_micro_batch
 
         return with_micro_batch(
-            phase, experiment, model, optimizer, objective, strategy, open_split
+            phase, experiment, model, optimizer, objective, strategy, open_split, memory
         )
     if phase.micro_batch_size != "auto":
         return phase
     positions = objective.pack_spec(phase.sequence_length).positions
-    most = -(-phase.global_batch_size // (strategy.replica.count * strategy.replica.devices))
-    return replace(phase, micro_batch_size=without_probe(most, positions))
+    return replace(phase, micro_batch_size=_without_probe(phase, strategy.replica, positions))
+
+
+def _without_probe(phase: Phase, replica: Replica, positions: int) -> int:
+    return without_probe(
+        -(-phase.global_batch_size // (replica.count * replica.devices)), positions
+    )
 
 
 def _observers(experiment: Experiment, trainer: Trainer) -> Iterator[Observer]:
@@ -361,8 +366,7 @@ def open_loader(
     objective = phase.objective.build(dataset.tokenizer.vocabulary)
     spec = objective.pack_spec(phase.sequence_length)
     if size == "auto":
-        most = -(-phase.global_batch_size // (replica.count * replica.devices))
-        size = without_probe(most, spec.positions)
+        size = _without_probe(phase, replica, spec.positions)
     order = SplitOrder(
         phase.seed(experiment.seed) if split == "train" else experiment.seed,
         split,

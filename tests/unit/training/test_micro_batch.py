@@ -16,8 +16,9 @@ from samestep.errors import SamestepError
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.training import run
 from trainer.training.compute import micro_batch
-from trainer.training.compute.micro_batch import largest, without_probe
+from trainer.training.compute.micro_batch import largest
 from trainer.training.experiment import Experiment
+from trainer.training.phases import without_probe
 
 GIB = 2**30
 

@@ -33,7 +33,7 @@ from trainer.objectives import Objective
 from trainer.strategies import Strategy
 from trainer.training.experiment import Experiment
 from trainer.training.passes import Loader, accumulate_gradients
-from trainer.training.phases import Phase, without_probe
+from trainer.training.phases import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,9 @@ def probe(
     strategy: Strategy,
     open_loader: Callable[[int], Loader],
     most: int,
+    memory: int,
     compiles: bool = False,
-) -> int | None:
+) -> int:
     """Measures how many examples fit on every device. Collective; parameters stay as they are.
 
     Args:
@@ -94,15 +95,10 @@ def probe(
             which takes memory, too.
         open_loader: opens a loader of micro-batches of a number of examples.
         most: examples of a device in a step.
+        memory: bytes of this device.
         compiles: whether layers are compiled.
-
-    Returns:
-        The number of examples, or None for a device without memory of its own.
     """
     accelerator = strategy.accelerator
-    memory = accelerator.memory()
-    if memory is None:
-        return None
     model.train()
 
     def over_ranks(value: int) -> int:
@@ -143,8 +139,13 @@ def with_micro_batch(
     objective: Objective,
     strategy: Strategy,
     open_split: Callable[[Phase], Loader],
+    memory: int,
 ) -> Phase:
-    """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory."""
+    """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory.
+
+    Args:
+        memory: bytes of this device.
+    """
     # 100 examples on 3 devices are at most 34 per device.
     devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
     most = -(-phase.global_batch_size // devices)
@@ -165,20 +166,19 @@ def with_micro_batch(
         return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
 
     # Measured even if the size is set: a message for a lack of memory names a size that fits.
-    measure = partial(probe, model, optimizer, objective, strategy, open_sized, most, compiles)
+    measure = partial(
+        probe, model, optimizer, objective, strategy, open_sized, most, memory, compiles
+    )
     fits = _once(measure, experiment, strategy, [phase.index, most])
-    size = wanted if wanted != "auto" else fits
-    if size is None:
-        size = without_probe(most, objective.pack_spec(phase.sequence_length).positions)
-    return replace(phase, micro_batch_size=size, fits=fits)
+    return replace(phase, micro_batch_size=fits if wanted == "auto" else wanted, fits=fits)
 
 
 def _once(
-    measure: Callable[[], int | None],
+    measure: Callable[[], int],
     experiment: Experiment,
     strategy: Strategy,
     subject: Sequence[int],
-) -> int | None:
+) -> int:
     """What `measure` finds, or found at an earlier start of the run on such devices. Collective.
 
     The run's folder keeps it, in `micro_batch.json`.
@@ -186,10 +186,7 @@ def _once(
     Args:
         subject: what is measured, besides the experiment.
     """
-    accelerator, replicas = strategy.accelerator, strategy.replica.count
-    if accelerator.memory() is None:
-        return None
-    device = [accelerator.description, replicas, torch.__version__]
+    device = [strategy.accelerator.description, strategy.replica.count, torch.__version__]
     key = json_hash([*device, *subject, to_tree(experiment)])[:16]
     file = Path(experiment.output) / "micro_batch.json"
     # Rank 0 reads for all: the others may not see its folder.
