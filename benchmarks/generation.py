@@ -22,6 +22,7 @@ from benchmarks.pairing import Comparison, Contender, arguments, compare, publis
 from benchmarks.span_corruption import VOCABULARY
 from benchmarks.step_t5 import MINI
 from trainer.generation import Config, Generator
+from trainer.models.codecs import codec_of
 
 NEW_TOKENS = 32
 
@@ -32,11 +33,11 @@ def measure(beams: int, size: int, repeats: int) -> Comparison:
 
     torch.manual_seed(0)
     reference: Any = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**MINI.to_huggingface())
+        transformers.T5Config(**codec_of(MINI).to_huggingface())
     )
     reference.eval()
     model = MINI.build()
-    model.load_state_dict(MINI.import_tensors(reference.state_dict()))
+    model.load_state_dict(codec_of(MINI).import_tensors(reference.state_dict()))
     random = np.random.default_rng(0)
     sources = [
         random.integers(3, VOCABULARY.size, length)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import import_transformers
 from benchmarks.sides import Job, Turns
+from trainer.models.codecs import codec_of
 from trainer.strategies import Replica
 from trainer.training.compose import open_loader
 
@@ -34,7 +35,7 @@ def pretrain(job: Job, turns: Turns, compiled: bool = False) -> None:
 
 def build_model(config: Any) -> Any:
     """The model of `transformers` for a configuration of ours, with weights of its own."""
-    settings = config.to_huggingface()
+    settings = codec_of(config).to_huggingface()
     (architecture,) = settings["architectures"]
     model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(**settings))
     # transformers unties the two only when it reads a checkpoint.

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.models.codecs import codec_of
+
 
 def import_transformers() -> ModuleType:
     """Imports `transformers` without torchvision: litdata's need not fit this torch."""
@@ -34,9 +36,9 @@ def loaded(kind: str, config: Any, parameters: Mapping[str, Tensor]) -> Any:
     """The model of class `kind` of `transformers`, with these parameters of ours."""
     transformers = import_transformers()
     model = getattr(transformers, kind)(
-        transformers.AutoConfig.for_model(**config.to_huggingface())
+        transformers.AutoConfig.for_model(**codec_of(config).to_huggingface())
     )
-    found = model.load_state_dict(config.export_tensors(parameters), strict=False)
+    found = model.load_state_dict(codec_of(config).export_tensors(parameters), strict=False)
     assert not found.unexpected_keys, found.unexpected_keys
     model.tie_weights()
     return model

@@ -30,6 +30,7 @@ from benchmarks.models import initialized, loaded
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import mix
+from trainer.models.codecs import codec_of
 from trainer.models.families import deberta_v2, electra, modernbert
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
@@ -90,7 +91,7 @@ def electra_losses(work: Work, size: int) -> tuple[list[nn.Module], Sequence[Cal
     batch, model = batch_of(objective, size), initialized(ELECTRA)
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
     own = dict(model.named_parameters())
-    small, prefix = ELECTRA.export_parts()["generator"]
+    small, prefix = codec_of(ELECTRA).export_parts()["generator"]
     generator: Any = loaded("ElectraForMaskedLM", small, parameters_of_part(small, own, prefix))
     discriminator: Any = loaded("ElectraForPreTraining", ELECTRA, own)
     # One set of embeddings, as in the paper.

@@ -22,6 +22,7 @@ from benchmarks.pairing import Comparison, Contender, arguments, compare, publis
 from benchmarks.span_corruption import VOCABULARY, rows_of_text
 from samestep.examples import Examples
 from samestep.hashing import mix
+from trainer.models.codecs import codec_of
 from trainer.models.families import t5
 from trainer.objectives.kinds import span_corruption
 
@@ -56,13 +57,15 @@ def measure(size: int, dropout: float, repeats: int) -> Comparison:
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
 
     model = initialized(replace(MINI, dropout=dropout))
-    their_config = transformers.T5Config(**replace(MINI, dropout=dropout).to_huggingface())
+    their_config = transformers.T5Config(
+        **codec_of(replace(MINI, dropout=dropout)).to_huggingface()
+    )
     their_model = transformers.T5ForConditionalGeneration(their_config)
     their_model.lm_head.weight = torch.nn.Parameter(
         their_model.lm_head.weight.clone()
     )  # it only unties what it reads
     their_model.load_state_dict(
-        MINI.export_tensors(dict(model.named_parameters())), strict=False
+        codec_of(MINI).export_tensors(dict(model.named_parameters())), strict=False
     )  # the token table has several names
     for module in their_model.modules():
         if isinstance(module, T5Attention):

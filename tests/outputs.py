@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.models import ModelConfig
+from trainer.models.codecs import codec_of
 from trainer.models.inputs import Inputs
 
 
@@ -27,6 +30,14 @@ def predict(model: nn.Module, **columns: Tensor | None) -> Tensor:
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by name; a shared one once, unlike in `state_dict`."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def published(
+    config: ModelConfig, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content of `config.json`, and the tensors, as `samestep export` writes them."""
+    codec = codec_of(config)
+    return codec.to_huggingface(), codec.export_tensors(parameters)
 
 
 def random_parameters(model: nn.Module) -> dict[str, Tensor]:

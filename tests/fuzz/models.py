@@ -18,6 +18,7 @@ from samestep.config import read_tree
 from tests.fuzz.mutations import blobs, jsons, named, one_of, trees
 from tests.fuzz.trial import Files, Target
 from trainer.checkpoint import files, layout
+from trainer.models.codecs import codec_of
 from trainer.models.families import bert, gpt2, t5
 from trainer.training.weights.loading import load_weights
 
@@ -36,9 +37,9 @@ def _folders() -> list[tuple[object, bytes]]:
     for config in configs:
         model = config.build()
         tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
-        exported = config.export_tensors(tensors)
+        exported = codec_of(config).export_tensors(tensors)
         exported = {name: tensor.clone().contiguous() for name, tensor in exported.items()}
-        found.append((config.to_huggingface(), save(exported)))
+        found.append((codec_of(config).to_huggingface(), save(exported)))
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.config import kind_name
 from tests.integration.commands import Samestep
 from tests.integration.test_lstm import MODELS, OBJECTIVES
 from tests.outputs import outputs
@@ -45,7 +46,7 @@ def expected(run: Path, word: str) -> float:
     size = vocabulary.size
     before, after = TEXT.split("[MASK]")
     left, own, right = (ids.tolist() for ids in tokenizer.encode_batch([before, word, after]))
-    kind = weights.config.model_type
+    kind = kind_name(weights.config)
     if kind == "bert":
         middle = [vocabulary.mask] * len(own)
         tokens = torch.tensor([[vocabulary.cls, *left, *middle, *right, vocabulary.sep]])

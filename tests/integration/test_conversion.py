@@ -22,6 +22,7 @@ from samestep.errors import CheckpointError
 from tests.integration.commands import Samestep, losses
 from tests.outputs import predict
 from trainer.checkpoint import Checkpointer, Config, deepspeed
+from trainer.models.codecs import codec_of
 from trainer.models.families import bert
 from trainer.optim import groups
 from trainer.optim.kinds import adamw
@@ -118,7 +119,7 @@ def reference() -> dict[str, dict[str, Tensor]]:
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = {
         key: value
-        for key, value in MODEL.to_huggingface().items()
+        for key, value in codec_of(MODEL).to_huggingface().items()
         if key not in ("architectures", "model_type")
     }
     model = transformers.BertForMaskedLM(transformers.BertConfig(**{**config, **none}))
@@ -130,7 +131,7 @@ def reference() -> dict[str, dict[str, Tensor]]:
     state = {"fp32": {name: value.detach() for name, value in named.items()}}
     for kind in deepspeed.MOMENTS:
         state[kind] = {name: optimizer.state[value][kind] for name, value in named.items()}
-    return {kind: MODEL.import_tensors(tensors) for kind, tensors in state.items()}
+    return {kind: codec_of(MODEL).import_tensors(tensors) for kind, tensors in state.items()}
 
 
 def continued(checkpoints: Path) -> list[float]:
@@ -208,7 +209,7 @@ def test_masters_of_a_bf16_run_are_taken_over(
     state = deepspeed.open_checkpoint(folder)
     assert state.step == SAVED
     for kind, tensors in state.tensors.items():
-        found = MODEL.import_tensors(dict(tensors))
+        found = codec_of(MODEL).import_tensors(dict(tensors))
         assert found.keys() == reference[kind].keys()
         for name, tensor in reference[kind].items():
             assert found[name].dtype == torch.float32

@@ -15,6 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from tests.integration.commands import Samestep
 from tests.ports import free_port
 from tests.writable_hub import READ, WRITE, WritableHub, running_writable_hub
+from trainer.models.codecs import codec_of
 from trainer.training.weights.loading import load_weights
 
 REPO = "ada/bert"
@@ -52,7 +53,7 @@ def test_each_checkpoint_is_a_revision(
         for name, parameter in model.named_parameters()
     }
     expected = {
-        "step-000000": config.export_tensors(initial),
+        "step-000000": codec_of(config).export_tensors(initial),
         "step-000008": exported(finished_run / "checkpoints" / "step-00000008"),
         "step-000012": exported(finished_run),
         "main": exported(finished_run),
@@ -76,7 +77,7 @@ def test_each_checkpoint_is_a_revision(
 
 def exported(checkpoint: Path) -> dict[str, torch.Tensor]:
     weights = load_weights(checkpoint)
-    return weights.config.export_tensors(dict(weights.tensors))
+    return codec_of(weights.config).export_tensors(dict(weights.tensors))
 
 
 def test_a_publication_is_continued(

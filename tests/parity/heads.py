@@ -15,8 +15,9 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.outputs import fill, parameters, predict
+from tests.outputs import fill, parameters, predict, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.config import Head
 
 LENGTH = 24
@@ -106,9 +107,9 @@ def names_of(labels: tuple[str, ...]) -> dict[str, Any]:
 def load(schema: Any, folder: Path) -> tuple[Any, Any]:
     """Our configuration and model of a folder, for a family's `Config`."""
     tree, tensors = load_folder(folder)
-    config = schema.from_huggingface(tree, tensors)
+    config = read_config(schema, tree, tensors)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -150,7 +151,7 @@ def assert_losses_and_gradients_are_equal(
     close(ours, theirs)
     ours.backward()
     theirs.backward()
-    expected = pair.config.import_tensors(
+    expected = codec_of(pair.config).import_tensors(
         {name: p.grad for name, p in pair.reference.named_parameters()}
     )
     close({name: p.grad for name, p in pair.model.named_parameters()}, expected)
@@ -161,9 +162,7 @@ def assert_transformers_loads_what_we_export(
 ) -> PreTrainedModel:
     """Exports ours into the folder, and returns what transformers loads."""
     _, name, labels = TASKS[pair.task]
-    save_folder(
-        folder, pair.config.to_huggingface(), pair.config.export_tensors(parameters(pair.model))
-    )
+    save_folder(folder, *published(pair.config, parameters(pair.model)))
     auto = getattr(transformers, f"AutoModelFor{name}")
     theirs, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report

@@ -10,9 +10,10 @@ import torch
 from transformers import AlbertConfig, AlbertForPreTraining, AutoModelForPreTraining
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, outputs, parameters
+from tests.outputs import fill, outputs, parameters, published
 from tests.unit.objectives.test_mlm_nsp import VOCABULARY, random_pairs
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import albert
 from trainer.models.transformer import Transformer
 from trainer.objectives.kinds import mlm_sop
@@ -32,9 +33,9 @@ SHAPE = {
 
 def load(folder: Path) -> tuple[albert.Config, Transformer]:
     tree, tensors = load_folder(folder)
-    config = albert.Config.from_huggingface(tree, tensors)
+    config = read_config(albert.Config, tree, tensors)
     model = config.build_base().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -77,7 +78,9 @@ def test_logits_losses_and_gradients_are_equal(tmp_path: Path) -> None:
     torch.testing.assert_close(loss.total, found.loss, rtol=1e-5, atol=1e-5)
     loss.total.backward()
     found.loss.backward()
-    expected = config.import_tensors({name: p.grad for name, p in theirs.named_parameters()})
+    expected = codec_of(config).import_tensors(
+        {name: p.grad for name, p in theirs.named_parameters()}
+    )
     actual = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -85,9 +88,7 @@ def test_logits_losses_and_gradients_are_equal(tmp_path: Path) -> None:
 def test_transformers_loads_what_we_export(tmp_path: Path) -> None:
     reference(tmp_path / "theirs")
     config, model = load(tmp_path / "theirs")
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(parameters(model))
-    )
+    save_folder(tmp_path / "ours", *published(config, parameters(model)))
     theirs, report = AutoModelForPreTraining.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -129,4 +130,4 @@ def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> 
 
 def test_a_causal_one_is_not_exported() -> None:
     with pytest.raises(ConfigError, match="no causal albert"):
-        albert.Config(causal=True).to_huggingface()
+        codec_of(albert.Config(causal=True)).to_huggingface()

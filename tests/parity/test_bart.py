@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import fill, parameters, predict
+from tests.outputs import fill, parameters, predict, published
 from tests.parity import heads
 from tests.parity.heads import (
     DecoderPair,
@@ -24,6 +24,7 @@ from tests.parity.heads import (
     text_pairs,
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import bart
 from trainer.models.inputs import Inputs
 from trainer.training.weights.loading import load_weights
@@ -115,7 +116,7 @@ def test_logits_loss_and_gradients_are_equal(pair: tuple[Any, bart.Config, Any])
     for loss in losses:
         loss.backward()
     of_parameters = {name: p.grad for name, p in reference.named_parameters()}
-    expected = config.import_tensors(of_parameters | {"final_logits_bias": bias.grad})
+    expected = codec_of(config).import_tensors(of_parameters | {"final_logits_bias": bias.grad})
     actual = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -171,9 +172,7 @@ def test_transformers_loads_what_we_export(
     with torch.no_grad():
         for parameter in model.parameters():  # weights that only we have
             parameter.mul_(1.1)
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(parameters(model))
-    )
+    save_folder(tmp_path / "ours", *published(config, parameters(model)))
     theirs, report = BartForConditionalGeneration.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -183,8 +182,8 @@ def test_transformers_loads_what_we_export(
     logits = theirs.eval()(input_ids=tokens, decoder_input_ids=targets).logits
     torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
     tree, tensors = load_folder(tmp_path / "ours")
-    assert bart.Config.from_huggingface(tree, tensors) == config
-    again = config.import_tensors(tensors)
+    assert read_config(bart.Config, tree, tensors) == config
+    again = codec_of(config).import_tensors(tensors)
     assert all(torch.equal(again[name], each) for name, each in parameters(model).items())
 
 
@@ -198,13 +197,16 @@ def test_older_checkpoints_are_understood(
     del old["final_logits_bias"]
     old |= {f"{stack}.embed_tokens.weight": shared for stack in ("encoder", "decoder")}
     old |= {f"{stack}.version": torch.tensor([3.0]) for stack in ("encoder", "decoder")}
-    imported, expected = config.import_tensors(old), config.import_tensors(tensors)
+    imported, expected = (
+        codec_of(config).import_tensors(old),
+        codec_of(config).import_tensors(tensors),
+    )
     assert not imported.pop("head.bias").any()
     assert all(torch.equal(value, expected[name]) for name, value in imported.items())
     with pytest.raises(CheckpointError, match=r"model\.encoder\.embed_tokens\.weight differs"):
-        config.import_tensors(old | {"encoder.embed_tokens.weight": shared + 1})
+        codec_of(config).import_tensors(old | {"encoder.embed_tokens.weight": shared + 1})
     with pytest.raises(CheckpointError, match=r"decoder\.layernorm_embedding\.bias is missing"):
-        config.import_tensors(
+        codec_of(config).import_tensors(
             {name: old[name] for name in old if name != "decoder.layernorm_embedding.bias"}
         )
 
@@ -230,10 +232,10 @@ def test_configurations_of_published_models_are_understood() -> None:
         for stack in ("encoder", "decoder")
     }
     base = {**common, **sizes["encoder"], **sizes["decoder"], "d_model": 768, "vocab_size": 50265}
-    assert bart.Config.from_huggingface(base) == bart.Config(ffn_dropout=0.1)
+    assert read_config(bart.Config, base) == bart.Config(ffn_dropout=0.1)
     large = {name: {6: 12, 12: 16, 3072: 4096}.get(value, value) for name, value in base.items()}
     large |= {"d_model": 1024, "vocab_size": 50264, "activation_dropout": 0.0}
-    assert bart.Config.from_huggingface(large) == bart.Config(
+    assert read_config(bart.Config, large) == bart.Config(
         vocab_size=50264, layers=12, width=1024, heads=16, ffn_width=4096
     )
 
@@ -258,12 +260,12 @@ def test_other_architectures_are_refused(change: dict[str, object], message: str
         if value is not None
     }
     with pytest.raises(ConfigError, match=message):
-        bart.Config.from_huggingface(tree)
+        read_config(bart.Config, tree)
 
 
 def test_what_transformers_lacks_is_not_exported() -> None:
     with pytest.raises(ConfigError, match="activation geglu cannot be exported"):
-        replace(bart.Config(), activation="geglu").to_huggingface()
+        codec_of(replace(bart.Config(), activation="geglu")).to_huggingface()
 
 
 TASKS = ("classification", "regression", "question_answering")

@@ -18,8 +18,9 @@ from transformers import (
 from samestep.errors import ConfigError
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import mix
-from tests.outputs import fill, outputs, parameters, predict
+from tests.outputs import fill, outputs, parameters, predict, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import bert, roberta
 from trainer.models.transformer import Transformer
 from trainer.objectives.kinds import mlm_nsp
@@ -50,9 +51,9 @@ def reference(tmp_path: Path) -> BertForPreTraining:
 
 def load(folder: Path) -> tuple[bert.Config, Transformer]:
     tree, tensors = load_folder(folder)
-    config = bert.Config.from_huggingface(tree, tensors)
+    config = read_config(bert.Config, tree, tensors)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -118,7 +119,9 @@ def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
 
     loss.total.backward()
     theirs.loss.backward()
-    expected = config.import_tensors({name: p.grad for name, p in reference.named_parameters()})
+    expected = codec_of(config).import_tensors(
+        {name: p.grad for name, p in reference.named_parameters()}
+    )
     actual = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -130,9 +133,7 @@ def test_transformers_loads_what_we_export(batch, tmp_path, tied):
     )
     config = replace(config, nsp=True)
     model = config.build().eval()
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(parameters(model))
-    )
+    save_folder(tmp_path / "ours", *published(config, parameters(model)))
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [
         "BertForPreTraining"
     ]
@@ -159,12 +160,14 @@ def test_the_head_goes_by_the_tensors_not_by_the_architecture(reference, tmp_pat
     tree, tensors = load_folder(tmp_path / "reference")
     tree = {**tree, "architectures": ["BertForMaskedLM"]}
     old = {name.removeprefix("bert."): value for name, value in tensors.items()}
-    assert bert.Config.from_huggingface(tree, old).nsp
+    assert read_config(bert.Config, tree, old).nsp
     without = {name: value for name, value in old.items() if "seq_relationship" not in name}
-    config = bert.Config.from_huggingface(tree, without)
+    config = read_config(bert.Config, tree, without)
     assert not config.nsp
     with caplog.at_level(logging.INFO):
-        assert not [name for name in config.import_tensors(without) if name.startswith("nsp_head")]
+        assert not [
+            name for name in codec_of(config).import_tensors(without) if name.startswith("nsp_head")
+        ]
     assert "no such parameters: pooler.dense" in caplog.text
     assert load_weights(tmp_path / "reference").config.nsp
 

@@ -15,8 +15,9 @@ from transformers import DebertaConfig, DebertaV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import fill, outputs, parameters
+from tests.outputs import fill, outputs, parameters, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import deberta, deberta_v2
 from trainer.models.layers.disentangled import place_table
 
@@ -55,9 +56,9 @@ def make(kind: str, folder: Path, ending: str = "MaskedLM", **changes: Any) -> t
 
 def load(module: Any, folder: Path) -> tuple[Any, Any]:
     tree, tensors = load_folder(folder)
-    config = module.Config.from_huggingface(tree, tensors)
+    config = read_config(module.Config, tree, tensors)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -71,7 +72,7 @@ def rows(length: int = 40) -> dict[str, Tensor]:
 def same_gradients(config: Any, theirs: Any, ours: Any) -> None:
     found = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     actual = {n: p.grad for n, p in ours.named_parameters()}
-    torch.testing.assert_close(actual, config.import_tensors(found), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, codec_of(config).import_tensors(found), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,7 +92,7 @@ def test_masked_lm(kind: str, legacy: bool, tmp_path: Path) -> None:
     same_gradients(config, theirs, ours)
 
     folder = tmp_path / "ours"
-    save_folder(folder, config.to_huggingface(), config.export_tensors(parameters(ours)))
+    save_folder(folder, *published(config, parameters(ours)))
     again, report = type(theirs).from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     once_more = again(input_ids=columns["tokens"], attention_mask=columns["segments"]).logits
@@ -116,10 +117,12 @@ def test_released_checkpoints_have_tensors_that_nothing_reads(
     _, config, ours = make(kind, tmp_path)
     tensors = load_folder(tmp_path)[1]
     released = tensors | {name: torch.ones(3) for name in names}
-    assert KINDS[kind][0].Config.from_huggingface(load_folder(tmp_path)[0], released) == config
-    torch.testing.assert_close(config.import_tensors(released), parameters(ours), rtol=0, atol=0)
+    assert read_config(KINDS[kind][0].Config, load_folder(tmp_path)[0], released) == config
+    torch.testing.assert_close(
+        codec_of(config).import_tensors(released), parameters(ours), rtol=0, atol=0
+    )
     with pytest.raises(CheckpointError, match=r"mask_predictions\.other\.weight is unexpected"):
-        config.import_tensors(released | {"mask_predictions.other.weight": torch.ones(3)})
+        codec_of(config).import_tensors(released | {"mask_predictions.other.weight": torch.ones(3)})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +189,7 @@ def test_the_enhanced_mask_decoder(kind: str, tmp_path: Path) -> None:
     theirs, config, _ = make(kind, tmp_path)
     ours = replace(config, mask_decoder=True).build().eval()
     table = torch.randn(64, 48, generator=torch.Generator().manual_seed(5))
-    exported = config.import_tensors(load_folder(tmp_path)[1])
+    exported = codec_of(config).import_tensors(load_folder(tmp_path)[1])
     fill(ours, {**exported, "decoder_positions.weight": table})
     tokens = rows()["tokens"][:1]
     predicted = torch.tensor([[3, 7, 30]])
@@ -203,7 +206,10 @@ def test_the_enhanced_mask_decoder(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     logits.sum().backward()
     assert all(p.grad is not None for p in ours.parameters())
-    assert config.export_tensors(parameters(ours)).keys() == config.export_tensors(exported).keys()
+    assert (
+        codec_of(config).export_tensors(parameters(ours)).keys()
+        == codec_of(config).export_tensors(exported).keys()
+    )
 
 
 def _cross(
@@ -250,7 +256,7 @@ def test_released_sizes() -> None:
             config = module.Config()
             own = config.build()
             kind = getattr(transformers, theirs)
-            other = kind(kind.config_class(**config.to_huggingface()))
+            other = kind(kind.config_class(**codec_of(config).to_huggingface()))
         count = sum(parameter.numel() for parameter in own.parameters())
         # transformers keeps an embedding of the tied head's bias twice.
         assert count == sum(p.numel() for p in other.parameters())
@@ -279,4 +285,4 @@ def test_a_head_with_another_activation_is_refused(kind: str, tmp_path: Path) ->
 
 def test_other_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pos_att_type"):
-        deberta_v2.Config.from_huggingface({"model_type": "deberta-v2", "pos_att_type": ["c2p"]})
+        read_config(deberta_v2.Config, {"model_type": "deberta-v2", "pos_att_type": ["c2p"]})

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from transformers import AutoModel, DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
 from samestep.errors import ConfigError
-from tests.outputs import parameters
+from tests.outputs import parameters, published
 from tests.parity.test_electra import randomized
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import save_folder
 from trainer.models import Stored
+from trainer.models.codecs import codec_of
 from trainer.models.families import deberta_v2, deberta_v3
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
@@ -43,8 +44,8 @@ def whole_model() -> Any:
 
 
 def transformer_of(kind: Any, config: Any, values: dict[str, torch.Tensor]) -> Any:
-    model = kind(DebertaV2Config(**config.to_huggingface())).eval()
-    tensors = config.export_tensors(values)
+    model = kind(DebertaV2Config(**codec_of(config).to_huggingface())).eval()
+    tensors = codec_of(config).export_tensors(values)
     if kind is DebertaV2Model:
         tensors = {name.removeprefix("deberta."): each for name, each in tensors.items()}
     report = model.load_state_dict(tensors, strict=False)
@@ -101,7 +102,7 @@ def test_loss_and_gradients_are_those_of_the_paper() -> None:
         if model is discriminator:
             gradients = {f"deberta.{name}": each for name, each in gradients.items()}
             gradients |= {f"mask_predictions.{name}": each.grad for name, each in head.items()}
-        expected = config.import_tensors(gradients)
+        expected = codec_of(config).import_tensors(gradients)
         actual = {name: found[f"{prefix}{name}"] for name in expected}
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
     assert all(each is not None for each in found.values())
@@ -119,7 +120,7 @@ def test_exports_have_one_table(tmp_path: Path) -> None:
     own = parameters(model)
     tokens = torch.randint(5, 100, (2, 20), generator=torch.Generator().manual_seed(1))
     expected = model(Inputs(tokens), frozenset({"hidden"}))["hidden"]
-    save_folder(tmp_path / "hf", CONFIG.to_huggingface(), CONFIG.export_tensors(own))
+    save_folder(tmp_path / "hf", *published(CONFIG, own))
     again, report = AutoModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report.values()), report
     found = again(input_ids=tokens).last_hidden_state

@@ -19,10 +19,11 @@ from transformers import (
 )
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, outputs, parameters
+from tests.outputs import fill, outputs, parameters, published
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models import Stored
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import electra
 from trainer.models.sampling import sample
 from trainer.objectives.kinds import replaced_mlm, replaced_tokens
@@ -58,9 +59,9 @@ def randomized(model: torch.nn.Module, std: float = 0.05) -> None:
 
 def load(folder: Path) -> tuple[electra.Config, Any]:
     tree, tensors = load_folder(folder)
-    config = electra.Config.from_huggingface(tree, tensors)
+    config = read_config(electra.Config, tree, tensors)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -104,12 +105,14 @@ def test_logits_loss_and_gradients_are_equal(kind: Any, embedding: int, tmp_path
     torch.testing.assert_close(loss, found.loss, rtol=1e-5, atol=1e-5)
     loss.backward()
     found.loss.backward()
-    expected = config.import_tensors({name: p.grad for name, p in theirs.named_parameters()})
+    expected = codec_of(config).import_tensors(
+        {name: p.grad for name, p in theirs.named_parameters()}
+    )
     actual = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
     folder = tmp_path / "ours"
-    save_folder(folder, config.to_huggingface(), config.export_tensors(parameters(model)))
+    save_folder(folder, *published(config, parameters(model)))
     auto = AutoModelForMaskedLM if generates else AutoModelForPreTraining
     again, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
@@ -136,8 +139,8 @@ def test_the_loss_is_that_of_the_paper(share: bool) -> None:
         table = own
         if name == "generator":
             table = {n: own.get(f"generator.{n}", own.get(n)) for n in small.build().state_dict()}
-        model = kind(ElectraConfig(**config.to_huggingface())).eval()
-        report = model.load_state_dict(config.export_tensors(table), strict=False)
+        model = kind(ElectraConfig(**codec_of(config).to_huggingface())).eval()
+        report = model.load_state_dict(codec_of(config).export_tensors(table), strict=False)
         assert not report.unexpected_keys
         theirs[name] = model
     theirs["generator"].tie_weights()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModel
 
 from samestep.config import Kinds, decode
-from tests.outputs import outputs, parameters
+from tests.outputs import outputs, parameters, published
 from tests.unit.models.test_embedding_heads import ENCODERS
 from trainer.checkpoint.huggingface import save_folder
 from trainer.models.config import ModelConfig
@@ -25,7 +25,7 @@ def test_transformers_loads_an_encoder_that_embeds(kind: str, tmp_path: Path) ->
     model, generator = config.build().eval(), torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    save_folder(tmp_path, config.to_huggingface(), config.export_tensors(parameters(model)))
+    save_folder(tmp_path, *published(config, parameters(model)))
     theirs, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assert all("pooler" in name for name in report["missing_keys"])
     assert not report["unexpected_keys"]

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, OpenAIGPTConfig, PreTrainedModel
 
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import predict
+from tests.outputs import predict, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import gpt2, openai_gpt
 from trainer.models.inputs import Inputs
 from trainer.models.transformer import Transformer
@@ -72,7 +73,9 @@ def test_logits_loss_and_gradients_are_equal(pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = config.import_tensors({name: p.grad for name, p in reference.named_parameters()})
+    expected = codec_of(config).import_tensors(
+        {name: p.grad for name, p in reference.named_parameters()}
+    )
     actual = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -116,9 +119,7 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     with torch.no_grad():
         for parameter in model.parameters():  # weights that only we have
             parameter.mul_(1.1)
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict())
-    )
+    save_folder(tmp_path / "ours", *published(config, model.state_dict()))
     theirs, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -126,7 +127,7 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     tokens = torch.stack(documents(20))
     ours = predict(model, tokens=tokens, positions=torch.arange(20)[None])
     torch.testing.assert_close(ours, theirs.eval()(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
-    assert type(config).from_huggingface(load_folder(tmp_path / "ours")[0]) == config
+    assert read_config(type(config), load_folder(tmp_path / "ours")[0]) == config
 
 
 def test_older_checkpoints_are_understood(pair, tmp_path: Path):
@@ -134,19 +135,24 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
     _, tensors = load_folder(tmp_path / "reference")
     config = pair[1]
     old = {name.removeprefix("transformer."): tensors[name] for name in tensors}
-    embedding = tensors[config.table_names["embeddings.tokens.weight"]]
+    embedding = tensors[codec_of(config).table_names["embeddings.tokens.weight"]]
     old |= {
         "h.0.attn.bias": torch.ones(1),
         "h.1.attn.masked_bias": torch.ones(1),
         "lm_head.weight": embedding,
     }
-    imported, expected = config.import_tensors(old), config.import_tensors(tensors)
+    imported, expected = (
+        codec_of(config).import_tensors(old),
+        codec_of(config).import_tensors(tensors),
+    )
     assert imported.keys() == expected.keys()
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from transformer"):
-        config.import_tensors(old | {"lm_head.weight": embedding + 1})
+        codec_of(config).import_tensors(old | {"lm_head.weight": embedding + 1})
     with pytest.raises(CheckpointError, match=r"c_attn\.weight is missing"):
-        config.import_tensors({name: value for name, value in old.items() if "c_attn" not in name})
+        codec_of(config).import_tensors(
+            {name: value for name, value in old.items() if "c_attn" not in name}
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,19 +166,19 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
 )
 def test_other_architectures_are_refused(change: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
-        gpt2.Config.from_huggingface({**GPT2Config(**SHAPE).to_dict(), **change})
+        read_config(gpt2.Config, {**GPT2Config(**SHAPE).to_dict(), **change})
 
 
 def test_an_absent_rate_of_the_embeddings_is_that_of_transformers():
     tree = GPT2Config(**SHAPE).to_dict()
     del tree["embd_pdrop"]
-    assert gpt2.Config.from_huggingface(tree).dropout == GPT2Config().embd_pdrop == 0.1
+    assert read_config(gpt2.Config, tree).dropout == GPT2Config().embd_pdrop == 0.1
     with pytest.raises(ConfigError, match=r"embd_pdrop 0\.1, .* needs 0\.0"):
-        gpt2.Config.from_huggingface({**tree, "resid_pdrop": 0.0})
+        read_config(gpt2.Config, {**tree, "resid_pdrop": 0.0})
 
 
 def test_what_transformers_lacks_is_not_exported():
     with pytest.raises(ConfigError, match="ffn_width 80 cannot be exported"):
-        openai_gpt.Config(ffn_width=80).to_huggingface()
+        codec_of(openai_gpt.Config(ffn_width=80)).to_huggingface()
     with pytest.raises(ConfigError, match="activation geglu cannot be exported"):
-        replace(gpt2.Config(), activation="geglu").to_huggingface()
+        codec_of(replace(gpt2.Config(), activation="geglu")).to_huggingface()

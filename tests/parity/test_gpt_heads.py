@@ -21,6 +21,7 @@ from samestep.errors import ConfigError
 from tests.outputs import outputs, predict
 from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import gpt2, openai_gpt
 from trainer.models.transformer import Transformer
 from trainer.objectives.kinds import classification
@@ -113,7 +114,7 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-5)
     loss.backward()
     theirs.backward()
-    expected = pair.config.import_tensors(
+    expected = codec_of(pair.config).import_tensors(
         {name: p.grad for name, p in pair.reference.named_parameters()}
     )
     actual = {name: p.grad for name, p in pair.model.named_parameters()}
@@ -121,8 +122,10 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
 
 
 def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
-    exported = pair.config.export_tensors(pair.model.state_dict())
-    save_folder(tmp_path / "ours", {**pair.config.to_huggingface(), "pad_token_id": 0}, exported)
+    exported = codec_of(pair.config).export_tensors(pair.model.state_dict())
+    save_folder(
+        tmp_path / "ours", {**codec_of(pair.config).to_huggingface(), "pad_token_id": 0}, exported
+    )
     auto = transformers.AutoModelForSequenceClassification
     theirs, report = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
@@ -133,9 +136,9 @@ def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
     logits = theirs.eval()(input_ids=batch["tokens"]).logits
     torch.testing.assert_close(predict(pair.model, **batch)[:, 0], logits, rtol=1e-5, atol=1e-5)
     tree, tensors = load_folder(tmp_path / "ours")
-    assert type(pair.config).from_huggingface(tree, tensors) == pair.config
+    assert read_config(type(pair.config), tree, tensors) == pair.config
     without = [name for name in tensors if name != "score.weight"]
-    assert type(pair.config).from_huggingface(tree, without).head == "language_model"
+    assert read_config(type(pair.config), tree, without).head == "language_model"
 
 
 SMALL = {
@@ -259,7 +262,7 @@ def test_what_transformers_lacks_is_not_exported():
     with pytest.raises(
         ConfigError, match="a multiple_choice head cannot be exported: transformers' gpt2 has none"
     ):
-        gpt2.Config(**SMALL, head="multiple_choice").to_huggingface()
+        codec_of(gpt2.Config(**SMALL, head="multiple_choice")).to_huggingface()
 
 
 @each_family
@@ -267,8 +270,10 @@ def test_a_pretrained_model_gets_a_head(
     family: type[gpt2.Config], dataset_folder: Path, tmp_path: Path
 ):
     before = family(**{**SMALL, "vocab_size": 600, "ffn_width": 128})
-    tensors = before.export_tensors(built(before).state_dict())
-    save_folder(tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer")
+    tensors = codec_of(before).export_tensors(built(before).state_dict())
+    save_folder(
+        tmp_path / "saved", codec_of(before).to_huggingface(), tensors, dataset_folder / "tokenizer"
+    )
     weights, tokenizer = (
         load_weights(tmp_path / "saved"),
         Tokenizer.load(dataset_folder / "tokenizer"),

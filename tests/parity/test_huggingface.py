@@ -23,8 +23,9 @@ from transformers import (
 )
 
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import fill, parameters, predict
+from tests.outputs import fill, parameters, predict, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import albert, bert, distilbert, roberta
 from trainer.models.transformer import Transformer
 
@@ -92,9 +93,9 @@ def make(family: str, folder: Path, **changes: object) -> Pair:
 
 def load(family: str, folder: Path) -> tuple[bert.Config, Transformer]:
     tree, tensors = load_folder(folder)
-    config = FAMILIES[family][1].from_huggingface(tree)
+    config = read_config(FAMILIES[family][1], tree)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -138,7 +139,7 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = pair.config.import_tensors(
+    expected = codec_of(pair.config).import_tensors(
         {name: p.grad for name, p in pair.reference.named_parameters()}
     )
     actual = {name: p.grad for name, p in pair.model.named_parameters()}
@@ -169,8 +170,7 @@ def test_left_to_right(family: str, tmp_path: Path):
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
     save_folder(
         tmp_path / "ours",
-        pair.config.to_huggingface(),
-        pair.config.export_tensors(parameters(pair.model)),
+        *published(pair.config, parameters(pair.model)),
     )
     pair.reference = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
@@ -212,9 +212,7 @@ def test_transformers_loads_what_we_export(family: str, tied: bool, tmp_path: Pa
         for parameter in pair.model.parameters():  # weights that only we have
             parameter.mul_(1.1)
     exported = tmp_path / "exported"
-    save_folder(
-        exported, pair.config.to_huggingface(), pair.config.export_tensors(parameters(pair.model))
-    )
+    save_folder(exported, *published(pair.config, parameters(pair.model)))
 
     pair.reference, report = AutoModelForMaskedLM.from_pretrained(
         exported, output_loading_info=True
@@ -238,9 +236,9 @@ def test_transformers_loads_what_we_export(family: str, tied: bool, tmp_path: Pa
 def test_import_then_export_changes_no_bit(family: str, tied: bool, tmp_path: Path):
     pair = make(family, tmp_path / "reference", tie_word_embeddings=tied)
     _, tensors = load_folder(tmp_path / "reference")
-    again = pair.config.export_tensors(pair.config.import_tensors(tensors))
+    again = codec_of(pair.config).export_tensors(codec_of(pair.config).import_tensors(tensors))
     unused = (
-        {pair.config.head_names["bias"]} if not tied else set()
+        {codec_of(pair.config).head_names["bias"]} if not tied else set()
     )  # transformers computes with decoder.bias alone
     assert set(again) == set(tensors)
     assert all(torch.equal(again[name], tensors[name]) for name in set(tensors) - unused)
@@ -248,18 +246,24 @@ def test_import_then_export_changes_no_bit(family: str, tied: bool, tmp_path: Pa
 
 def test_older_checkpoints_are_understood(pair: Pair, caplog: pytest.LogCaptureFixture):
     tensors = {name: value.detach() for name, value in pair.reference.named_parameters()}
-    expected = pair.config.import_tensors(tensors)
+    expected = codec_of(pair.config).import_tensors(tensors)
     old = {
         name.removeprefix(pair.prefix(""))
         .replace("LayerNorm.weight", "LayerNorm.gamma")
         .replace("LayerNorm.bias", "LayerNorm.beta"): value
         for name, value in tensors.items()
     }
-    old[f"{pair.config.head_names['decoder']}.weight"] = old["embeddings.word_embeddings.weight"]
-    old[f"{pair.config.head_names['decoder']}.bias"] = old.pop(pair.config.head_names["bias"])
+    old[f"{codec_of(pair.config).head_names['decoder']}.weight"] = old[
+        "embeddings.word_embeddings.weight"
+    ]
+    old[f"{codec_of(pair.config).head_names['decoder']}.bias"] = old.pop(
+        codec_of(pair.config).head_names["bias"]
+    )
     extra = ["embeddings.position_ids", *POOLERS.get(pair.family, POOLERS["bert"])]
     with caplog.at_level(logging.INFO):
-        imported = pair.config.import_tensors({**old, **dict.fromkeys(extra, torch.zeros(1))})
+        imported = codec_of(pair.config).import_tensors(
+            {**old, **dict.fromkeys(extra, torch.zeros(1))}
+        )
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
     assert len(imported) == len(expected)
     assert all(name in caplog.text for name in extra)
@@ -269,7 +273,7 @@ def test_foreign_tensors_are_refused_by_name(pair: Pair):
     tensors = {name: value.detach() for name, value in pair.reference.named_parameters()}
     query = QUERY[pair.family]
     embedding = pair.prefix("embeddings.word_embeddings.weight")
-    decoder = f"{pair.config.head_names['decoder']}.weight"
+    decoder = f"{codec_of(pair.config).head_names['decoder']}.weight"
     for change, message in [
         ({query: None}, f"{query} is missing"),
         ({"classifier.weight": torch.zeros(2)}, "classifier.weight is unexpected"),
@@ -279,12 +283,12 @@ def test_foreign_tensors_are_refused_by_name(pair: Pair):
     ]:
         wrong = {name: value for name, value in {**tensors, **change}.items() if value is not None}
         with pytest.raises(CheckpointError, match=message):
-            pair.config.import_tensors(wrong)
+            codec_of(pair.config).import_tensors(wrong)
     with pytest.raises(CheckpointError, match=r"is missing.* and \d+ more"):
-        pair.config.import_tensors({})
+        codec_of(pair.config).import_tensors({})
     stored = parameters(pair.model)
     with pytest.raises(CheckpointError, match=r"head\.bias is missing"):
-        pair.config.export_tensors(
+        codec_of(pair.config).export_tensors(
             {name: value for name, value in stored.items() if name != "head.bias"}
         )
 
@@ -314,16 +318,16 @@ def test_other_architectures_are_refused(family: str, change: dict[str, object],
         key: value for key, value in {**reference.to_dict(), **change}.items() if value is not None
     }
     with pytest.raises(ConfigError, match=message):
-        FAMILIES[family][1].from_huggingface(tree)
+        read_config(FAMILIES[family][1], tree)
 
 
 def test_roberta_positions_count_from_its_padding_id():
     tree = {**RobertaConfig(**SHAPE).to_dict(), "pad_token_id": 0}
     with pytest.raises(ConfigError, match="pad_token_id 0"):
-        roberta.Config.from_huggingface(tree)
+        read_config(roberta.Config, tree)
 
 
 @pytest.mark.parametrize("change", [{"norm": "pre"}, {"activation": "geglu"}])
 def test_what_transformers_lacks_is_not_exported(change: dict[str, str]):
     with pytest.raises(ConfigError, match="cannot be exported"):
-        bert.Config(**change).to_huggingface()
+        codec_of(bert.Config(**change)).to_huggingface()

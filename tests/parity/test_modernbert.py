@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import ModernBertConfig
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, parameters, predict
+from tests.outputs import fill, parameters, predict, published
 from tests.parity.heads import TASKS, names_of
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import modernbert
 from trainer.objectives.kinds import mlm
 
@@ -53,9 +54,9 @@ def make(folder: Path, ending: str = "MaskedLM", **changes: Any) -> tuple[Any, A
 
 def load(folder: Path) -> tuple[modernbert.Config, Any]:
     tree, tensors = load_folder(folder)
-    config = modernbert.Config.from_huggingface(tree, tensors)
+    config = read_config(modernbert.Config, tree, tensors)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -72,7 +73,9 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
 
 
 def same_gradients(config: Any, theirs: Any, ours: Any) -> None:
-    expected = config.import_tensors({name: p.grad for name, p in theirs.named_parameters()})
+    expected = codec_of(config).import_tensors(
+        {name: p.grad for name, p in theirs.named_parameters()}
+    )
     actual = {name: p.grad for name, p in ours.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -99,10 +102,8 @@ def test_transformers_loads_what_we_export(tied: bool, tmp_path: Path) -> None:
     theirs, config, model = make(tmp_path / "theirs", tie_word_embeddings=tied)
     config = replace(config, global_theta=50_000.0)
     model = config.build().eval()
-    fill(model, config.import_tensors(dict(theirs.named_parameters())))
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(parameters(model))
-    )
+    fill(model, codec_of(config).import_tensors(dict(theirs.named_parameters())))
+    save_folder(tmp_path / "ours", *published(config, parameters(model)))
     again, report = transformers.AutoModelForMaskedLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -136,9 +137,7 @@ def test_heads_of_tasks(task: str, tmp_path: Path) -> None:
     logits.square().mean().backward()
     expected.square().mean().backward()
     same_gradients(config, theirs, model)
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(parameters(model))
-    )
+    save_folder(tmp_path / "ours", *published(config, parameters(model)))
     auto = getattr(transformers, f"AutoModelFor{ending}")
     again, report = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
@@ -231,7 +230,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_other_architectures_are_refused(change: dict[str, Any], message: str | None) -> None:
     tree = {**ModernBertConfig(**SHAPE).to_dict(), **change}
     with pytest.raises(ConfigError, match=message or "do not repeat"):
-        modernbert.Config.from_huggingface(tree)
+        read_config(modernbert.Config, tree)
 
 
 def test_the_released_settings_are_accepted() -> None:
@@ -244,7 +243,7 @@ def test_the_released_settings_are_accepted() -> None:
         "global_rope_theta": 80_000.0,
         "local_rope_theta": None,
     }
-    config = modernbert.Config.from_huggingface(released)
+    config = read_config(modernbert.Config, released)
     assert (config.head, config.local_theta) == ("language_model", 80_000.0)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from samestep.config import kind_name
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import fill, predict
+from tests.outputs import fill, predict, published
 from trainer.checkpoint.huggingface import save_folder
+from trainer.models.codecs import codec_of
 from trainer.models.families import (
     albert,
     bart,
@@ -95,7 +96,7 @@ NAMES = {
 def auto(config: Any, folder: Path) -> Any:
     """What transformers makes of a folder for the head of a configuration."""
     of_words = "CausalLM" if config.causal else "MaskedLM"
-    if config.model_type in TEXT_TO_TEXT:
+    if codec_of(config).model_type in TEXT_TO_TEXT:
         of_words = "Seq2SeqLM"
     labels = {"num_labels": len(config.labels)} if config.labels else {}
     padding = {"pad_token_id": 0} if config.causal else {}
@@ -117,7 +118,7 @@ def make(family: str, added: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def batch(config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Rows of 9 and of 5 positions, as ours and as transformers' models take them."""
-    has_encoder = config.model_type in TEXT_TO_TEXT
+    has_encoder = codec_of(config).model_type in TEXT_TO_TEXT
     pooled = config.head in ("classification", "multiple_choice")
     tokens = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(1))
     real = (torch.arange(9) < torch.tensor([9, 5])[:, None]).int()
@@ -166,7 +167,7 @@ def save(config: Any, tensors: dict[str, Tensor], folder: Path) -> Path:
         for name in tensors
         if config.peft.initial_std(name, tensors[name].shape) is None
     }
-    save_folder(folder, plain.to_huggingface(), plain.export_tensors(own))
+    save_folder(folder, *published(plain, own))
     return folder
 
 
@@ -182,7 +183,7 @@ def save_base(config: Any, tensors: dict[str, Tensor], folder: Path) -> Path:
         else tensors[name]
         for name, parameter in drawn.named_parameters()
     }
-    save_folder(folder, plain.to_huggingface(), plain.export_tensors(own))
+    save_folder(folder, *published(plain, own))
     return folder
 
 
@@ -303,10 +304,9 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     model, tensors = make(family, added)
     kind = kind_name(added)
     if family in NOT_IN_PEFT[kind]:
-        with pytest.raises(
-            ConfigError,
-            match=f"peft does not compute {kind} as samestep does for {model.config.model_type}",
-        ):
+        theirs = codec_of(model.config).model_type
+        refused = f"peft does not compute {kind} as samestep does for {theirs}"
+        with pytest.raises(ConfigError, match=refused):
             export_adapter(model.config, tensors, "base")
         return
     base = save_base(model.config, tensors, tmp_path / "base")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import predict
+from tests.outputs import predict, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.families import t5
 from trainer.models.inputs import Inputs
@@ -94,7 +95,9 @@ def test_logits_loss_and_gradients_are_equal(pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = config.import_tensors({name: p.grad for name, p in reference.named_parameters()})
+    expected = codec_of(config).import_tensors(
+        {name: p.grad for name, p in reference.named_parameters()}
+    )
     actual = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -142,9 +145,7 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     with torch.no_grad():
         for parameter in model.parameters():  # weights that only we have
             parameter.mul_(1.1)
-    save_folder(
-        tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict())
-    )
+    save_folder(tmp_path / "ours", *published(config, model.state_dict()))
     theirs, report = T5ForConditionalGeneration.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -153,7 +154,7 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     ours = predict(model, tokens=tokens, target_tokens=targets)
     logits = theirs.eval()(input_ids=tokens, decoder_input_ids=targets).logits
     torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
-    assert t5.Config.from_huggingface(load_folder(tmp_path / "ours")[0]) == config
+    assert read_config(t5.Config, load_folder(tmp_path / "ours")[0]) == config
 
 
 def test_older_checkpoints_are_understood(pair, tmp_path: Path):
@@ -166,12 +167,15 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
     old["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(
         32, 4
     )
-    imported, expected = config.import_tensors(old), config.import_tensors(tensors)
+    imported, expected = (
+        codec_of(config).import_tensors(old),
+        codec_of(config).import_tensors(tensors),
+    )
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
     with pytest.raises(CheckpointError, match=r"encoder\.embed_tokens\.weight differs from shared"):
-        config.import_tensors(old | {"encoder.embed_tokens.weight": shared + 1})
+        codec_of(config).import_tensors(old | {"encoder.embed_tokens.weight": shared + 1})
     with pytest.raises(CheckpointError, match=r"decoder\.final_layer_norm\.weight is missing"):
-        config.import_tensors(
+        codec_of(config).import_tensors(
             {name: old[name] for name in old if name != "decoder.final_layer_norm.weight"}
         )
 
@@ -201,7 +205,7 @@ def test_configurations_of_published_models_are_understood():
         "dropout_rate": 0.1,
         "layer_norm_epsilon": 1e-6,
     }
-    small = t5.Config.from_huggingface({**common, "d_ff": 2048, "num_layers": 6, "num_heads": 8})
+    small = read_config(t5.Config, {**common, "d_ff": 2048, "num_layers": 6, "num_heads": 8})
     assert small == t5.Config(layers=6, width=512, heads=8, ffn_width=2048)
     newer = {"d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}
     newer |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
@@ -214,7 +218,7 @@ def test_configurations_of_published_models_are_understood():
         activation="geglu_tanh",
         tied=False,
     )
-    assert t5.Config.from_huggingface({**common, **newer}) == expected
+    assert read_config(t5.Config, {**common, **newer}) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_other_architectures_are_refused(change: dict[str, object], message: str
         if value is not None
     }
     with pytest.raises(ConfigError, match=message):
-        t5.Config.from_huggingface(tree)
+        read_config(t5.Config, tree)
 
 
 @pytest.mark.parametrize(
@@ -242,4 +246,4 @@ def test_other_architectures_are_refused(change: dict[str, object], message: str
 )
 def test_what_transformers_lacks_is_not_exported(change: dict[str, object]):
     with pytest.raises(ConfigError, match="cannot be exported"):
-        replace(t5.Config(), **change).to_huggingface()
+        codec_of(replace(t5.Config(), **change)).to_huggingface()

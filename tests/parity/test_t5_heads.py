@@ -29,6 +29,7 @@ from tests.parity.heads import (
     text_pairs,
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.config import Head
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.families import t5
@@ -98,14 +99,14 @@ def test_older_checkpoints_are_understood(tmp_path: Path):
     old = {name: tensors[name] for name in tensors}
     old |= {f"transformer.{stack}.embed_tokens.weight": shared for stack in ("encoder", "decoder")}
     unread = "transformer.decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    imported = pair.config.import_tensors(old | {unread: torch.zeros(32, 4)})
+    imported = codec_of(pair.config).import_tensors(old | {unread: torch.zeros(32, 4)})
     assert all(
         torch.equal(imported[name], value) for name, value in pair.model.state_dict().items()
     )
     without = [name for name in tensors if "out_proj" not in name]
-    assert t5.Config.from_huggingface(tree, without).head == "language_model"
+    assert read_config(t5.Config, tree, without).head == "language_model"
     with pytest.raises(ConfigError, match="decoder_start_token_id 2"):
-        t5.Config.from_huggingface({**tree, "decoder_start_token_id": 2})
+        read_config(t5.Config, {**tree, "decoder_start_token_id": 2})
 
 
 def small(head: Head, labels: tuple[str, ...] = (), **changes: Any) -> t5.Config:
@@ -206,7 +207,7 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
             "architecture prefix_lm is for language models, but head is",
         ),
         (
-            lambda: small("multiple_choice").to_huggingface(),
+            lambda: codec_of(small("multiple_choice")).to_huggingface(),
             "a multiple_choice head cannot be exported",
         ),
     ],
@@ -220,8 +221,10 @@ def test_settings_that_do_not_go_with_the_head_are_refused(make_config: Any, mes
 def start(dataset_folder: Path, tmp_path: Path) -> tuple[Weights, Any]:
     """The weights of a T5 that predicts tokens, and a dataset that goes with them."""
     before = small("language_model", vocab_size=600, tied=False, activation="geglu_tanh")
-    tensors = before.export_tensors(built(before).state_dict())
-    save_folder(tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer")
+    tensors = codec_of(before).export_tensors(built(before).state_dict())
+    save_folder(
+        tmp_path / "saved", codec_of(before).to_huggingface(), tensors, dataset_folder / "tokenizer"
+    )
     tokenizer = Tokenizer.load(dataset_folder / "tokenizer")
     return load_weights(tmp_path / "saved"), SimpleNamespace(name="rows", tokenizer=tokenizer)
 

@@ -32,6 +32,7 @@ from tests.parity.heads import (
     names_of,
 )
 from trainer.checkpoint.huggingface import load_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import albert, bert, distilbert, electra, roberta
 from trainer.training.weights.loading import load_weights
 
@@ -146,12 +147,12 @@ def test_old_checkpoints_hold_more_than_their_head_takes(tmp_path: Path):
     old = {name.removeprefix("bert."): value for name, value in tensors.items()}
     old |= {"pooler.dense.weight": torch.ones(48, 48), "pooler.dense.bias": torch.ones(48)}
     old |= {"embeddings.position_ids": torch.arange(40)[None]}
-    config = bert.Config.from_huggingface(tree, old)
+    config = read_config(bert.Config, tree, old)
     assert config == pair.config
-    imported = config.import_tensors(old)
+    imported = codec_of(config).import_tensors(old)
     assert all(torch.equal(imported[name], value) for name, value in parameters(pair.model).items())
     with pytest.raises(CheckpointError, match=r"classifier.bias is missing"):
-        config.import_tensors(
+        codec_of(config).import_tensors(
             {name: value for name, value in old.items() if name != "classifier.bias"}
         )
 
@@ -159,13 +160,13 @@ def test_old_checkpoints_hold_more_than_their_head_takes(tmp_path: Path):
 def test_the_head_goes_by_the_architecture_and_is_there(tmp_path: Path):
     pair = make("roberta", "multiple_choice", tmp_path / "reference")
     tree, tensors = load_folder(tmp_path / "reference")
-    assert roberta.Config.from_huggingface(tree).head == "multiple_choice"
+    assert read_config(roberta.Config, tree).head == "multiple_choice"
     assert load_weights(tmp_path / "reference").config == pair.config
     without = [name for name in tensors if not name.startswith("classifier.")]
-    assert roberta.Config.from_huggingface(tree, without).head == "language_model"
+    assert read_config(roberta.Config, tree, without).head == "language_model"
     for architectures in ([], None, ["RobertaForMaskedLM"], ["BertForMultipleChoice"]):
         other = {**tree, "architectures": architectures}
-        assert roberta.Config.from_huggingface(other, tensors).head == "language_model"
+        assert read_config(roberta.Config, other, tensors).head == "language_model"
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,11 @@ def test_the_head_goes_by_the_architecture_and_is_there(tmp_path: Path):
     ],
 )
 def test_labels_of_a_configuration(named: dict[str, object], labels: object):
-    tree = bert.Config(head="classification", labels=("a", "b")).to_huggingface()
+    tree = codec_of(bert.Config(head="classification", labels=("a", "b"))).to_huggingface()
     tree = {key: value for key, value in tree.items() if key != "id2label"} | named
     if isinstance(labels, str):
         with pytest.raises(ConfigError, match=labels):
-            bert.Config.from_huggingface(tree)
+            read_config(bert.Config, tree)
     else:
         expected = labels or tuple(f"class {number}" for number in range(11))
-        assert bert.Config.from_huggingface(tree).labels == expected
+        assert read_config(bert.Config, tree).labels == expected

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, outputs, parameters
+from tests.outputs import fill, outputs, parameters, published
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import xlnet
 from trainer.objectives.kinds import permutation_lm
 
@@ -38,9 +39,9 @@ def make(folder: Path, kind: Any = XLNetLMHeadModel, **changes: Any) -> tuple[An
 
 def load(folder: Path) -> tuple[xlnet.Config, Any]:
     tree, tensors = load_folder(folder)
-    config = xlnet.Config.from_huggingface(tree, tensors)
+    config = read_config(xlnet.Config, tree, tensors)
     model = config.build().eval()
-    fill(model, config.import_tensors(tensors))
+    fill(model, codec_of(config).import_tensors(tensors))
     return config, model
 
 
@@ -61,7 +62,7 @@ def same_gradients(config: Any, theirs: Any, ours: Any) -> None:
     actual = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()
     }
-    torch.testing.assert_close(actual, config.import_tensors(found), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, codec_of(config).import_tensors(found), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("types", [True, False])
@@ -94,7 +95,7 @@ def test_two_streams_are_those_of_transformers(types: bool, tmp_path: Path) -> N
     same_gradients(config, theirs, ours)
 
     folder = tmp_path / "ours"
-    save_folder(folder, config.to_huggingface(), config.export_tensors(parameters(ours)))
+    save_folder(folder, *published(config, parameters(ours)))
     again, report = XLNetLMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     for name, tensor in theirs.state_dict().items():
@@ -138,7 +139,7 @@ def test_heads_are_those_of_transformers(
     logits[real].square().mean().backward()
     expected[real].square().mean().backward()
     same_gradients(config, theirs, ours)
-    exported = config.export_tensors(parameters(ours))
+    exported = codec_of(config).export_tensors(parameters(ours))
     assert exported.keys() == theirs.state_dict().keys()
 
 
@@ -218,7 +219,7 @@ def test_released_sizes() -> None:
     for settings in ({}, large):
         with torch.device("meta"):
             ours = replace(xlnet.Config(), **settings).build()
-            config = replace(xlnet.Config(), **settings).to_huggingface()
+            config = codec_of(replace(xlnet.Config(), **settings)).to_huggingface()
             theirs = XLNetLMHeadModel(XLNetConfig(**config))
         count = sum(parameter.numel() for parameter in ours.parameters())
         assert count == sum(parameter.numel() for parameter in theirs.parameters())
@@ -240,7 +241,7 @@ def test_a_head_that_pools_in_another_way_is_refused(
     tree, tensors = load_folder(tmp_path / "classes")
     del tree["summary_type"]  # its default is "last"
     with pytest.raises(ConfigError, match="summary_type 'last'"):
-        xlnet.Config.from_huggingface(tree, tensors)
+        read_config(xlnet.Config, tree, tensors)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
 from trainer.models import Model
+from trainer.models.codecs import codec_of
 from trainer.models.families import bilm
 from trainer.optim.kinds import adamw
 from trainer.strategies import Replica
@@ -164,7 +165,8 @@ def export_deepspeed(source: str, target: str) -> None:
             f"{weights.folder} trains only some of its parameters, and has no optimizer state of "
             f"the others. Start from its weights, which samestep export {source} writes"
         )
-    weights.config.to_huggingface()  # rejects a model that transformers does not have
+    codec = codec_of(weights.config)
+    codec.to_huggingface()  # rejects a model that transformers does not have
     pieces: dict[str, dict[str, Sequence[StoredPiece]]] = {WEIGHTS: dict(weights.tensors.pieces)}
     for name, found in weights.optimizer.pieces.items():
         kind, _, parameter = name.partition("/")
@@ -180,7 +182,7 @@ def export_deepspeed(source: str, target: str) -> None:
         )
     exported = {}
     for kind, each in pieces.items():
-        exported[kind] = stored(weights.config.export_tensors(defer(StoredTensors(each))))
+        exported[kind] = stored(codec.export_tensors(defer(StoredTensors(each))))
     # A generator, so that only one parameter with its moments is in memory.
     parameters = (
         (name, {kind: each[name] for kind, each in exported.items()}) for name in exported[WEIGHTS]
@@ -232,7 +234,7 @@ def _own_tensors(experiment: Experiment, state: ImportedState, folder: Path) -> 
         for kind, found in state.tensors.items():
             deferred = defer(found)
             if not deferred.keys() & parameters.keys():  # transformers' names
-                deferred = experiment.model.import_tensors(deferred)
+                deferred = codec_of(experiment.model).import_tensors(deferred)
             tensors |= {f"{_PREFIXES[kind]}{name}": each for name, each in deferred.items()}
         wanted = {f"{prefix}{n}": p for prefix in _PREFIXES.values() for n, p in parameters.items()}
         own = stored(tensors)

@@ -287,20 +287,14 @@ class ModelConfig(ABC):
     families turn it into a setting.
 
     Attributes:
-        model_type: the family's name in Hugging Face's `config.json`.
+        codec: the module that converts Hugging Face files, see `trainer.models.codecs`; "": none.
         position_offset: unused rows at the start of the position table (RoBERTa).
-        prefix_in_peft: whether Hugging Face's `peft` can insert a prefix: transformers' models of
-            this family take one as a key-value cache.
-        targets_not_in_peft: targets of LoRA that `peft` lacks, since transformers' models of this
-            family have no linear layer there.
         vocab_size: rows of the token table.
         width: D, of the hidden states.
     """
 
-    model_type: ClassVar[str] = ""
+    codec: ClassVar[str] = ""
     position_offset: ClassVar[int] = 0
-    prefix_in_peft: ClassVar[bool] = False
-    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset()
 
     vocab_size: int
     width: int
@@ -371,11 +365,6 @@ class ModelConfig(ABC):
         return None
 
     @property
-    def nsp(self) -> bool:
-        """Whether there is a next-sentence head."""
-        return False
-
-    @property
     def type_vocab(self) -> int:
         """Number of token types; 0 without token types."""
         return 0
@@ -441,46 +430,8 @@ class ModelConfig(ABC):
 
         Returns:
             The configuration and the parameters of the larger model.
-        """
-        raise self._unpublished()
-
-    def to_huggingface(self) -> dict[str, object]:
-        """The content of a `config.json` from which transformers' `Auto` class builds this model.
 
         Raises:
-            ConfigError: transformers has no such model.
+            ConfigError: the family cannot.
         """
-        raise self._unpublished()
-
-    def export_parts(self) -> Mapping[str, tuple[ModelConfig, str]]:
-        """Models inside of this one that can be exported: name -> configuration and prefix."""
-        return {}
-
-    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Converts the tensors of a Hugging Face checkpoint to parameters, in their precision.
-
-        Raises:
-            CheckpointError: tensors are missing, unexpected or have another shape.
-        """
-        raise self._unpublished()
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Converts parameters to the tensors of a Hugging Face checkpoint.
-
-        Raises:
-            CheckpointError: parameters are missing, unexpected or have another shape.
-        """
-        raise self._unpublished()
-
-    def import_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Puts the rows of transformers' matrix `name`, or of LoRA's B for it, in our order."""
-        return rows
-
-    def export_rows(self, name: str, rows: Tensor) -> Tensor:
-        """The inverse of `import_rows`."""
-        return rows
-
-    def _unpublished(self) -> ConfigError:
-        return ConfigError(
-            f"{type(self).__module__} has no Hugging Face format. Use the checkpoint with samestep."
-        )
+        raise ConfigError(f"{type(self).__module__} cannot pad its vocabulary.")

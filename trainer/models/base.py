@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.models import Model, Outputs, Role, Start, Stored
 from trainer.models.config import TransformerConfig
+from trainer.models.extras import Extra
 from trainer.models.fused import FusedAttention
 from trainer.models.heads import answer
 from trainer.models.initialization import initial_values
@@ -22,15 +24,6 @@ from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 POOLED = ("classification", "multiple_choice")
 """Heads that pool one position of a sequence."""
 
-_OPTIONAL = ("fit_head", "mix", "head_lstm", "tag_transitions")
-"""Parts beside a head that a setting adds; stored weights may lack them."""
-_HEADS = ("head", "nsp_head", "span_head", "lm_head", "copy_head", *_OPTIONAL)
-_PRETRAINING = {
-    "nsp_head": "model.nsp",
-    "span_head": "model.span_boundary",
-    "fit_head": "model.teacher_width",
-}
-"""Heads of pre-training and distillation -> the setting that adds one."""
 _EMBEDDINGS = ("embeddings", "encoder_positions", "decoder_positions", "prompt")
 
 
@@ -41,7 +34,11 @@ class TransformerModel(Model):
         prompt: inserts learned embeddings before the text's (`peft.prompt`).
         embeddings: token embeddings are its parameter `tokens.weight`.
         head: called as head(hidden, token_embeddings, dropout_key); returns logits.
+        extras: optional parts.
+        head_parts: modules that are a head, besides the extras.
     """
+
+    head_parts: ClassVar[tuple[str, ...]] = ("head",)
 
     config: TransformerConfig
     embeddings: nn.Module
@@ -51,6 +48,7 @@ class TransformerModel(Model):
         super().__init__()
         self.config = config
         self.prompt: nn.Module | None = None
+        self.extras: tuple[Extra, ...] = ()
         self.reads = config.reads
         # What an objective may ask for. A head that pools one position pools the last of a decoder,
         # which has seen all others, or the first of an encoder ([CLS]).
@@ -62,6 +60,14 @@ class TransformerModel(Model):
         # be removed by a setting; a language model's cannot.
         is_task = config.head != "language_model"
         self.trains = {config.predicts: "model.head=language_model" if is_task else ""}
+
+    def add_extras(self, extras: Sequence[Extra]) -> None:
+        """Adds optional parts, after the parameters that the model has."""
+        self.extras = tuple(extras)
+        for extra in extras:
+            extra.add_to(self)
+            self.offers |= extra.offers
+            self.trains = {**self.trains, **extra.trains}
 
     @property
     def inserted(self) -> int:
@@ -169,7 +175,8 @@ class TransformerModel(Model):
             kind = "adapter"
         elif isinstance(self.get_submodule(owner), nn.LayerNorm | nn.RMSNorm):
             kind = "norm"
-        part = "head" if first in _HEADS else "embedding" if first in _EMBEDDINGS else "shared"
+        is_head = first in self.head_parts or self._extra(name) is not None
+        part = "head" if is_head else "embedding" if first in _EMBEDDINGS else "shared"
         return Role("layer" if self.layer_of(name) else part, kind)  # type: ignore[arg-type]
 
     def stacked(self) -> dict[str, int]:
@@ -179,11 +186,14 @@ class TransformerModel(Model):
             if isinstance(module, Projection) and len(module.parts) > 1
             for own, _ in module.named_parameters(recurse=False)
         }
-        if self.config.head_lstm:
-            from trainer.models.recurrent.lstm_layers import stacked_gates
-
-            stacked |= stacked_gates(self)
+        for extra in self.extras:
+            stacked |= extra.stacked()
         return stacked
+
+    def _extra(self, name: str) -> Extra | None:
+        """The extra that a parameter belongs to."""
+        first = name.partition(".")[0]
+        return next((extra for extra in self.extras if extra.name == first), None)
 
     def last_layers(self, count: int) -> frozenset[str]:
         """The last layers, and the pooler of a task's head, which pre-training may have trained."""
@@ -193,11 +203,9 @@ class TransformerModel(Model):
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         config, shape = self.config, self.get_parameter(name).shape
         added = None if config.peft is None else config.peft.initial_std(name, shape)
+        if (extra := self._extra(name)) is not None:
+            added = extra.initial_std(shape)
         stds = config.initial_std(name) if added is None else (added,)
-        if name.startswith("mix."):  # all layers alike
-            stds = (0.0,)
-        elif name.startswith("head_lstm."):
-            stds = (shape[-1] ** -0.5,)
         # Fused parameters have several parts with different distributions (T5's queries and keys).
         size = shape.numel() // len(stds)
         parts = []
@@ -222,50 +230,53 @@ class TransformerModel(Model):
         Stored heads and decoders that this model lacks are left out.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        before = stored.config
+        with torch.device("meta"):
+            extras = before.build_extras() if isinstance(before, TransformerConfig) else ()
         # A later line overrides an earlier one: own names, then new heads, then what peft adds.
         sources: dict[str, str | None] = {name: name for name in shapes}
-        sources |= self._new_head(stored, shapes)
-        own = {name for name in shapes if name.partition(".")[0] in _OPTIONAL}
+        sources |= self._new_head(stored, shapes, extras)
+        own = {name for name in shapes if self._extra(name) is not None}
         sources |= dict.fromkeys(own - stored.shapes.keys())
         if (peft := self.config.peft) is not None:
             sources |= {
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)
             }
         # Stored weights that the model does not use must be expected, or they point to an error.
-        parts: tuple[str, ...] = tuple(_PRETRAINING)
-        stored_parts = {name.partition(".")[0] for name in stored.shapes}
-        settings = [_PRETRAINING[part] for part in parts if part in stored_parts]
-        reason = " and ".join(f"{setting} is not set" for setting in settings)
+        parts = {extra.name: extra.pretraining for extra in extras if extra.pretraining}
+        reason = " and ".join(f"{setting} is not set" for setting in parts.values())
         if self.config.head != "language_model":
-            parts, reason = (*_PRETRAINING, "head"), f"model.head is {self.config.head}"
+            parts["head"], reason = "", f"model.head is {self.config.head}"
             if not any(name.startswith("decoder") for name in shapes):  # T5's taggers
-                parts += ("decoder", "decoder_norm", "decoder_bias")
+                parts |= dict.fromkeys(("decoder", "decoder_norm", "decoder_bias"), "")
         unused = {name for name in stored.shapes if name.partition(".")[0] in parts}
         if self.config.type_vocab == 0:  # a DistilBERT that starts from a BERT
             unused |= {"embeddings.types.weight"} & stored.shapes.keys()
         return Start(sources, frozenset(unused), reason)
 
     def _new_head(
-        self, stored: Stored, shapes: Mapping[str, tuple[int, ...]]
+        self, stored: Stored, shapes: Mapping[str, tuple[int, ...]], extras: Sequence[Extra]
     ) -> dict[str, str | None]:
-        """The sources of head parameters that are not initialized from their own names."""
+        """The sources of a task's head that are not initialized from their own names.
+
+        Args:
+            extras: of the stored model.
+        """
         config, before = self.config, stored.config
         if config.head == "language_model":
-            own = [name for name in shapes if name.partition(".")[0] in _PRETRAINING]
-            return {name: None for name in own if name not in stored.shapes}
+            return {}
         # A head for the same labels is loaded. For other labels only the classifier is new: the
         # pooler of a head of the same kind still fits.
         if (config.head, config.labels) == (before.head, before.labels):
             return {}
-        labeled = ("head.classifier.", "tag_transitions")
-        begin = ("head.", "tag_transitions") if config.head != before.head else labeled
-        found: dict[str, str | None] = {}
-        for name in shapes:
-            if name.startswith(begin):
-                # BERT's fine-tuning reuses the pooler of next-sentence prediction (Devlin et al.
-                # 2019, section 3.2).
-                pooler = f"nsp_{name}" if name.startswith("head.pooler.") else ""
-                found[name] = pooler if stored.shapes.get(pooler) == shapes[name] else None
+        labeled = tuple(extra.name for extra in self.extras if extra.has_labels)
+        begin = ("head." if config.head != before.head else "head.classifier.", *labeled)
+        found: dict[str, str | None] = {name: None for name in shapes if name.startswith(begin)}
+        for ours, theirs in (pair for extra in extras for pair in extra.lends.items()):
+            for name in found:
+                lent = name.replace(ours, theirs, 1) if name.startswith(ours) else ""
+                if stored.shapes.get(lent) == shapes[name]:
+                    found[name] = lent
         return found
 
     def embedding_flops(self) -> int:

@@ -6,15 +6,18 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.config import Kinds
+from samestep.config import Kinds, kind_name
 from samestep.errors import ConfigError
 from trainer.models import Model, ModelConfig, Outputs
 from trainer.models.peft import Peft
+
+if TYPE_CHECKING:
+    from trainer.models.extras import Extra
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
 Pooling: TypeAlias = Literal["tanh", "relu", "gelu"]
@@ -54,40 +57,6 @@ def check_labels(head: Head, labels: tuple[str, ...]) -> None:
     for label, times in Counter(labels).most_common(1):
         if times > 1:
             raise ConfigError(f"labels has {label!r} {times} times. Labels must differ.")
-
-
-class HasTaskParts(Protocol):
-    """A configuration with parts between hidden states and a task's head."""
-
-    @property
-    def head(self) -> str: ...
-    @property
-    def scalar_mix(self) -> bool: ...
-    @property
-    def head_lstm(self) -> int: ...
-    @property
-    def crf(self) -> bool: ...
-    @property
-    def virtual_tokens(self) -> int: ...
-
-
-def check_task_parts(config: HasTaskParts) -> None:
-    """Rejects parts between hidden states and a task's head that it has no place for.
-
-    Raises:
-        ConfigError: names the part.
-    """
-    if config.head_lstm < 0:
-        raise ConfigError(f"head_lstm is {config.head_lstm}. Use a number of layers, or 0.")
-    if config.head == "language_model" or config.virtual_tokens:
-        parts = {"scalar_mix": config.scalar_mix, "head_lstm": config.head_lstm}
-        if given := [name for name, value in parts.items() if value]:
-            raise ConfigError(
-                f"{given[0]} is for a task's head, without a prompt or prefix. Set head to "
-                "classification or another task, and model.peft, if there is any, to null or lora."
-            )
-    if config.crf and config.head != "tagging":
-        raise ConfigError(f"crf is true, but head is {config.head}. Set head to tagging.")
 
 
 @dataclass(frozen=True)
@@ -179,26 +148,6 @@ class TransformerConfig(ModelConfig):
     def embedding_dropout(self) -> float:
         """Dropout rate of embeddings."""
         return self.dropout
-
-    @property
-    def scalar_mix(self) -> bool:
-        """Whether a task's head reads a learned mean of all layers instead of the last one."""
-        return False
-
-    @property
-    def head_lstm(self) -> int:
-        """Number of bidirectional LSTM layers below a task's head."""
-        return 0
-
-    @property
-    def crf(self) -> bool:
-        """Whether transitions between tags have scores."""
-        return False
-
-    @property
-    def teacher_width(self) -> int:
-        """Width to which hidden states are projected for a distillation; 0: they are not."""
-        return 0
 
     @property
     def normalizes_embeddings(self) -> bool:
@@ -367,6 +316,10 @@ class TransformerConfig(ModelConfig):
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
         """Layer `index` of a stack."""
 
+    def build_extras(self) -> Sequence[Extra]:
+        """The optional parts, in the order of their parameters in checkpoints."""
+        return ()
+
     def build_layers(self) -> Sequence[nn.Module]:
         """The layers of a model with one stack. A module may appear more than once."""
         return [self.build_layer(index) for index in range(self.layers)]
@@ -393,13 +346,14 @@ class TransformerConfig(ModelConfig):
             changes |= {"head": head, "labels": labels}
         elif head != "language_model":
             raise ConfigError(
-                f"a model of kind {self.model_type} has no {head} head. Use bert, roberta, t5, "
+                f"a model of kind {kind_name(self)} has no {head} head. Use bert, roberta, t5, "
                 "bart, gpt2 or openai_gpt."
             )
-        for setting, output in (("nsp", "next_sentence"), ("span_boundary", "span_boundary")):
-            if setting in settings:
-                changes[setting] = output in needs
-        return replace(self, **changes)
+        return replace(self, **changes, **self.extras_for(needs))
+
+    def extras_for(self, needs: Outputs) -> dict[str, Any]:
+        """The settings with which the family has the extras that an objective needs."""
+        return {}
 
     def without_peft(self) -> Self:
         return replace(self, peft=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from trainer.models import Outputs, Start, Stored
 from trainer.models.base import matrix_flops
 from trainer.models.config import Activation, TransformerConfig
+from trainer.models.extras import Extra
 from trainer.models.inputs import Inputs
 from trainer.models.layers.dropout import split_key
 from trainer.models.layers.layer import activate
@@ -72,8 +74,10 @@ class WithGenerator(Discriminator):
         generator: None without one.
     """
 
-    def __init__(self, config: TransformerConfig, head: nn.Module) -> None:
-        super().__init__(config, head)
+    def __init__(
+        self, config: TransformerConfig, head: nn.Module, extras: Sequence[Extra] = ()
+    ) -> None:
+        super().__init__(config, head, extras)
         own = cast(HasGenerator, config)
         self.generator = own.build_generator()
         if self.generator is not None:

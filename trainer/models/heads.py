@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from trainer.accelerators.kernels import product_multiple
 from trainer.models import scores_of
 from trainer.models.config import Activation, Pooling, TransformerConfig
-from trainer.models.layers.attention import take
 from trainer.models.layers.dropout import dropout, split_key
 from trainer.models.layers.layer import activate
-from trainer.models.layers.norms import LayerNorm
 from trainer.models.token_scores import Target, score_hidden
 
 Factors: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
@@ -32,28 +30,6 @@ _POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
 def _decoder(config: TransformerConfig) -> nn.Linear | None:
     """The output matrix; None if it is shared with the token embeddings."""
     return None if config.tied else nn.Linear(config.embedding_width, config.vocab_size, bias=False)
-
-
-class ScalarMix(nn.Module):
-    """A learned mean of all layers, for a head on frozen features (Peters et al. 2018, equation 1).
-
-    gain * sum_j softmax(scores)_j h_j; at first all layers count alike, and the gain is 1.
-
-    Args:
-        layers: number of layers, the embeddings included.
-    """
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.scores = nn.Parameter(torch.empty(layers))
-        self.gain = nn.Parameter(torch.empty(1))  # minus 1, so that it begins with 0
-
-    def forward(self, states: Sequence[Tensor]) -> Tensor:
-        """The hidden states of all layers, [B, S, D] each -> [B, S, D]."""
-        shares = self.scores.float().softmax(0)
-        # One after the other: no tensor [layers, B, S, D] is needed.
-        mixed = sum(share * state for share, state in zip(shares, states, strict=True))
-        return cast(Tensor, (1 + self.gain) * mixed)
 
 
 class EmbeddingHead(nn.Module):
@@ -148,36 +124,6 @@ class LanguageModelHead(VocabularyHead):
         return hidden if self.scale == 1 else hidden * self.scale, embedding, self.bias
 
 
-class SpanBoundaryHead(VocabularyHead):
-    """Predicts a token of a span from the states outside of it (Joshi et al. 2020, section 3.2).
-
-    Two layers with GELU and norm read the state before the span, the state after it, and an
-    embedding of the token's place in the span; the output matrix is the token embeddings.
-
-    Args:
-        config: of the model.
-        positions: number of places with an embedding; later ones share the last.
-        width: of these embeddings.
-    """
-
-    def __init__(self, config: TransformerConfig, positions: int = 20, width: int = 200) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(positions, width)
-        self.first = nn.Linear(2 * config.width + width, config.width)
-        self.first_norm = LayerNorm(config.width, eps=config.norm_eps)
-        self.second = nn.Linear(config.width, config.embedding_width)
-        self.second_norm = LayerNorm(config.embedding_width, eps=config.norm_eps)
-
-    def factors(self, hidden: Tensor, embedding: Tensor, *columns: Any) -> Factors:
-        """[B, S, D], token embeddings [V, E], the columns of `mlm_sbo`, int [B, P] each."""
-        first, last, offset = columns
-        # [CLS] and [SEP] surround every sequence, so the states before and after a span exist.
-        place = self.positions(offset.clamp(max=self.positions.num_embeddings - 1))
-        read = torch.cat([take(hidden, first - 1), take(hidden, last + 1), place], -1)
-        inner = self.first_norm(F.gelu(self.first(read)))
-        return self.second_norm(F.gelu(self.second(inner))), embedding, None
-
-
 class PooledHead(nn.Module):
     """Scores sequences by one position each: a pooler (BERT's: dense, tanh), dropout, a classifier.
 
@@ -185,6 +131,7 @@ class PooledHead(nn.Module):
         classes: C.
         dropout_first: whether there is dropout before the pooler too (RoBERTa, T5).
         activation: after the pooler's dense layer.
+        lstm_layers: below the head, whose dropout keys are split off the same key.
     """
 
     def __init__(
@@ -193,11 +140,12 @@ class PooledHead(nn.Module):
         classes: int,
         dropout_first: bool = False,
         activation: Pooling = "tanh",
+        lstm_layers: int = 0,
     ) -> None:
         super().__init__()
         self.dropout = config.head_dropout
         self.dropout_first = dropout_first
-        self.below = 2 * config.head_lstm  # keys that an LSTM below splits off the same key
+        self.below = 2 * lstm_layers
         self.activation = _POOLINGS[activation]
         self.pooler = nn.Linear(config.width, config.width)
         self.classifier = nn.Linear(config.width, classes)
@@ -225,18 +173,4 @@ class TokenHead(nn.Module):
     ) -> Tensor:
         """[B, S, D] -> logits [B, S, C]; key: int32 [B], None means no dropout."""
         logits: Tensor = self.classifier(dropout(hidden, self.dropout, key))
-        return logits
-
-
-class NextSentenceHead(nn.Module):
-    """Predicts whether segment B follows A: BERT's pooler (dense, tanh) and a classifier."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.pooler = nn.Linear(config.width, config.width)
-        self.classifier = nn.Linear(config.width, 2)
-
-    def forward(self, first: Tensor) -> Tensor:
-        """Hidden states of the first position [B, D] -> logits [B, 2]: follows, is random."""
-        logits: Tensor = self.classifier(self.pooler(first).tanh())
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,15 +14,13 @@ from torch import Tensor, nn
 from trainer.models import Outputs
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.config import TransformerConfig
+from trainer.models.extras import Extra, HeadInput
 from trainer.models.fused import Mask
-from trainer.models.heads import ScalarMix
 from trainer.models.inputs import Inputs
 from trainer.models.layers.attention import SelfAttention, causal_mask, segment_mask, take
 from trainer.models.layers.dropout import dropout, split_key
 from trainer.models.layers.embeddings import Embeddings
 from trainer.models.stack import Context, Stack
-
-_SPAN_COLUMNS = ("span_first", "span_last", "span_offset")
 
 if TYPE_CHECKING:
     from trainer.models.cache import Cache
@@ -56,21 +55,17 @@ class Transformer(TransformerModel):
     """An encoder, or a decoder-only model, with a head for tokens or for a task.
 
     Args:
+        extras: optional parts, in the order of their parameters.
         relative_bias: added to the attention scores of all layers.
-        nsp_head: scores pairs of segments.
-        span_head: scores the tokens of masked spans (`mlm_sbo`).
-        lm_head: scores tokens beside a task's head.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         head: nn.Module,
+        extras: Sequence[Extra] = (),
         *,
         relative_bias: RelativeBias | None = None,
-        nsp_head: nn.Module | None = None,
-        span_head: nn.Module | None = None,
-        lm_head: nn.Module | None = None,
     ) -> None:
         super().__init__(config)
         # The order of registration is the order of parameters in optimizers and checkpoints.
@@ -79,47 +74,20 @@ class Transformer(TransformerModel):
         self.relative_bias = relative_bias
         self.final_norm = config.build_norm() if config.norm == "pre" else None
         self.head = head
-        self.mix = ScalarMix(config.layers + 1) if config.scalar_mix else None
-        self.head_lstm = None
-        if config.head_lstm:
-            from trainer.models.recurrent.head_lstm import HeadLstm
-
-            self.head_lstm = HeadLstm(config.head_lstm, config.width, config.dropout)
-        # Of a conditional random field, see `trainer.objectives.crf`.
-        tags = len(config.labels) + 1
-        self.tag_transitions = nn.Parameter(torch.empty(tags, tags)) if config.crf else None
-        self.nsp_head = nsp_head
-        self.span_head = span_head
-        # Projects hidden states to the width of a distillation's teacher.
-        wide = config.teacher_width
-        self.fit_head = nn.Linear(config.width, wide) if wide else None
-        self.lm_head = lm_head
+        self.add_extras(extras)
         if config.normalizes_embeddings and isinstance(self.embeddings, Embeddings):
             self.offers |= {"inputs.noise"}
-        if nsp_head is not None:
-            self.offers |= {"next_sentence"}
-            self.trains = {**self.trains, "next_sentence": "model.nsp=false"}
-        if span_head is not None:
-            self.offers |= {"span_boundary"}
-            self.trains = {**self.trains, "span_boundary": "model.span_boundary=false"}
         self.offers |= {f"compared.{n}" for n in range(config.layers + 1)}
         if all(isinstance(each.attention, SelfAttention) for each in self.layers):
             self.offers |= {f"attention.{n}" for n in range(1, config.layers + 1)}
-        if wide:
-            self.trains = {**self.trains, "compared.0": "model.teacher_width=0"}
-        if lm_head is not None:
-            self.offers |= {"next_tokens"}
-        if config.crf:
-            self.offers |= {"tag_transitions"}
-            self.trains = {**self.trains, "tag_transitions": "model.crf=false"}
         if config.causal_outputs:
             # The same head scores the tokens in both directions, so either output trains it.
             self.offers |= config.causal_outputs
             self.trains = {k: v for k, v in self.trains.items() if k != config.predicts}
 
     def reads_for(self, outputs: Outputs) -> frozenset[str]:
-        own = _SPAN_COLUMNS if "span_boundary" in outputs else ()
-        return super().reads_for(outputs) | frozenset(own)
+        needed = (extra.columns for extra in self.extras if extra.is_needed(outputs))
+        return super().reads_for(outputs).union(*needed)
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`)."""
@@ -152,12 +120,9 @@ class Transformer(TransformerModel):
                 return found
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
-        if self.mix is None:
-            hidden = self._finish(hidden, keys.final, read)
-        else:
-            hidden = self.mix([shown[n] for n in inner.states])
-        if self.head_lstm is not None:
-            hidden = self.head_lstm(hidden, segments, keys.final)
+        hidden = self._finish(hidden, keys.final, read)
+        for extra in self.extras:
+            hidden = extra.below_head(hidden, list(shown.values()), segments, keys.final)
         return found | self._answers(inputs, outputs, hidden, matrix, read, keys.final)
 
     def _inner(self, outputs: Outputs) -> _Inner:
@@ -166,7 +131,7 @@ class Transformer(TransformerModel):
         states = sorted({*layer_numbers(outputs), *layer_numbers(outputs, "compared")})
         alone = all(name.startswith(("layer.", "compared.", "attention.")) for name in outputs)
         through = max([0, *states, *attention]) if alone else len(self.layers)
-        if self.mix is not None and not alone:
+        if not alone and any(extra.needs_layers for extra in self.extras):
             states = list(range(len(self.layers) + 1))
         return _Inner(states, attention, alone, through)
 
@@ -176,14 +141,17 @@ class Transformer(TransformerModel):
         With predictions at positions 3 and 7 and a next-sentence head, which reads position 0:
         [0, 3, 7].
         """
-        beside = self.lm_head is not None and "next_tokens" in outputs
-        needs_all = beside or not outputs.isdisjoint({"hidden", "span_boundary"})
-        if needs_all or inner.states or inner.attention or self.head_lstm is not None:
+        needed = self._positions(outputs)
+        if "hidden" in outputs or "all" in needed or inner.states or inner.attention:
             return None
         read = self.pooled(inputs.predicted)
-        if read is not None and "next_sentence" in outputs:
+        if read is not None and "first" in needed:
             read = F.pad(read, (1, 0))
         return read
+
+    def _positions(self, outputs: Outputs) -> set[str]:
+        """The positions that the extras need for these outputs; see `Extra.needs_positions`."""
+        return {extra.needs_positions for extra in self.extras if extra.is_needed(outputs)}
 
     def _answers(
         self,
@@ -200,32 +168,20 @@ class Transformer(TransformerModel):
         hidden = whole if read is not None else whole[:, self.inserted :]
         if "hidden" in outputs:
             found["hidden"] = hidden
-        if "next_tokens" in outputs and self.lm_head is not None:
-            # GPT's auxiliary language-modeling loss: the next token of every position but the last.
-            found |= self.answer("next_tokens", self.lm_head, inputs, hidden[:, :-1], matrix)
-        if "next_sentence" in outputs:
-            assert self.nsp_head is not None, "the model was built without a next-sentence head"
-            found["next_sentence"] = self.nsp_head(whole[:, 0])
-        if "span_boundary" in outputs:
-            # It reads the positions beside the spans.
-            assert self.span_head is not None
-            columns = [inputs.extra[name] for name in _SPAN_COLUMNS]
-            found |= self.answer("span_boundary", self.span_head, inputs, hidden, matrix, *columns)
+        for extra in self.extras:
+            found |= extra.answer(self, HeadInput(inputs, outputs, whole, hidden, matrix))
         for name in outputs & {self.config.predicts, *self.config.causal_outputs}:
             if read is None and inputs.predicted is not None:
                 hidden = take(whole, self.pooled(inputs.predicted))
-            elif read is not None and "next_sentence" in outputs:
+            elif read is not None and "first" in self._positions(outputs):
                 hidden = hidden[:, 1:]
             found |= self.answer(name, self.head, inputs, hidden, matrix, dropout_key)
-        if "tag_transitions" in outputs:
-            assert self.tag_transitions is not None, "the model was built without crf"
-            # A copy, as a strategy may free the gathered parameter after this pass.
-            found["tag_transitions"] = self.tag_transitions.clone()
         return found
 
     def _fitted(self, hidden: Tensor) -> Tensor:
-        fitted: Tensor = hidden if self.fit_head is None else self.fit_head(hidden)
-        return fitted
+        for extra in self.extras:
+            hidden = extra.compared(hidden)
+        return hidden
 
     def _keys(self, key: Tensor | None) -> _Keys:
         if not self.training or key is None:
@@ -393,8 +349,9 @@ class Transformer(TransformerModel):
         for_predicted = matrix_flops(self.layers[-1], without="qkv")
         positions = sequence_length + self.config.virtual_tokens
         attention = 12 * len(self.layers) * positions * self.config.heads * self.config.head_width
-        if self.head_lstm is not None:  # it reads all positions
-            matrices += matrix_flops(self.head_lstm)
+        # An extra below the head reads all positions.
+        if below := sum(matrix_flops(each) for each in self.extras if each.is_below_head):
+            matrices += below
             for_predicted = 0
         predicted = predicted_per_token * (for_predicted + self.head_flops())
         return self.embedding_flops() + matrices - for_predicted + attention + predicted

@@ -17,6 +17,7 @@ from samestep.examples import Vocabulary
 from samestep.storage.hub import name_and_revision
 from trainer.checkpoint import huggingface
 from trainer.models import ModelConfig
+from trainer.models.codecs import codec_of
 from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card, sentence_transformers
 from trainer.publish import tokenizer as exported_tokenizer
@@ -51,7 +52,7 @@ def export_weights(
     whole = weights
     prefix = ""
     if part is not None:
-        parts = weights.config.export_parts()
+        parts = codec_of(weights.config).export_parts()
         if part not in parts:
             has = f"has only {', '.join(parts)}" if parts else "has no parts. Leave --part out"
             raise ConfigError(f"--part is {part}, but {checkpoint} {has}.")
@@ -76,9 +77,10 @@ def export_weights(
         # A padding token that `adapt` has added comes after the vocabulary, and needs a row.
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
-        tensors = ours.export_tensors(parameters)
+        codec = codec_of(ours)
+        tensors = codec.export_tensors(parameters)
         warn_of_not_finite(tensors, checkpoint)
-        config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
+        config = codec.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         more = None
         if ours.head == "embedding":
             length = sys.maxsize if ours.max_positions is None else ours.max_positions
@@ -188,7 +190,7 @@ def _check_padding(weights: Weights, vocabulary: Vocabulary) -> None:
     if offset and pad != offset - 1:
         raise ConfigError(
             f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and "
-            f"{weights.config.model_type} in transformers needs it at {offset - 1}; build the "
-            "dataset with a tokenizer of algorithm bpe (or RoBERTa's own), or train model=bert, "
-            "which works with any tokenizer"
+            f"{codec_of(weights.config).model_type} in transformers needs it at {offset - 1}; "
+            "build the dataset with a tokenizer of algorithm bpe (or RoBERTa's own), or train "
+            "model=bert, which works with any tokenizer"
         )

@@ -25,6 +25,7 @@ from samestep.storage.urls import is_hub_path
 from samestep.tasks import facts_of_head
 from trainer.checkpoint import integrity
 from trainer.models import ModelConfig
+from trainer.models.codecs import codec_of
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.training.weights.loading import Weights
 
@@ -112,6 +113,7 @@ def write(
         name=name,
         weights=weights,
         model=model,
+        family=codec_of(model).model_type,
         meta=meta,
         config=tree,
         facts=facts,

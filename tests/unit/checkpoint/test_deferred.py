@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.checkpoint.deferred import defer, stored
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
+from trainer.models.codecs import codec_of
 from trainer.models.families import bert, gpt2, t5
 
 MODELS = {
@@ -51,13 +52,13 @@ def test_deferred_conversion_equals_conversion_and_reads_tensors_one_by_one(name
     ours = {
         name: torch.rand(parameter.shape) for name, parameter in config.build().named_parameters()
     }
-    theirs = config.export_tensors(ours)
-    exported = stored(config.export_tensors(defer(Counted(ours, Counter()).stored())))
+    theirs = codec_of(config).export_tensors(ours)
+    exported = stored(codec_of(config).export_tensors(defer(Counted(ours, Counter()).stored())))
     assert exported.keys() == theirs.keys()
     assert all(torch.equal(exported[name], theirs[name]) for name in theirs)
 
     source = Counted(theirs, Counter())
-    imported = stored(config.import_tensors(defer(source.stored())))
+    imported = stored(codec_of(config).import_tensors(defer(source.stored())))
     assert imported.keys() == ours.keys()
     source.reads.clear()
     for number, name in enumerate(ours):

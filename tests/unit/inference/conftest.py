@@ -11,6 +11,7 @@ import pytest
 
 from tests.outputs import random_parameters
 from trainer.checkpoint.huggingface import save_folder
+from trainer.models.codecs import codec_of
 
 WORDS = ("the", "a", "dog", "cat", "runs", "sleeps", "here", "use", "mask", "[", "]", "<", ">", ".")
 
@@ -31,8 +32,10 @@ def save(tmp_path: Path, tokenizer_folder: Path) -> Callable[[Any], Path]:
     """Writes a random model with the tokenizer as a folder of transformers."""
 
     def save(config: Any) -> Path:
-        tensors = config.export_tensors(random_parameters(config.build()))
-        save_folder(tmp_path / "model", config.to_huggingface(), tensors, tokenizer_folder)
+        tensors = codec_of(config).export_tensors(random_parameters(config.build()))
+        save_folder(
+            tmp_path / "model", codec_of(config).to_huggingface(), tensors, tokenizer_folder
+        )
         return tmp_path / "model"
 
     return save

@@ -13,6 +13,7 @@ from samestep.errors import ConfigError
 from tests.outputs import outputs
 from tests.unit.models.test_scalar_mix import FAMILIES, SHAPE, make
 from trainer.models import Stored
+from trainer.models.codecs import codec_of
 from trainer.models.families import bert, xlnet
 from trainer.models.peft.kinds import prompt
 
@@ -123,9 +124,9 @@ def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
 
 def test_other_families_and_exports_lack_it() -> None:
     with pytest.raises(ConfigError, match="transformers has no head with an LSTM"):
-        config().to_huggingface()
+        codec_of(config()).to_huggingface()
     with pytest.raises(ConfigError, match="transformers has no conditional random field"):
-        config("modernbert", head_lstm=0).to_huggingface()
+        codec_of(config("modernbert", head_lstm=0)).to_huggingface()
     shape = {name: value for name, value in SHAPE.items() if name != "scalar_mix"}
     with pytest.raises(ConfigError, match="head_lstm is set, but XLNet has no such head"):
         xlnet.Config(**shape, head_lstm=1)
@@ -147,4 +148,4 @@ def test_a_left_to_right_model_sees_both_sides_through_it() -> None:
         )
         assert torch.equal(before[:, :-1], after[:, :-1]) == (layers == 0)
     with pytest.raises(ConfigError, match="transformers has no left-to-right model"):
-        config(causal=True, head_lstm=0, crf=False).to_huggingface()
+        codec_of(config(causal=True, head_lstm=0, crf=False)).to_huggingface()

@@ -14,6 +14,7 @@ from samestep.errors import ConfigError
 from tests.outputs import outputs, predict
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.models import Model, Start, Stored
+from trainer.models.codecs import codec_of
 from trainer.models.families import bilm, lstm
 from trainer.models.recurrent.lstm_layers import RecurrentLayer, drop, resets
 from trainer.models.recurrent.model import RecurrentConfig
@@ -350,7 +351,7 @@ def test_what_recurrent_models_cannot_do_is_rejected() -> None:
     with pytest.raises(ConfigError, match="a model of kind lstm has no multiple_choice head"):
         LSTM.for_needs(frozenset({"multiple_choice"}))
     with pytest.raises(ConfigError, match="lstm has no Hugging Face format"):
-        LSTM.to_huggingface()
+        codec_of(LSTM).to_huggingface()
     with torch.device("meta"):
         model = LSTM.build()
         with pytest.raises(ConfigError, match="the graphs that meta compiles"):

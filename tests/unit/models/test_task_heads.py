@@ -17,6 +17,7 @@ from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.inference.fill import fill
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import bart, bert, gpt2, roberta, t5
 from trainer.models.heads import TokenHead
 from trainer.models.transformer import Transformer
@@ -40,19 +41,19 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
 @pytest.mark.parametrize("schema", [bert.Config, gpt2.Config, bart.Config, t5.Config])
 def test_classifiers_of_another_kind_are_not_imported(schema: Any) -> None:
     """Several labels for a text, or several numbers, would all become one softmax."""
-    tree = schema(head="classification", labels=CLASSES).to_huggingface()
-    assert schema.from_huggingface(tree).labels == CLASSES
+    tree = codec_of(schema(head="classification", labels=CLASSES)).to_huggingface()
+    assert read_config(schema, tree).labels == CLASSES
     single = {**tree, "problem_type": "single_label_classification"}
-    assert schema.from_huggingface(single).labels == CLASSES
+    assert read_config(schema, single).labels == CLASSES
     for kind, meaning in (
         ("multi_label_classification", "several labels for a text"),
         ("regression", "3 numbers for a text"),
     ):
         with pytest.raises(ConfigError, match=f"problem_type '{kind}', which is {meaning}"):
-            schema.from_huggingface({**tree, "problem_type": kind})
-    one = schema(head="classification", labels=("similarity",)).to_huggingface()
+            read_config(schema, {**tree, "problem_type": kind})
+    one = codec_of(schema(head="classification", labels=("similarity",))).to_huggingface()
     assert one["problem_type"] == "regression"
-    assert schema.from_huggingface(one).labels == ("similarity",)
+    assert read_config(schema, one).labels == ("similarity",)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +213,12 @@ def start(config: bert.Config, build: Build, dataset_folder: Path, tmp_path: Pat
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.01)  # biases are not zero
-        tensors = before.export_tensors(model.state_dict())
+        tensors = codec_of(before).export_tensors(model.state_dict())
         save_folder(
-            tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer"
+            tmp_path / "saved",
+            codec_of(before).to_huggingface(),
+            tensors,
+            dataset_folder / "tokenizer",
         )
         weights = load_weights(tmp_path / "saved")
         assert weights.config == before

@@ -235,7 +235,7 @@ def layer_distances(model: nn.Module, teacher: nn.Module, batch: dict[str, Tenso
     with torch.no_grad():
         own = outputs(model, "layer.0", "layer.1", "attention.1", **given)
         their = outputs(teacher, "layer.0", "layer.2", "attention.2", **given)
-        wide = model.fit_head
+        wide = getattr(model, "fit_head", None)
         hidden, attention, tokens, pairs = 0.0, 0.0, 0, 0
         for row in range(4):  # without the one that only pads
             filled = torch.nonzero(batch["segments"][row])[:, 0].tolist()

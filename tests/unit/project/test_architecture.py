@@ -105,7 +105,7 @@ def test_the_modules_of_the_core_of_models_exist():
     names = re.findall(r"`(\w+)`", text)
     assert len(names) > 10
     folder = ROOT / "trainer" / "models"
-    drawers = ("layers", "recurrent", "families")
+    drawers = ("layers", "recurrent", "families", "extras", "codecs")
     there = {path.stem for name in ("", *drawers) for path in (folder / name).glob("*.py")}
     assert set(names) - there <= set(drawers)
 

@@ -21,6 +21,7 @@ from benchmarks.models import initialized
 from benchmarks.sides import LAUNCH, Job, SideFailed, Turn, Turns
 from benchmarks.turn_record import ALLOCATOR, StepRecorder
 from trainer.accelerators.kinds import cuda
+from trainer.models.codecs import codec_of
 from trainer.strategies import Replica
 from trainer.training.compose import open_loader
 from trainer.training.model import build_objectives
@@ -58,7 +59,7 @@ def test_both_sides_have_the_same_loss(recipe: str, tmp_path: Path):
     (objective,) = build_objectives(experiment, dataset)
     model = initialized(experiment.model).eval()
     their_model = huggingface.build_model(experiment.model).eval()
-    weights = experiment.model.export_tensors(dict(model.named_parameters()))
+    weights = codec_of(experiment.model).export_tensors(dict(model.named_parameters()))
     assert not their_model.load_state_dict(weights, strict=False).unexpected_keys
     # A head of its own is not tied to the embeddings, so both optimizers have the same work.
     assert their_model.num_parameters() == sum(each.numel() for each in model.parameters())

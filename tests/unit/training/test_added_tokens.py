@@ -18,6 +18,7 @@ from samestep.errors import CheckpointError, ConfigError
 from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
 from trainer.models import ModelConfig
+from trainer.models.codecs import codec_of
 from trainer.models.families import albert, bert, electra, gpt2, t5
 from trainer.models.inputs import Inputs
 from trainer.models.peft.kinds import lora
@@ -67,8 +68,8 @@ def saved(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> Weights:
     for parameter in model.requires_grad_(False).parameters():
         parameter.normal_(0, 0.5, generator=generator)
     tokenizer.save(folder / "tokenizer")
-    tensors = config.export_tensors(dict(model.named_parameters()))
-    save_folder(folder / "saved", config.to_huggingface(), tensors, folder / "tokenizer")
+    tensors = codec_of(config).export_tensors(dict(model.named_parameters()))
+    save_folder(folder / "saved", codec_of(config).to_huggingface(), tensors, folder / "tokenizer")
     return load_weights(folder / "saved")
 
 

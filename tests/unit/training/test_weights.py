@@ -18,6 +18,7 @@ from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.models import Model
+from trainer.models.codecs import codec_of
 from trainer.models.families import bert
 from trainer.training.weights.initial import stored_values
 from trainer.training.weights.loading import Weights, load_config, load_weights
@@ -121,8 +122,11 @@ def exported(folder: Path, **settings: object) -> Path:
     weights, model = trained(bert.Config)
     assert isinstance(weights.config, bert.Config)
     tensors = {name: each.detach() for name, each in model.named_parameters()}
-    tensors = {name: each.clone() for name, each in weights.config.export_tensors(tensors).items()}
-    save_folder(folder, weights.config.to_huggingface() | settings, tensors)
+    tensors = {
+        name: each.clone()
+        for name, each in codec_of(weights.config).export_tensors(tensors).items()
+    }
+    save_folder(folder, codec_of(weights.config).to_huggingface() | settings, tensors)
     return folder
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,57 +25,7 @@ class Config(bert.Config):
             (`objective: mlm_sop`) or follow each other (`mlm_nsp`).
     """
 
-    model_type: ClassVar[str] = "albert"
-    prefix_in_peft: ClassVar[bool] = False
-    architecture: ClassVar[str] = "AlbertForMaskedLM"
-    causal_architecture: ClassVar[str] = ""
-    special_ids: ClassVar[Mapping[str, int]] = {
-        "pad_token_id": 0,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    }
-    head_names: ClassVar[Mapping[str, str]] = {
-        "dense": "predictions.dense",
-        "norm": "predictions.LayerNorm",
-        "bias": "predictions.bias",
-        "decoder": "predictions.decoder",
-    }
-    nsp_names: ClassVar[Mapping[str, str]] = {
-        "pooler": "albert.pooler",
-        "classifier": "sop_classifier.classifier",
-    }
-    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        **bert.Config.task_names,
-        "classification": {"pooler": "albert.pooler", "classifier": "classifier"},
-        "multiple_choice": {"pooler": "albert.pooler", "classifier": "classifier"},
-    }
-    their_settings: ClassVar[Mapping[str, str]] = {
-        **bert.Config.their_settings,
-        "embedding_width": "embedding_size",
-        "groups": "num_hidden_groups",
-        "head_dropout": "classifier_dropout_prob",
-    }
-    # transformers can put several different layers into a group; no released model does.
-    their_constants: ClassVar[Mapping[str, object]] = {
-        **bert.Config.their_constants,
-        "inner_group_num": 1,
-    }
-    embedding_names: ClassVar[Mapping[str, str]] = {
-        **bert.Config.embedding_names,
-        "projection.weight": "encoder.embedding_hidden_mapping_in.weight",
-        "projection.bias": "encoder.embedding_hidden_mapping_in.bias",
-    }
-    layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "attention.qkv": ("attention.query", "attention.key", "attention.value"),
-        "attention.out": ("attention.dense",),
-        "attention_norm": ("attention.LayerNorm",),
-        "ffn.up": ("ffn",),
-        "ffn.down": ("ffn_output",),
-        "ffn_norm": ("full_layer_layer_norm",),
-    }
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(
-        r"((albert\.)?pooler|sop_classifier\.classifier)\.(weight|bias)"
-    )
+    codec: ClassVar[str] = "trainer.models.codecs.albert"
 
     vocab_size: int = 30000
     dropout: float = 0.0
@@ -106,11 +55,3 @@ class Config(bert.Config):
         each = self.layers // self.groups
         distinct = [self.build_layer(group * each) for group in range(self.groups)]
         return [layer for layer in distinct for _ in range(each)]
-
-    def layer_places(self) -> dict[int, str]:
-        # The first layer of each group has the parameters; see `build_layers`.
-        each = self.layers // self.groups
-        return {
-            group * each: f"encoder.albert_layer_groups.{group}.albert_layers.0"
-            for group in range(self.groups)
-        }

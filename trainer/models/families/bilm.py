@@ -8,7 +8,6 @@ embeds words by their characters (`model.characters`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from trainer.models.stack import Context, Stack
 @dataclass(frozen=True)
 class Config(RecurrentConfig):
     """A bidirectional LSTM language model: the size of ELMo."""
-
-    model_type: ClassVar[str] = "bilm"
 
     hidden_size: int = 4096
     proj_size: int = 512

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import Outputs, Start, Stored
 from trainer.models.config import Pooling
+from trainer.models.extras import Extra
 from trainer.models.families import bert
-from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
 from trainer.models.layers.attention import take
 from trainer.models.layers.disentangled import (
@@ -30,25 +29,6 @@ from trainer.models.layers.dropout import split_key
 from trainer.models.stack import Context, ScanGroup, Stack
 from trainer.models.transformer import Transformer
 
-# What transformers assumes of keys that config.json lacks.
-_DEFAULTS = {
-    "relative_attention": False,
-    "position_biased_input": True,
-    "max_relative_positions": -1,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-7,
-}
-# Released checkpoints name the masked-LM head so; it computes the same function.
-_OTHER_HEAD = re.compile(r"lm_predictions\.lm_head\.(?:(dense|LayerNorm)\.(\w+)|bias)")
-# Released checkpoints have these too, which transformers skips: absolute positions, which no layer
-# reads, and the head that detects replaced tokens (version 3).
-_SKIPPED = re.compile(
-    r"(\w+\.)?embeddings\.position_embeddings\.weight"
-    r"|mask_predictions\.(dense|LayerNorm|classifier)\.(weight|bias)"
-)
-_POOLED = {"pooler": "pooler.dense", "classifier": "classifier"}
-
 
 @dataclass(frozen=True)
 class Config(bert.Config):
@@ -60,38 +40,7 @@ class Config(bert.Config):
             layer runs twice, from queries with absolute positions.
     """
 
-    model_type: ClassVar[str] = "deberta"
-    prefix: ClassVar[str] = "deberta"
-    architecture: ClassVar[str] = "DebertaForMaskedLM"
-    causal_architecture: ClassVar[str] = ""
-    nsp_names: ClassVar[Mapping[str, str]] = {}
-    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        **bert.Config.task_names,
-        "classification": _POOLED,
-        "multiple_choice": _POOLED,
-    }
-    their_settings: ClassVar[Mapping[str, str]] = {
-        ours: name for ours, name in bert.Config.their_settings.items() if ours != "causal"
-    }
-    their_constants: ClassVar[Mapping[str, object]] = {
-        "relative_attention": True,
-        "position_biased_input": False,
-        "max_relative_positions": -1,
-    }
-    pooled_constants: ClassVar[Mapping[str, object]] = {"pooler_hidden_act": "gelu"}
-    embedding_names: ClassVar[Mapping[str, str]] = {
-        name: theirs
-        for name, theirs in bert.Config.embedding_names.items()
-        if not name.startswith(("positions", "types"))
-    }
-    # Version 1 has one matrix for queries, keys and values, whose rows are ordered by head.
-    layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        name: theirs for name, theirs in bert.Config.layer_names.items() if "qkv" not in name
-    }
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(
-        f"{bert.Config.optional_names.pattern}|{_SKIPPED.pattern}"
-    )
-    bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.")
+    codec: ClassVar[str] = "trainer.models.codecs.deberta"
     pooler_activation: ClassVar[Pooling] = "gelu"
     fewest_types: ClassVar[int] = 0
 
@@ -155,94 +104,7 @@ class Config(bert.Config):
         return SeparateAttention(self)
 
     def build_base(self) -> Transformer:
-        return Deberta(self, self._build_head())
-
-    @classmethod
-    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
-        config = {**_DEFAULTS, **config}
-        kinds = config.get("pos_att_type") or []
-        kinds = kinds.split("|") if isinstance(kinds, str) else kinds
-        if sorted(kind.strip().lower() for kind in kinds) != ["c2p", "p2c"]:
-            raise ConfigError(
-                f"config.json has pos_att_type {config.get('pos_att_type')!r}. Only models with "
-                "both c2p and p2c are supported."
-            )
-        # The released files name the number of positions.
-        if config["max_relative_positions"] == config.get("max_position_embeddings"):
-            config["max_relative_positions"] = -1
-        return super().from_huggingface(config, (cls._canonical(name) for name in tensors))
-
-    def to_huggingface(self) -> ConfigJson:
-        return {
-            **super().to_huggingface(),
-            **self.their_constants,
-            "pos_att_type": ["c2p", "p2c"],
-            "pooler_hidden_size": self.width,
-            "pooler_dropout": 0.0,
-            **self.pooled_constants,
-            "legacy": True,
-        }
-
-    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {self._canonical(name): self._import(name, each) for name, each in tensors.items()}
-        return super().import_tensors(found)
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # transformers has no enhanced mask decoder.
-        known = {
-            n: each for n, each in parameters.items() if not n.startswith("decoder_positions.")
-        }
-        alone = replace(self, mask_decoder=False)
-        exported = super(Config, alone).export_tensors(known)
-        return {name: self._export(name, each) for name, each in exported.items()}
-
-    def _import(self, name: str, tensor: Tensor) -> Tensor:
-        return self.import_rows(name, tensor)
-
-    def _export(self, name: str, tensor: Tensor) -> Tensor:
-        return self.export_rows(name, tensor)
-
-    def import_rows(self, name: str, rows: Tensor) -> Tensor:
-        if not name.endswith("in_proj.weight"):
-            return rows
-        # Rows of each head: its queries, keys and values. Ours are all queries, keys, then values.
-        by_head = rows.view(self.heads, 3, self.head_width, -1)
-        return by_head.transpose(0, 1).reshape(rows.shape)
-
-    def export_rows(self, name: str, rows: Tensor) -> Tensor:
-        if not name.endswith("in_proj.weight"):
-            return rows
-        by_part = rows.view(3, self.heads, self.head_width, -1)
-        return by_part.transpose(0, 1).reshape(rows.shape)
-
-    def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        table = super().tensor_names()
-        for layer in range(self.layers):
-            begin = f"{self.prefix}.encoder.layer.{layer}.attention.self"
-            for ours, theirs in self.attention_names().items():
-                names = tuple(f"{begin}.{name}" for name in theirs)
-                table[f"layers.{layer}.attention.{ours}"] = names
-        table["relative.weight"] = (f"{self.prefix}.encoder.rel_embeddings.weight",)
-        return table
-
-    def attention_names(self) -> dict[str, tuple[str, ...]]:
-        """Parameter of an attention module -> transformers' names of its parts."""
-        return {
-            "qkv.weight": ("in_proj.weight",),
-            "query_bias": ("q_bias",),
-            "value_bias": ("v_bias",),
-            "place_key.weight": ("pos_proj.weight",),
-            "place_query.weight": ("pos_q_proj.weight",),
-            "place_query.bias": ("pos_q_proj.bias",),
-        }
-
-    @classmethod
-    def _canonical(cls, name: str) -> str:
-        if match := _OTHER_HEAD.fullmatch(name):
-            module, kind = match.groups()
-            own = "bias" if module is None else f"transform.{module}.{kind}"
-            return f"cls.predictions.{own}"
-        return super()._canonical(name)
+        return Deberta(self, self._build_head(), self.build_extras())
 
 
 class Deberta(Transformer):
@@ -255,8 +117,8 @@ class Deberta(Transformer):
 
     config: Config
 
-    def __init__(self, config: Config, head: nn.Module) -> None:
-        super().__init__(config, head)
+    def __init__(self, config: Config, head: nn.Module, extras: Sequence[Extra] = ()) -> None:
+        super().__init__(config, head, extras)
         self.relative = RelativeEmbeddings(config, config.span, config.normalizes_places)
         self.decoder_positions: nn.Embedding | None = None
         if config.mask_decoder and config.predicts == "tokens":

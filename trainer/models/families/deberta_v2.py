@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.errors import ConfigError
 from trainer.models.families import deberta
-from trainer.models.huggingface import ConfigJson
 from trainer.models.layers.disentangled import ConvolutionLayer, DisentangledAttention
 
 
@@ -29,24 +27,7 @@ class Config(deberta.Config):
         conv_activation: the activation after it.
     """
 
-    model_type: ClassVar[str] = "deberta-v2"
-    architecture: ClassVar[str] = "DebertaV2ForMaskedLM"
-    their_settings: ClassVar[Mapping[str, str]] = {
-        **deberta.Config.their_settings,
-        "position_buckets": "position_buckets",
-        "conv_width": "conv_kernel_size",
-        "conv_activation": "conv_act",
-    }
-    their_constants: ClassVar[Mapping[str, object]] = {
-        **deberta.Config.their_constants,
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-    }
-    layer_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **deberta.Config.layer_names,
-        "attention.qkv": tuple(f"attention.self.{part}_proj" for part in ("query", "key", "value")),
-    }
-    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset({"convolution"})
+    codec: ClassVar[str] = "trainer.models.codecs.deberta_v2"
 
     vocab_size: int = 128100
     position_buckets: int = 256
@@ -89,37 +70,3 @@ class Config(deberta.Config):
 
     def build_attention(self, index: int) -> nn.Module:
         return DisentangledAttention(self)
-
-    @classmethod
-    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
-        defaults = {
-            "position_buckets": -1,
-            "conv_kernel_size": 0,
-            "conv_act": "tanh",
-            "share_att_key": False,
-            "norm_rel_ebd": "none",
-        }
-        return super().from_huggingface({**defaults, **config}, tensors)
-
-    def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        table, begin = super().tensor_names(), f"{self.prefix}.encoder"
-        for kind in ("weight", "bias"):
-            table[f"relative.norm.{kind}"] = (f"{begin}.LayerNorm.{kind}",)
-            if self.conv_width:
-                table[f"layers.0.convolution.{kind}"] = (f"{begin}.conv.conv.{kind}",)
-                table[f"layers.0.convolution_norm.{kind}"] = (f"{begin}.conv.LayerNorm.{kind}",)
-        return table
-
-    def attention_names(self) -> dict[str, tuple[str, ...]]:
-        return {}
-
-    def _import(self, name: str, tensor: Tensor) -> Tensor:
-        # A convolution [D, D, size] is a matrix over neighbors side by side, [D, size * D].
-        if not name.endswith("encoder.conv.conv.weight"):
-            return tensor
-        return tensor.transpose(1, 2).flatten(1)
-
-    def _export(self, name: str, tensor: Tensor) -> Tensor:
-        if not name.endswith("encoder.conv.conv.weight"):
-            return tensor
-        return tensor.view(self.width, self.conv_width, self.width).transpose(1, 2).contiguous()

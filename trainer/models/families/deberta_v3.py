@@ -7,9 +7,9 @@ to the generator's, and its gradients stop before the latter (arXiv 2111.09543, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import Start, Stored
 from trainer.models.config import Activation
+from trainer.models.extras import Extra
 from trainer.models.families import deberta_v2
 from trainer.models.families.deberta import Deberta
 from trainer.models.generator import FIRST, GENERATOR, ReplacedTokenHead, WithGenerator
-from trainer.models.huggingface import ConfigJson
 from trainer.models.layers.embeddings import Embeddings
 from trainer.models.transformer import Transformer
 
 _TABLE = "embeddings.tokens.weight"
-_HEAD = "mask_predictions."
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Config(deberta_v2.Config):
             its layers in the paper); 0: no generator.
     """
 
-    architecture: ClassVar[str] = "DebertaV2Model"
+    codec: ClassVar[str] = "trainer.models.codecs.deberta_v3"
     generator_setting: ClassVar[str] = "generator_layers"
 
     generator_layers: int = 0
@@ -82,45 +81,13 @@ class Config(deberta_v2.Config):
 
     def build_base(self) -> Transformer:
         detects = self.head == "language_model"
-        return DebertaV3(self, ReplacedTokenHead(self) if detects else self._build_head())
+        head = ReplacedTokenHead(self) if detects else self._build_head()
+        return DebertaV3(self, head, self.build_extras())
 
     def initial_std(self, name: str) -> tuple[float, ...]:
         # The discriminator starts with the embeddings of the generator (section 3.3).
         disentangled = name == _TABLE and self.generator_layers > 0
         return (0.0,) if disentangled else super().initial_std(name)
-
-    def to_huggingface(self) -> ConfigJson:
-        tree = super().to_huggingface()
-        if self.head != "language_model":
-            tree["architectures"] = [self._task_architecture(self.head)]
-        return tree
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: each for name, each in parameters.items() if not name.startswith(GENERATOR)}
-        below = parameters.get(GENERATOR + _TABLE)
-        if below is not None:
-            own[_TABLE] = own[_TABLE] + below
-        alone = replace(self, generator_layers=0, mask_decoder=False)
-        exported = deberta_v2.Config.export_tensors(alone, own)
-        # transformers has no head that detects replaced tokens of a DeBERTa.
-        return {name: each for name, each in exported.items() if not name.startswith(_HEAD)}
-
-    def export_parts(self) -> dict[str, tuple[deberta_v2.Config, str]]:
-        if not self.generator_layers or self.head != "language_model":
-            return {}
-        return {"generator": (self.generator, GENERATOR)}
-
-    def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        table = super().tensor_names()
-        if self.head != "language_model":
-            return table
-        table = {name: theirs for name, theirs in table.items() if not name.startswith("head.")}
-        own = {f"head.{part}.{kind}" for part in ("dense", "out") for kind in ("weight", "bias")}
-        return table | {name: (_HEAD + name,) for name in own}
-
-    @classmethod
-    def _task_architecture(cls, head: Any) -> str:
-        return deberta_v2.Config._task_architecture(head)
 
 
 class DisentangledEmbeddings(Embeddings):
@@ -149,8 +116,8 @@ class DebertaV3(WithGenerator, Deberta):
 
     config: Config
 
-    def __init__(self, config: Config, head: nn.Module) -> None:
-        super().__init__(config, head)
+    def __init__(self, config: Config, head: nn.Module, extras: Sequence[Extra] = ()) -> None:
+        super().__init__(config, head, extras)
         if self.generator is not None:
             assert isinstance(self.generator.embeddings, Embeddings)
             self.embeddings = DisentangledEmbeddings(config, self.generator.embeddings.tokens)

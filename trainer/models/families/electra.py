@@ -8,9 +8,9 @@ with "generator.".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
 
@@ -21,18 +21,16 @@ from trainer.models.families import bert
 from trainer.models.generator import (
     FIRST,
     GENERATOR,
-    PRETRAINING,
     Discriminator,
     ReplacedTokenHead,
     WithGenerator,
 )
 from trainer.models.heads import MaskedLMHead
-from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
 from trainer.models.layers.embeddings import Embeddings
 from trainer.models.transformer import Transformer
 
-MainHead = Literal["detector", "tokens", "tokens_or_copy"]
+MainHead: TypeAlias = Literal["detector", "tokens", "tokens_or_copy"]
 
 
 @dataclass(frozen=True)
@@ -50,39 +48,7 @@ class Config(bert.Config):
             token that is there ("Replace MLM" and "All-Tokens MLM" in section 3.4 of the paper).
     """
 
-    model_type: ClassVar[str] = "electra"
-    architecture: ClassVar[str] = "ElectraForMaskedLM"
-    causal_architecture: ClassVar[str] = ""
-    head_names: ClassVar[Mapping[str, str]] = {
-        "dense": "generator_predictions.dense",
-        "norm": "generator_predictions.LayerNorm",
-        "bias": "generator_lm_head.bias",
-        "decoder": "generator_lm_head",
-    }
-    nsp_names: ClassVar[Mapping[str, str]] = {}
-    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        **bert.Config.task_names,
-        "classification": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"},
-        "multiple_choice": {"pooler": "sequence_summary.summary", "classifier": "classifier"},
-    }
-    their_settings: ClassVar[Mapping[str, str]] = {
-        **{ours: name for ours, name in bert.Config.their_settings.items() if ours != "causal"},
-        "embedding_width": "embedding_size",
-    }
-    their_constants: ClassVar[Mapping[str, object]] = {
-        **bert.Config.their_constants,
-        "is_decoder": False,
-        "classifier_dropout": None,
-        "summary_type": "first",
-        "summary_use_proj": True,
-        "summary_activation": "gelu",
-    }
-    embedding_names: ClassVar[Mapping[str, str]] = {
-        **bert.Config.embedding_names,
-        "projection.weight": "embeddings_project.weight",
-        "projection.bias": "embeddings_project.bias",
-    }
-    bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "embeddings_project.", "encoder.")
+    codec: ClassVar[str] = "trainer.models.codecs.electra"
     pooler_activation: ClassVar[Pooling] = "gelu"
     generator_setting: ClassVar[str] = "generator_divisor"
     classification_drops_first: ClassVar[bool] = True
@@ -164,50 +130,7 @@ class Config(bert.Config):
     def build_base(self) -> Transformer:
         if self.head == "language_model" and not self.masked_lm:
             return Electra(self)
-        return Discriminator(self, self._build_head())
-
-    @classmethod
-    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
-        names = list(tensors)
-        found = super().from_huggingface(config, names)
-        if found.head != "language_model":
-            return found
-        # By the tensors, if their names are known: `architectures` is often wrong.
-        named = cls.architecture in (config.get("architectures") or ())
-        generates = any(name.startswith("generator_") for name in names) if names else named
-        return replace(found, masked_lm=generates)
-
-    def to_huggingface(self) -> ConfigJson:
-        tree = super().to_huggingface()
-        if self.predicts == "replaced":
-            tree["architectures"] = ["ElectraForPreTraining"]
-        return tree
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: each for name, each in parameters.items() if not name.startswith(PRETRAINING)}
-        # As if it had been built without these, whose tensors would be missing.
-        # With and without the choice to copy, the head for tokens is the same.
-        head: MainHead = "detector" if self.main_head == "detector" else "tokens"
-        alone = replace(self, generator_divisor=0, main_head=head)
-        return bert.Config.export_tensors(alone, own)
-
-    def export_parts(self) -> dict[str, tuple[Config, str]]:
-        if not self.generator_divisor or self.head != "language_model":
-            return {}
-        return {"generator": (self.generator, GENERATOR)}
-
-    def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        # The table of a BERT with a masked-LM head; the discriminator has another head.
-        table = super().tensor_names()
-        if not self.projects_embeddings:
-            table = {name: table[name] for name in table if ".projection." not in name}
-        if self.predicts == "replaced":
-            table = {name: table[name] for name in table if not name.startswith("head.")}
-            for ours, theirs in (("dense", "dense"), ("out", "dense_prediction")):
-                for kind in ("weight", "bias"):
-                    name = f"discriminator_predictions.{theirs}.{kind}"
-                    table[f"head.{ours}.{kind}"] = (name,)
-        return table
+        return Discriminator(self, self._build_head(), self.build_extras())
 
 
 class Electra(WithGenerator):
@@ -218,6 +141,7 @@ class Electra(WithGenerator):
     """
 
     config: Config
+    head_parts = ("head", "copy_head")
 
     def __init__(self, config: Config) -> None:
         detects = config.main_head == "detector"

@@ -8,7 +8,6 @@ An LSTM reads a text and predicts each next token. The settings cover the models
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ from trainer.models.stack import Context, Stack
 @dataclass(frozen=True)
 class Config(RecurrentConfig):
     """An LSTM language model: the medium size of Zaremba et al. 2014, with tied embeddings."""
-
-    model_type: ClassVar[str] = "lstm"
 
     @property
     def causal(self) -> bool:

@@ -23,27 +23,8 @@ class Config(bert.Config):
             token, id 1.
     """
 
+    codec: ClassVar[str] = "trainer.models.codecs.roberta"
     position_offset: ClassVar[int] = 2
-    model_type: ClassVar[str] = "roberta"
-    architecture: ClassVar[str] = "RobertaForMaskedLM"
-    causal_architecture: ClassVar[str] = "RobertaForCausalLM"
-    special_ids: ClassVar[Mapping[str, int]] = {
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-    }
-    head_names: ClassVar[Mapping[str, str]] = {
-        "dense": "lm_head.dense",
-        "norm": "lm_head.layer_norm",
-        "bias": "lm_head.bias",
-        "decoder": "lm_head.decoder",
-    }
-    nsp_names: ClassVar[Mapping[str, str]] = {}
-    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        **bert.Config.task_names,
-        "classification": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"},
-        "multiple_choice": {"pooler": "roberta.pooler.dense", "classifier": "classifier"},
-    }
     classification_drops_first: ClassVar[bool] = True
 
     vocab_size: int = 50265
@@ -72,7 +53,7 @@ class Config(bert.Config):
     def zero_row(self, name: str) -> int | None:
         tables = ("embeddings.tokens.weight", "embeddings.positions.weight")
         if self.initialization == "fairseq" and name in tables:
-            return self.special_ids["pad_token_id"]
+            return self.position_offset - 1  # the id of the padding token
         return None
 
     @property

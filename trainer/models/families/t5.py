@@ -1,22 +1,18 @@
-"""T5 (Raffel et al. 2020), T5 v1.1 (Shazeer 2020), and their names in Hugging Face checkpoints."""
+"""T5 (Raffel et al. 2020), and T5 v1.1 (Shazeer 2020)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
-from samestep.config import decode
 from samestep.errors import ConfigError
-from samestep.tasks import TASKS
-from trainer.models import huggingface
 from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
-from trainer.models.huggingface import ConfigJson
 from trainer.models.layers.relative import RelativeBias
 from trainer.models.transformer import Transformer
 
@@ -26,52 +22,7 @@ START = 0
 Architecture: TypeAlias = Literal[
     "encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"
 ]
-
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "layers": "num_layers",
-    "decoder_layers": "num_decoder_layers",
-    "width": "d_model",
-    "heads": "num_heads",
-    "head_width": "d_kv",
-    "ffn_width": "d_ff",
-    "relative_buckets": "relative_attention_num_buckets",
-    "max_distance": "relative_attention_max_distance",
-    "dropout": "dropout_rate",
-    "norm_eps": "layer_norm_epsilon",
-    "activation": "feed_forward_proj",
-}
-_OFTEN_ABSENT = {
-    "relative_attention_max_distance": 128,
-    "feed_forward_proj": "relu",
-    "num_decoder_layers": None,
-}
-_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gelu_new": "gelu_tanh"}
-_ATTENTION = {"attention.qkv": ("q", "k", "v"), "attention.out": ("o",)}
-_CROSS_ATTENTION = {
-    "cross_attention.query": ("q",),
-    "cross_attention.kv": ("k", "v"),
-    "cross_attention.out": ("o",),
-}
-_EXPORTED: tuple[TaskHead, ...] = ("classification", "tagging", "question_answering")
-"""Tasks for which transformers has a T5."""
-_ARCHITECTURES: dict[str, str] = {
-    "language_model": "T5ForConditionalGeneration",
-    **{kind: f"T5For{TASKS[kind].architecture}" for kind in _EXPORTED},
-}
-_POOLED = {"pooler": "classification_head.dense", "classifier": "classification_head.out_proj"}
-_HEADS: dict[Head, dict[str, str]] = {
-    "classification": _POOLED,
-    "multiple_choice": _POOLED,
-    "tagging": {"classifier": "classifier"},
-    "question_answering": {"classifier": "qa_outputs"},
-}
-# Precedes all names of models with a task's head, except the head's own, and except question
-# answering.
-_PREFIX = "transformer."
-# Stored by the first checkpoints.
-_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-_ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_TASKS = get_args(TaskHead)
 
 
 @dataclass(frozen=True)
@@ -101,7 +52,7 @@ class Config(Family):
         labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
-    model_type: ClassVar[str] = "t5"
+    codec: ClassVar[str] = "trainer.models.codecs.t5"
 
     vocab_size: int = 32128
     head_width: int = 64
@@ -123,7 +74,7 @@ class Config(Family):
                 f"architecture {self.architecture} is for language models, but head is "
                 f"{self.head}. Set architecture to encoder_decoder, or leave head out."
             )
-        self.check_task(*_HEADS)
+        self.check_task(*_TASKS)
         self.check_positive("head_width")
         if self.decoder_layers is not None:
             self.check_positive("decoder_layers")
@@ -170,7 +121,7 @@ class Config(Family):
             "prefix_lm": "prefixed_tokens",
             "language_model": "next_tokens",
         }
-        heads = {head: f"model.head={head}" for head in _HEADS}
+        heads = {head: f"model.head={head}" for head in _TASKS}
         if self.head != "language_model":
             return heads | dict.fromkeys(outputs.values(), "model.head=language_model")
         return heads | {out: f"model.architecture={name}" for name, out in outputs.items()}
@@ -228,12 +179,12 @@ class Config(Family):
             head,
             encoder_bias=self._bias(bidirectional=True),
             decoder_bias=self._bias(bidirectional=False),
-            decoder_layers=self._stacks.get("decoder", 0),
+            decoder_layers=self.stacks.get("decoder", 0),
             shared=self.architecture == "shared_encoder_decoder",
         )
 
     @property
-    def _stacks(self) -> dict[str, int]:
+    def stacks(self) -> dict[str, int]:
         """Number of layers of each stack."""
         decoder = {"decoder": self.decoder_layers or self.layers} if self.decoder else {}
         return {"encoder": self.layers, **decoder}
@@ -248,117 +199,3 @@ class Config(Family):
 
     def _bias(self, bidirectional: bool) -> RelativeBias:
         return RelativeBias(self.relative_buckets, self.max_distance, self.heads, bidirectional)
-
-    @classmethod
-    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
-        """Reads the content of a `config.json`.
-
-        Args:
-            tensors: names of the checkpoint's tensors, to detect a task's head.
-
-        Raises:
-            ConfigError: it describes another kind of model, or lacks a key.
-        """
-        config = {**_OFTEN_ABSENT, **config}
-        heads: dict[Head, tuple[str, str]] = {
-            head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight")
-            for head in _EXPORTED
-        }
-        head, labels = huggingface.read_task(config, tuple(tensors), heads)
-        fixed: dict[str, Any] = {"model_type": cls.model_type}
-        if head != "tagging":
-            fixed["is_encoder_decoder"] = True
-        # These heads run the decoder on the shifted input, so its first token matters.
-        if head in ("classification", "question_answering"):
-            fixed["decoder_start_token_id"] = START
-        fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
-        # transformers 5 sets tie_word_embeddings for every model; this key distinguishes v1.1.
-        tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-        own = {
-            "tied": tied,
-            "attention_dropout": fields["dropout"],
-            "head": head,
-            "labels": list(labels),
-        }
-        decoded: Self = decode(cls, {**fields, **own}, "config.json")
-        return decoded
-
-    def to_huggingface(self) -> ConfigJson:
-        known = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-        if self.architecture != "encoder_decoder" or self.activation not in known:
-            raise ConfigError(
-                f"architecture {self.architecture} with activation {self.activation} cannot be "
-                "exported: t5 in transformers is an encoder_decoder, and its gated activation is "
-                "geglu_tanh. Train with those."
-            )
-        if self.head not in _ARCHITECTURES:
-            raise ConfigError(
-                f"a {self.head} head cannot be exported: t5 in transformers has none. Export the "
-                "model that it was fine-tuned from."
-            )
-        return {
-            "architectures": [_ARCHITECTURES[self.head]],
-            "model_type": self.model_type,
-            **{theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()},
-            "feed_forward_proj": known[self.activation],
-            "tie_word_embeddings": self.tied,
-            "is_encoder_decoder": self.encoder_decoder,
-            "pad_token_id": START,
-            "eos_token_id": 1,
-            "decoder_start_token_id": START,
-            **({} if self.head == "language_model" else {"classifier_dropout": self.dropout}),
-            **huggingface.name_labels(self.labels),
-        }
-
-    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name.removeprefix(_PREFIX): tensors[name] for name in tensors}
-        found.pop(_UNUSED, None)
-        table = self._table()
-        aliases = (*_ALIASES, "lm_head.weight") if self.tied else _ALIASES
-        huggingface.keep_one(found, "shared.weight", *aliases)
-        has_own_head = "head.decoder.weight" in table
-        if has_own_head and "lm_head.weight" not in found and "shared.weight" in found:
-            # transformers 5 ties new models of v1.1, too, and then stores the matrix once.
-            found["lm_head.weight"] = found["shared.weight"].clone()
-        return huggingface.join_tensors(found, table, self)
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return huggingface.split_tensors(parameters, self.tensor_names(), self)
-
-    def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        """Parameter name -> names of transformers' tensors that are concatenated in its rows."""
-        table = self._table()
-        if self.head in ("language_model", "question_answering"):
-            return table
-        # In these models only the head itself has no prefix.
-        own = tuple(_HEADS[self.head].values())
-        return {
-            ours: tuple(name if name.startswith(own) else f"{_PREFIX}{name}" for name in names)
-            for ours, names in table.items()
-        }
-
-    def _table(self) -> dict[str, tuple[str, ...]]:
-        table: dict[str, tuple[str, ...]] = {"embeddings.tokens.weight": ("shared.weight",)}
-        up = ("wi_1", "wi_0") if self.gated else ("wi",)  # in our fused matrix the gate comes last
-        for stack, layers in self._stacks.items():
-            bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-            table[f"{stack}_bias.weight"] = (bias,)
-            table[f"{stack}_norm.weight"] = (f"{stack}.final_layer_norm.weight",)
-            branches = [("attention", "SelfAttention", _ATTENTION)]
-            if stack == "decoder":
-                branches.append(("cross_attention", "EncDecAttention", _CROSS_ATTENTION))
-            branches.append(("ffn", "DenseReluDense", {"ffn.up": up, "ffn.down": ("wo",)}))
-            for layer in range(layers):
-                for place, (branch, module, parts) in enumerate(branches):
-                    theirs = f"{stack}.block.{layer}.layer.{place}"
-                    norm = f"{theirs}.layer_norm.weight"
-                    table[f"{stack}.{layer}.{branch}_norm.weight"] = (norm,)
-                    for part, names in parts.items():
-                        joined = tuple(f"{theirs}.{module}.{name}.weight" for name in names)
-                        table[f"{stack}.{layer}.{part}.weight"] = joined
-        for part, theirs in _HEADS.get(self.head, {}).items():
-            for kind in ("weight", "bias"):
-                table[f"head.{part}.{kind}"] = (f"{theirs}.{kind}",)
-        if self.head == "language_model" and not self.tied:
-            table["head.decoder.weight"] = ("lm_head.weight",)
-        return table

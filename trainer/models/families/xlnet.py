@@ -1,22 +1,18 @@
-"""XLNet (Yang et al. 2019, arXiv 1906.08237), and its names in Hugging Face checkpoints."""
+"""XLNet (Yang et al. 2019, arXiv 1906.08237)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from samestep.tasks import TASKS
-from trainer.models import Outputs, Start, Stored, huggingface
-from trainer.models.config import Head
+from trainer.models import Outputs, Start, Stored
 from trainer.models.families import bert
 from trainer.models.heads import Factors, VocabularyHead
-from trainer.models.huggingface import ConfigJson
 from trainer.models.inputs import Inputs
 from trainer.models.layers.attention import segment_mask
 from trainer.models.layers.dropout import dropout, split_key
@@ -26,27 +22,6 @@ from trainer.models.stack import Context
 from trainer.models.transformer import Transformer
 
 _PERMUTED = "permuted_tokens"
-_LAYER = {
-    "attention.qkv.weight": ("rel_attn.q", "rel_attn.k", "rel_attn.v"),
-    "attention.out.weight": ("rel_attn.o",),
-    "attention.relative.weight": ("rel_attn.r",),
-    "attention.content_shift": ("rel_attn.r_w_bias",),
-    "attention.distance_shift": ("rel_attn.r_r_bias",),
-    "attention.segment_shift": ("rel_attn.r_s_bias",),
-    "attention.segments": ("rel_attn.seg_embed",),
-    **{
-        f"{ours}.{kind}": (f"{theirs}.{kind}",)
-        for ours, theirs in {
-            "attention_norm": "rel_attn.layer_norm",
-            "ffn.up": "ff.layer_1",
-            "ffn.down": "ff.layer_2",
-            "ffn_norm": "ff.layer_norm",
-        }.items()
-        for kind in ("weight", "bias")
-    },
-}
-_MASK = "transformer.mask_emb"
-_POOLED = {"pooler": "sequence_summary.summary", "classifier": "logits_proj"}
 
 
 @dataclass(frozen=True)
@@ -59,46 +34,10 @@ class Config(bert.Config):
             them.
     """
 
-    model_type: ClassVar[str] = "xlnet"
-    architecture: ClassVar[str] = "XLNetLMHeadModel"
-    causal_architecture: ClassVar[str] = ""
-    special_ids: ClassVar[Mapping[str, int]] = {"pad_token_id": 0}
-    nsp_names: ClassVar[Mapping[str, str]] = {}
-    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        **bert.Config.task_names,
-        "classification": _POOLED,
-        "multiple_choice": _POOLED,
-    }
-    their_settings: ClassVar[Mapping[str, str]] = {
-        "vocab_size": "vocab_size",
-        "layers": "n_layer",
-        "width": "d_model",
-        "heads": "n_head",
-        "ffn_width": "d_inner",
-        "dropout": "dropout",
-        "norm_eps": "layer_norm_eps",
-        "activation": "ff_activation",
-        "initializer_range": "initializer_range",
-    }
-    their_constants: ClassVar[Mapping[str, object]] = {
-        "attn_type": "bi",
-        "bi_data": False,
-        "clamp_len": -1,
-        "same_length": False,
-        "tie_word_embeddings": True,
-    }
-    pooled_constants: ClassVar[Mapping[str, object]] = {
-        "summary_type": "first",
-        "summary_activation": "tanh",
-    }
+    codec: ClassVar[str] = "trainer.models.codecs.xlnet"
     # The dropout after the last layer is the last: heads that score each position have none.
     heads_with_dropout: ClassVar[frozenset[str]] = frozenset()
-    bare_names: ClassVar[tuple[str, ...]] = ("word_embedding.", "mask_emb", "layer.")
     fewest_types: ClassVar[int] = 0
-    # In transformers these are parameters of the layer, not linear layers.
-    targets_not_in_peft: ClassVar[frozenset[str]] = frozenset(
-        {"query", "key", "value", "out", "relative"}
-    )
 
     vocab_size: int = 32000
 
@@ -167,101 +106,6 @@ class Config(bert.Config):
         return XLNet(
             self, TiedTokenHead(self) if self.head == "language_model" else self._build_head()
         )
-
-    @classmethod
-    def from_huggingface(cls, config: ConfigJson, tensors: Iterable[str] = ()) -> Self:
-        found = super().from_huggingface({"summary_type": "last", **config}, tensors)
-        # transformers has one rate for both.
-        return replace(found, attention_dropout=found.dropout)
-
-    @classmethod
-    def _task_architecture(cls, head: Head) -> str:
-        if head == "language_model" or head == "embedding":
-            return super()._task_architecture(head)
-        simple = "Simple" if head == "question_answering" else ""
-        return f"XLNetFor{TASKS[head].architecture}{simple}"
-
-    def to_huggingface(self) -> ConfigJson:
-        fields = {theirs: getattr(self, ours) for ours, theirs in self.their_settings.items()}
-        if self.activation == "gelu_tanh":
-            fields["ff_activation"] = "gelu_new"
-        architecture = self.architecture
-        if self.head != "language_model":
-            architecture = self._task_architecture(self.head)
-        return {
-            "architectures": [architecture],
-            "model_type": self.model_type,
-            **fields,
-            **self.their_constants,
-            "d_head": self.head_width,
-            # No memory from call to call: rows are independent of each other.
-            "mem_len": None,
-            "use_mems_eval": False,
-            **self.pooled_constants,
-            "summary_use_proj": True,
-            "summary_last_dropout": self.dropout,
-            **self.special_ids,
-            **huggingface.name_labels(self.labels),
-        }
-
-    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {self._canonical(name): _flat(name, each) for name, each in tensors.items()}
-        if self.head == "language_model":
-            huggingface.keep_one(found, "transformer.word_embedding.weight", "lm_loss.weight")
-        else:
-            found.pop(_MASK, None)
-        return huggingface.join_tensors(found, self.tensor_names(), self)
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flat = huggingface.split_tensors(parameters, self.tensor_names(), self)
-        # transformers has the embedding of places in every model.
-        flat.setdefault(_MASK, torch.zeros(self.width))
-        return {name: self._shaped(name, each) for name, each in flat.items()}
-
-    def _shaped(self, name: str, tensor: Tensor) -> Tensor:
-        """The inverse of `_flat`."""
-        own, per_head = name.rpartition(".")[2], (self.heads, self.head_width)
-        if own in ("q", "k", "v", "r"):
-            return tensor.T.reshape(self.width, *per_head).contiguous()
-        if own == "o":
-            return tensor.view(self.width, *per_head)
-        if own == "seg_embed":
-            return tensor.view(2, *per_head)
-        if own.startswith("r_"):
-            return tensor.view(*per_head)
-        return tensor.view(1, 1, -1) if own == "mask_emb" else tensor
-
-    def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        table: dict[str, tuple[str, ...]] = {
-            "embeddings.tokens.weight": ("transformer.word_embedding.weight",)
-        }
-        for layer in range(self.layers):
-            begin = f"transformer.layer.{layer}"
-            table |= {
-                f"layers.{layer}.{ours}": tuple(f"{begin}.{name}" for name in theirs)
-                for ours, theirs in _LAYER.items()
-            }
-        if self.head == "language_model":
-            return {**table, "mask_embedding": (_MASK,), "head.bias": ("lm_loss.bias",)}
-        for ours, theirs in self.task_names.get(self.head, {}).items():
-            table |= {f"head.{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
-        return table
-
-    @classmethod
-    def _canonical(cls, name: str) -> str:
-        # A checkpoint of the bare model (XLNetModel) has no "transformer." before its names.
-        return f"transformer.{name}" if name.startswith(cls.bare_names) else name
-
-
-def _flat(name: str, tensor: Tensor) -> Tensor:
-    """A tensor of transformers, which has a dimension for heads, in the shape of a parameter."""
-    # Projections are [D, H, K] in transformers, and used as x @ w; ours are [H * K, D].
-    own = name.rpartition(".")[2]
-    if own in ("q", "k", "v", "r"):
-        return tensor.flatten(1).T
-    if own == "o":
-        return tensor.flatten(1)
-    return tensor.flatten() if re.fullmatch(r"r_._bias|seg_embed|mask_emb", own) else tensor
 
 
 class TiedTokenHead(VocabularyHead):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from samestep.config import Tree, kind_name
 from samestep.errors import CheckpointError, ConfigError
 from trainer.models import Model
+from trainer.models.codecs import codec_of
 from trainer.models.config import FEWEST_LABELS, Head
 from trainer.models.peft.kinds import adapters, lora, prefix, prompt
 
@@ -66,8 +67,9 @@ def export_adapter(
     Raises:
         ConfigError: the library, or transformers, does not support the model.
     """
-    replace(config, peft=None).to_huggingface()  # rejects heads that transformers does not have
-    added, names = config.peft, config.tensor_names()
+    codec = codec_of(config)
+    codec_of(replace(config, peft=None)).to_huggingface()  # rejects heads that transformers lacks
+    added, names = config.peft, codec.tensor_names()
     # On the meta device: only names and shapes are needed, so no memory is allocated.
     with torch.device("meta"):
         model = config.build()
@@ -82,12 +84,12 @@ def export_adapter(
     }
     if isinstance(added, lora.Config):
         own, found = _export_lora(config, model, names, tensors)
-        own["fan_in_fan_out"] = config.model_type in ("gpt2", "openai-gpt")  # Conv1D
+        own["fan_in_fan_out"] = codec.model_type in ("gpt2", "openai-gpt")  # Conv1D
         return content | own, _prefixed({**found, **saved}, _LORA)
     if not can_export(config):
         kind = kind_name(added)
         raise ConfigError(
-            f"peft does not compute {kind} as samestep does for {config.model_type} with a "
+            f"peft does not compute {kind} as samestep does for {codec.model_type} with a "
             f"{config.head} head. Use the checkpoint with samestep (evaluate, features, generate, "
             "init_from), or fine-tune with kind: lora."
         )
@@ -128,7 +130,7 @@ def can_export(config: AnyConfig) -> bool:
     if isinstance(config.peft, adapters.Config) or _task_type(config) is None:
         return False
     if isinstance(config.peft, prefix.Config):
-        return bool(config.prefix_in_peft)
+        return codec_of(config).prefix_in_peft
     is_encoder = not (config.causal or config.encoder_decoder)
     return is_encoder or config.head in ("language_model", "tagging")
 
@@ -158,7 +160,7 @@ def import_adapter(
     found = {name.removeprefix(begin): tensors[name].float() for name in tensors}
     base = _with_head(base, content, found)
     config, parameters, used = read(content, found, base)
-    table = base.tensor_names()
+    table = codec_of(base).tensor_names()
     with torch.device("meta"):
         plain = base.without_peft().build()
     head = {ours: table[ours] for ours in _head_parameters(plain)}
@@ -196,7 +198,8 @@ class _SavedLora:
 
     def rows(self, module: str, change: lora.Change) -> Tensor:
         """The rows of B that belong to a part."""
-        b = self.base.import_rows(f"{module}.weight", self.found[f"{module}.lora_B.weight"])
+        name = f"{module}.weight"
+        b = codec_of(self.base).import_rows(name, self.found[f"{module}.lora_B.weight"])
         rows: Tensor = b.chunk(change.parts)[change.part] if len(self.changes[module]) > 1 else b
         return rows
 
@@ -246,9 +249,10 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) ->
         )
     with torch.device("meta"):
         model = base.build_base()
-    names = base.tensor_names()
+    codec = codec_of(base)
+    names = codec.tensor_names()
     # Start from LoRA of every projection, and keep the targets that the file changes.
-    targets = (each for each in lora.known_targets(model) if each not in base.targets_not_in_peft)
+    targets = (each for each in lora.known_targets(model) if each not in codec.targets_not_in_peft)
     everything = lora.Config(targets=tuple(targets))
     place: dict[str, list[lora.Change]] = {}
     for change in everything.changes(model):
@@ -288,7 +292,7 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
     if not can_export(config):
         raise CheckpointError(
             f"peft does not compute {content['peft_type']} as samestep does for "
-            f"{config.model_type} with a {config.head} head. Train LoRA."
+            f"{codec_of(config).model_type} with a {config.head} head. Train LoRA."
         )
     with torch.device("meta"):
         model = config.build()
@@ -296,7 +300,7 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
     length, width = model.get_parameter(names[0]).shape
     rows, columns = found[_EMBEDDINGS].shape
     if (rows, columns) != (length, width * len(names)):
-        of_decoder = rows == 2 * length and config.model_type in ("t5", "bart")
+        of_decoder = rows == 2 * length and codec_of(config).model_type in ("t5", "bart")
         fix = (
             "Train with num_transformer_submodules=1, without a prompt of the decoder"
             if of_decoder
@@ -328,10 +332,10 @@ def _export_lora(
     """Converts LoRA to one A and B per matrix of transformers."""
     found: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    added = config.peft
-    if unknown := [target for target in added.targets if target in config.targets_not_in_peft]:
+    added, codec = config.peft, codec_of(config)
+    if unknown := [target for target in added.targets if target in codec.targets_not_in_peft]:
         raise ConfigError(
-            f"model.peft.targets has {unknown[0]}, where {config.model_type} in transformers has "
+            f"model.peft.targets has {unknown[0]}, where {codec.model_type} in transformers has "
             "no linear layer, which peft needs. Export without --adapter: this merges LoRA."
         )
     changes = added.changes(model)
@@ -357,7 +361,7 @@ def _export_lora(
             block[:, column * added.rank : (column + 1) * added.rank] = b
         ranks[module] = added.rank * len(own)
         found[f"{module}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
-        found[f"{module}.lora_B.weight"] = config.export_rows(f"{module}.weight", merged)
+        found[f"{module}.lora_B.weight"] = codec.export_rows(f"{module}.weight", merged)
     other = {module: rank for module, rank in ranks.items() if rank != added.rank}
     content = {
         "peft_type": "LORA",
@@ -394,7 +398,7 @@ def _with_head(base: AnyConfig, content: Tree, found: Mapping[str, Tensor]) -> A
             continue
         with torch.device("meta"):
             model = config.build_base()
-        names = config.tensor_names()
+        names = codec_of(config).tensor_names()
         if all(
             theirs in found and found[theirs].shape == model.get_parameter(name).shape
             for name in _head_parameters(model)

@@ -11,18 +11,21 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from samestep.config import kind_name
 from samestep.errors import ConfigError
 from trainer.models import Model, ModelConfig, Outputs, Role, Start, Stored
 from trainer.models.base import layer_numbers, matrix_flops
-from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels, check_task_parts
-from trainer.models.heads import Factors, ScalarMix, TokenHead, VocabularyHead
+from trainer.models.config import WHOLE_NORMAL, TaskHead, check_labels
+from trainer.models.extras.head_lstm import HeadLstm
+from trainer.models.extras.scalar_mix import ScalarMix
+from trainer.models.extras.task_parts import check_task_parts
+from trainer.models.heads import Factors, TokenHead, VocabularyHead
 from trainer.models.initialization import initial_values
 from trainer.models.inputs import Inputs
 from trainer.models.layers.dropout import dropout, split_key
 from trainer.models.layers.embeddings import look_up
 from trainer.models.recurrent.characters import CharacterEmbeddings, Characters
 from trainer.models.recurrent.concat_pooling import ConcatPoolHead, pool_directions
-from trainer.models.recurrent.head_lstm import HeadLstm
 from trainer.models.recurrent.lstm_layers import Rates, RecurrentLayer, drop, stacked_gates
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
@@ -166,7 +169,7 @@ class RecurrentConfig(ModelConfig):
         heads: tuple[HeadKind, ...] = get_args(HeadKind)
         if others := needs.intersection(get_args(TaskHead)).difference(heads):
             raise ConfigError(
-                f"a model of kind {self.model_type} has no {min(others)} head. Use objective "
+                f"a model of kind {kind_name(self)} has no {min(others)} head. Use objective "
                 "classification, regression, tagging or question_answering, or another kind of "
                 "model, as bert."
             )

@@ -28,6 +28,7 @@ from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
 from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
+from trainer.models.codecs import codec_of, read_config
 from trainer.models.peft.huggingface import import_adapter
 from trainer.training.weights.label_order import is_reordered, with_label_order
 from trainer.training.weights.places import (
@@ -454,7 +455,7 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
         )
     schema = _MODELS.schema(family, f"{folder / 'config.json'}: model_type")
     with huggingface.wrong_settings_explained(folder):
-        config: ModelConfig = schema.from_huggingface(content, tensors)
+        config: ModelConfig = read_config(schema, content, tensors)
     _check_layers(config, len(tensors), folder)
     return config, tensors
 
@@ -462,7 +463,7 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
 def _from_huggingface(folder: Path, hub: str | None = None) -> Weights:
     config, tensors = _config_and_tensors(folder)
     with huggingface.wrong_settings_explained(folder):
-        stored = StoredTensors.of(config.import_tensors(tensors))
+        stored = StoredTensors.of(codec_of(config).import_tensors(tensors))
         return Weights(config, stored, folder, tokenizer=folder, hub=hub)
 
 

@@ -6,15 +6,18 @@ On frozen features they are the task's own model: two layers on BERT's (Devlin e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from trainer.models.extras import Extra
 from trainer.models.layers.dropout import split_key
-from trainer.models.recurrent.lstm_layers import Rates, RecurrentLayer, resets
+from trainer.models.recurrent.lstm_layers import Rates, RecurrentLayer, resets, stacked_gates
 from trainer.models.stack import Context
 
 
-class HeadLstm(nn.Module):
+class HeadLstm(Extra):
     """Layers of a forward and a backward LSTM, each half as wide as the hidden states.
 
     Args:
@@ -22,6 +25,10 @@ class HeadLstm(nn.Module):
         width: D, of the hidden states; even.
         dropout: rate of each layer's output.
     """
+
+    name = "head_lstm"
+    is_below_head = True
+    needs_positions = "all"
 
     def __init__(self, layers: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -51,6 +58,22 @@ class HeadLstm(nn.Module):
                 read.append(_run(stack[index], hidden, segments, own, is_backward))
             hidden = torch.cat(read, -1)
         return hidden
+
+    def below_head(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Tensor],
+        segments: Tensor | None,
+        dropout_key: Tensor | None,
+    ) -> Tensor:
+        read: Tensor = self(hidden, segments, dropout_key)
+        return read
+
+    def initial_std(self, shape: Sequence[int]) -> float:
+        return float(shape[-1] ** -0.5)
+
+    def stacked(self) -> dict[str, int]:
+        return {f"{self.name}.{name}": count for name, count in stacked_gates(self).items()}
 
 
 def _run(
