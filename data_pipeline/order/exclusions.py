@@ -31,6 +31,8 @@ class Exclusions:
 
     def before(self, number: int) -> int:
         """Returns the number of excluded examples before `number`."""
+        if not self.ranges:  # as in most runs, several times a step
+            return 0
         return int(np.clip(number - self._first, 0, self._end - self._first).sum())
 
     def take(self, start: int, size: int) -> Int64:
@@ -41,6 +43,8 @@ class Exclusions:
 
     def after(self, start: int, size: int) -> int:
         """Returns the exclusive end of the next `size` kept examples; it may itself be excluded."""
+        if not self.ranges:
+            return start + size
         last = start - self.before(start) + size - 1
         return last + int(self._total[np.searchsorted(self._kept_before, last, side="right")]) + 1
 

@@ -110,13 +110,13 @@ class Stack(nn.ModuleList):
     function of their parameters and inputs.
 
     Attributes:
-        runner: runs the layers; a strategy may replace `one_by_one`.
+        runner: a strategy's, which runs the layers; None: they are called in order.
         checkpointing: whether layers recompute their activations in the backward pass.
     """
 
     def __init__(self, layers: Sequence[nn.Module] | Iterator[nn.Module] = ()) -> None:
         super().__init__(layers)
-        self.runner: Runner = one_by_one
+        self.runner: Runner | None = None
         self.checkpointing = False
 
     def run(
@@ -139,7 +139,12 @@ class Stack(nn.ModuleList):
             positions: int [B, P], the positions that the last layer computes; None: all.
             cache: keys and values of earlier positions.
         """
-        return self.runner(self, hidden, memory, bias, context, positions, cache)
+        if self.runner is not None:
+            return self.runner(self, hidden, memory, bias, context, positions, cache)
+        for index in range(len(self)):
+            own = self.of_layer(context, index, positions, cache)
+            hidden = self.run_layer(index, hidden, memory, bias, own)
+        return hidden
 
     def of_layer(
         self,
@@ -201,7 +206,7 @@ class Stack(nn.ModuleList):
         """
         layer = self[index]
         # Another runner recomputes by itself: outside of its loop, XLA would undo it.
-        recomputes = self.checkpointing and self.training and self.runner is one_by_one
+        recomputes = self.checkpointing and self.training and self.runner is None
         if not recomputes or context.scores is not None:
             found: Hidden = layer(hidden, memory, bias, context)
             return found
@@ -245,22 +250,6 @@ class ScanGroup(NamedTuple):
 def _static(layer: nn.Module) -> Hashable:
     static: Hashable = layer.static
     return static
-
-
-def one_by_one(
-    stack: Stack,
-    hidden: Hidden,
-    memory: Tensor | None,
-    bias: Tensor | None,
-    context: Context,
-    positions: Tensor | None,
-    cache: Cache | None,
-) -> Hidden:
-    """Calls the layers in order."""
-    for index in range(len(stack)):
-        own = stack.of_layer(context, index, positions, cache)
-        hidden = stack.run_layer(index, hidden, memory, bias, own)
-    return hidden
 
 
 def place_in_stacks(model: nn.Module, name: str) -> LayerPlace | None:

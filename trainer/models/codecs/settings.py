@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from samestep.errors import ConfigError
 from trainer.models.codecs import ConfigJson
@@ -22,9 +21,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def read_settings(
     config: ConfigJson,
     fields: Mapping[str, str],
-    fixed: Mapping[str, Any],
+    fixed: Mapping[str, object],
     activation: Mapping[str, str],
-) -> dict[str, Any]:
+) -> ConfigJson:
     """Reads the settings of a `config.json`, under our names.
 
     Args:
@@ -138,7 +137,7 @@ def read_labels(config: ConfigJson) -> tuple[str, ...]:
         ) from None
 
 
-def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
+def name_labels(labels: tuple[str, ...]) -> ConfigJson:
     """The entries of a `config.json` for labels; a single label means regression."""
     if not labels:
         return {}

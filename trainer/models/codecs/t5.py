@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -79,7 +79,7 @@ class Codec(codecs.Codec[t5.Config]):
             for head in _EXPORTED
         }
         head, labels = settings.read_task(config, tuple(tensors), heads)
-        fixed: dict[str, Any] = {"model_type": cls.model_type}
+        fixed: ConfigJson = {"model_type": cls.model_type}
         if head != "tagging":
             fixed["is_encoder_decoder"] = True
         # These heads run the decoder on the shifted input, so its first token matters.

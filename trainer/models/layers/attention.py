@@ -216,11 +216,18 @@ class SelfAttention(Attention):
             near = replace(context.fused, window=self.window)
             mixed = self.attend_fused(query, key, value, near, bias, context.key("attention"))
         else:
-            mixed = self._attend_unfused(query, key, value, hidden, bias, context)
+            key, value, mask = self._visible(query, key, value, hidden, bias, context)
+            # A four-dimensional mask contains the direction. One of two dimensions is segments, for
+            # kernels that take them, without the direction.
+            causal = context.causal and (mask is None or mask.ndim == 2)
+            if context.scores is not None:
+                whole = causal_mask(hidden) if causal else mask
+                context.scores.append(self.scores(query, key, whole))
+            mixed = self.attend(query, key, value, mask, context.key("attention"), causal)
         out: Tensor = self.out(take(mixed, positions))
         return out
 
-    def _attend_unfused(
+    def _visible(
         self,
         query: Tensor,
         key: Tensor,
@@ -228,8 +235,8 @@ class SelfAttention(Attention):
         hidden: Tensor,
         bias: Tensor | None,
         context: Context,
-    ) -> Tensor:
-        """Attention with a mask for each score, or none; arguments as for `attend`, `forward`."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All keys and values, and the mask of scores; arguments as for `attend` and `forward`."""
         if context.cache is not None:
             key, value = context.cache.append(key, value)
         mask = context.mask if bias is None else bias
@@ -246,12 +253,7 @@ class SelfAttention(Attention):
                 mask = F.pad(mask, (prefix_keys.shape[2], 0), value=allowed)
             key = torch.cat([prefix_keys, key], 2)
             value = torch.cat([prefix_values, value], 2)
-        # A four-dimensional mask contains the direction. One of two dimensions is segments, for
-        # kernels that take them, without the direction.
-        causal = context.causal and (mask is None or mask.ndim == 2)
-        if context.scores is not None:
-            context.scores.append(self.scores(query, key, causal_mask(hidden) if causal else mask))
-        return self.attend(query, key, value, mask, context.key("attention"), causal=causal)
+        return key, value, mask
 
     def place(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Adds positions to queries and keys, [B, H, S, K] each; by default they have none."""
