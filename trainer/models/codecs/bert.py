@@ -21,6 +21,7 @@ from trainer.models.config import Activation, Head, TaskHead
 from trainer.models.families import bert
 
 logger = logging.getLogger(__name__)
+
 _FIELDS = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
