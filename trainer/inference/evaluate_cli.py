@@ -139,10 +139,10 @@ def _step(said: str | None, experiment: Experiment) -> Step:
         return None if said is None else int(said)
     if said != "best":
         raise ConfigError(f"--step is {said}. Use the number of a step, or best.")
-    from trainer.checkpoint import retention
+    from trainer.checkpoint.meta import best_step
     from trainer.training.compose import checkpoint_folder
 
-    if retention.best_step(checkpoint_folder(experiment)) is None:
+    if best_step(checkpoint_folder(experiment)) is None:
         raise ConfigError(
             f"{experiment.output} was trained without training.best; name a step by its number"
         )

@@ -159,13 +159,13 @@ def _report(root: Location, check: Check, valid: str) -> int:
 
 def _examine(root: Location, step: int, check: Check) -> tuple[Tree, str | None]:
     """Returns the content of meta.json, {} if it cannot be read, and the damage, if any."""
-    from trainer.checkpoint import integrity
+    from trainer.checkpoint import integrity, read_meta
 
     meta: Tree = {}
 
     def read(folder: Location) -> None:
         check(folder)
-        meta.update(integrity.read_meta(folder))
+        meta.update(read_meta(folder))
 
     return meta, integrity.find_damage(integrity.step_folder(root, step), read)
 
@@ -174,12 +174,13 @@ def _gc(args: argparse.Namespace) -> int:
     from rich.filesize import decimal
 
     from samestep.config import decode
-    from trainer.checkpoint import Config, holding, integrity, removal, retention
+    from trainer.checkpoint import Config, holding, integrity, removal
     from trainer.checkpoint.lock import only_writer
+    from trainer.checkpoint.meta import best_step, newest_meta
 
     root = _root(args)
     # As in the run that saved the newest checkpoint, unless the command line says otherwise.
-    stored = integrity.newest_meta(root).get("config", {}).get("checkpoint", {})
+    stored = newest_meta(root).get("config", {}).get("checkpoint", {})
     settings = {key: stored[key] for key in ("keep_last", "keep_every") if key in stored}
     if args.keep_last is not None:
         settings["keep_last"] = args.keep_last
@@ -188,7 +189,7 @@ def _gc(args: argparse.Namespace) -> int:
     console = _console()
     # A dry run may look on while a training run writes; a removal must not.
     with nullcontext() if args.dry_run else only_writer(root):
-        best, check = retention.best_step(root), integrity.check_content
+        best, check = best_step(root), integrity.check_content
         last, every = config.keep_last, config.keep_every
         outdated = removal.outdated_steps(root, last, every, check, best)
         going = integrity.uncommitted_folders(root) + integrity.superseded_folders(root)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from samestep.errors import CheckpointError, ConfigError, MissingExtra, SamestepError, StorageError
 from samestep.storage.hub import MODEL_FILES
 from samestep.stored_json import JsonError, read_json
-from trainer.checkpoint import files, integrity, retention
+from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.meta import best_step, read_meta
 from trainer.publish import sentence_transformers
 from trainer.publish.export import export, export_weights
 from trainer.publish.step_zero import StepZero
@@ -133,13 +134,13 @@ def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
     steps = integrity.committed_steps(root)
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet. Wait for one, or name another run.")
-    meta = integrity.read_meta(integrity.step_folder(root, steps[-1]))
+    meta = read_meta(integrity.step_folder(root, steps[-1]))
     name = (meta.get("start") or {}).get("run")
     start: list[_Revision] = []
     if revisions == "last":
         steps = steps[-1:]
     elif revisions == "best":
-        best = retention.best_step(root)
+        best = best_step(root)
         if best is None:
             raise CheckpointError(
                 f"{run} has no best checkpoint: it was trained without training.best. Use "

@@ -38,7 +38,7 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.strategies import Strategy
-from trainer.training.checkpoints import Checkpoints, capture, restore
+from trainer.training.checkpoints import Checkpoints, Found, capture, restore
 from trainer.training.observers import Observer
 from trainer.training.observers.faults import FaultCheck
 from trainer.training.passes import (
@@ -403,18 +403,27 @@ class Trainer:
             checkpointer.save(self.state.step, tensors, meta, keep, wait_for_copy=False)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
-        """Restores a checkpoint, which any world size and strategy may have written.
+        """Restores the checkpoint of a step.
 
         Args:
             step: None for the newest.
             checkpointer: None for the run's durable checkpoints.
 
         Returns:
+            See `restore_found`.
+        """
+        source = checkpointer or self.checkpoints.durable
+        return self.restore_found(Found(source, source.open_step(step)))
+
+    def restore_found(self, found: Found) -> str:
+        """Restores a checkpoint, which any world size and strategy may have written.
+
+        Returns:
             The settings that have changed since then, as text.
         """
         self.checkpoints.copied()
-        source = checkpointer or self.checkpoints.durable
-        meta, changes = restore(source, step, self.strategy, self.optimizer, self.description)
+        changes = restore(found, self.strategy, self.optimizer, self.description)
+        meta = found.opened.meta
         self.description = {**self.description, "start": meta.get("start")}
         self.state.load_state_dict(meta["state"])
         if "faults" in meta:

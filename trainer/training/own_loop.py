@@ -32,11 +32,12 @@ from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import ConfigError, SamestepError
 from samestep.examples import LoaderState
 from trainer.checkpoint.manager import Checkpointer
+from trainer.checkpoint.meta import OpenedStep
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.partition import whole_norms
 from trainer.strategies import BuildOptimizer, Replica, Strategy
-from trainer.training.checkpoints import capture, restore
+from trainer.training.checkpoints import Found, capture, restore
 from trainer.training.compose import (
     only_writer_of,
     open_checkpointer,
@@ -248,16 +249,16 @@ class LoopCheckpoints:
         Raises:
             CheckpointError: there is none, or it belongs to another model or data order.
         """
-        self._load(step)
+        self._load(self._checkpointer.open_step(step))
         if step is not None:
             self._checkpointer.discard_after(step)
 
-    def _load(self, step: int | None) -> None:
+    def _load(self, opened: OpenedStep) -> None:
+        meta = opened.meta
         groups.prime(self._optimizer)
         try:
-            meta, changes = restore(
-                self._checkpointer, step, self._strategy, self._optimizer, self._description
-            )
+            found = Found(self._checkpointer, opened)
+            changes = restore(found, self._strategy, self._optimizer, self._description)
             self._batches.load_state_dict(meta)
             self._description = {**self._description, "start": meta.get("start")}
             self._last = (meta["step"], _as_json(meta.get("notes")))
@@ -352,8 +353,8 @@ def open_parts(
             )
         dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world, lease)
-        newest = checkpointer.latest()
-        checkpointer.continue_from(newest)
+        newest = checkpointer.open_latest()
+        checkpointer.continue_from(None if newest is None else newest.step)
         weights = experiment.init_from if newest is None or experiment.freezes else None
         prepared = prepare(
             experiment, dataset, strategy, weights, newest is not None, build_optimizer

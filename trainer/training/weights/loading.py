@@ -26,6 +26,7 @@ from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.meta import read_meta
 from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.peft.huggingface import import_adapter
@@ -409,7 +410,7 @@ def load_config(path: str | Location) -> ModelConfig:
         check_weights(folder)
         root = checkpoints_of(folder)
         folder = integrity.step_folder(root, max(integrity.committed_steps(root)))
-    model = integrity.read_meta(folder)["config"]["model"]
+    model = read_meta(folder)["config"]["model"]
     config: ModelConfig = decode(Annotated[Any, _MODELS], model, f"{folder}: model")
     return config
 
