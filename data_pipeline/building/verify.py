@@ -16,8 +16,8 @@ from data_pipeline.building.progress import Meter
 from data_pipeline.format.manifest import MANIFEST, MOST_BYTES, Manifest
 from data_pipeline.reading.counts import parse_counts
 from data_pipeline.reading.dataset import load_manifest
-from data_pipeline.reading.remote import TOKENIZER_FILES, fetch_tokenizer
-from data_pipeline.tokenizers.settings import SPIECE
+from data_pipeline.reading.remote import fetch_tokenizer
+from data_pipeline.tokenizers.settings import SAVED_FILES
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep import storage
 from samestep.errors import DataError, StorageError
@@ -26,7 +26,7 @@ from samestep.stored_json import parse_json
 from samestep.untrusted import open_regular, read_regular
 
 SMALL_FILES = (
-    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SPIECE)),
+    *(f"tokenizer/{name}" for name in SAVED_FILES),
     "rejected.jsonl",
     "duplicates.jsonl",
 )

@@ -27,6 +27,7 @@ from samestep import storage
 from samestep.config import Tree
 from samestep.errors import CheckpointError, ObjectNotFoundError, fix_of
 from samestep.storage import Digest
+from samestep.storage.urls import PARALLEL_REQUESTS
 from samestep.stored_json import parse_json
 from samestep.untrusted import NotRegularError, inside, open_regular, read_regular, regular
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""
 _CHECKSUM = "checksum"
-THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
 
@@ -191,7 +191,7 @@ def read_all(paths: Sequence[Location]) -> list[bytes]:
         from samestep.storage.objects import read_from_keepers
 
         return read_from_keepers(urls)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         return list(pool.map(read, paths))
 
 

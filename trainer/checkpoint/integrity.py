@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from samestep.errors import CheckpointError, ObjectNotFoundError, StorageError
 from samestep.storage import Digest
+from samestep.storage.urls import PARALLEL_REQUESTS
 from samestep.stored_json import JsonError, parse_json
 from samestep.untrusted import is_plain
 from trainer.checkpoint import files, history
@@ -136,7 +137,7 @@ def listed(
         return Saved(folder.step, lease, place, committed=True, counts=True)
 
     # In threads, because each look is a request if the root is in an object store.
-    with ThreadPoolExecutor(files.THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         saved = list(pool.map(look, history.folders(names)))
     committed = {(each.step, each.lease) for each in saved if each.committed}
     stretches = history.line(root, names, committed, known)
@@ -296,7 +297,7 @@ def check_content(folder: Location, rank: int = 0, world_size: int = 1) -> None:
     """
     # With 2 ranks and files a, b, c: rank 0 reads a and c, rank 1 reads b.
     checksums = sorted(read_checksums(folder).items())[rank::world_size]
-    with ThreadPoolExecutor(files.THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), checksums):
             pass  # raises the error of a thread
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from trainer.checkpoint import files, layout
+from samestep.storage.urls import PARALLEL_REQUESTS
+from trainer.checkpoint import layout
 from trainer.checkpoint.collective import gather, on_all_ranks, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import Piece, StoredPiece
@@ -117,7 +118,7 @@ class StoredFiles:
     def _open(self, numbers: Iterable[int]) -> list[layout.Header]:
         numbers = list(numbers)
         missing = [number for number in numbers if number not in self._headers]
-        with ThreadPoolExecutor(files.THREADS) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             opened = pool.map(layout.Header.read, (self.paths[number] for number in missing))
             self._headers |= dict(zip(missing, opened, strict=True))
         return [self._headers[number] for number in numbers]
