@@ -92,7 +92,7 @@ def register(commands: Commands) -> None:
 def _evaluate(args: argparse.Namespace) -> int:
     from samestep.cli import main
     from trainer.elastic import agent
-    from trainer.elastic.command import processes_to_start, worker_arguments
+    from trainer.elastic.cli import processes_to_start, worker_arguments
     from trainer.training.starting import stored_experiment
 
     if args.encoder and args.ensemble:

@@ -16,7 +16,6 @@ from trainer.models import Model, ModelConfig
 from trainer.monitoring.settings import TensorBoard, WeightsAndBiases
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
-from trainer.partition import exact
 from trainer.strategies.kinds import fsdp
 from trainer.training.observers.settings import Probe, Profile
 from trainer.training.phases import Config as PhaseConfig
@@ -133,6 +132,8 @@ class Experiment:
                 )
 
     def _check_bitwise(self, phases: Sequence[Phase]) -> None:
+        from trainer.partition import exact
+
         if not self.strategy.supports_exact:
             raise ConfigError(
                 "training.exact is bitwise, which strategy single, ddp and fsdp (with replicas for "

@@ -12,7 +12,6 @@ from samestep.errors import DataError
 from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch
-from trainer.partition import exact
 from trainer.strategies import Strategy
 
 Batch: TypeAlias = Mapping[str, Tensor]
@@ -145,6 +144,8 @@ def global_weights(
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
     by_term = [[found[name] for found in weights] for name in weights[0]]
     if strategy.exact:
+        from trainer.partition import exact
+
         each = torch.tensor(by_term, dtype=torch.float64)  # [terms, micro-batches]
         totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
     else:
