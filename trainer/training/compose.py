@@ -127,13 +127,15 @@ def build_trainer(
         experiment, dataset, strategy, weights, to_restore
     )
 
-    def opening(experiment: Experiment) -> Callable[..., Loader]:
+    def loader_opener(experiment: Experiment) -> Callable[..., Loader]:
         return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
-    widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
+    open_widest = loader_opener(
+        replace(experiment, data=replace(experiment.data, group_by_length=None))
+    )
     phases = tuple(
-        _sized(phase, experiment, model, optimizer, objective, strategy, widest)
+        _sized(phase, experiment, model, optimizer, objective, strategy, open_widest)
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
@@ -143,7 +145,7 @@ def build_trainer(
         optimizer=optimizer,
         objectives=objectives,
         strategy=strategy,
-        loaders=PhaseLoaders(phases, opening(experiment)),
+        loaders=PhaseLoaders(phases, loader_opener(experiment)),
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )

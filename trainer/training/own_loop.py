@@ -171,8 +171,8 @@ def open_batches(
 def _loaders(
     experiment: Experiment, dataset: AnyDataset, replica: Replica, **options: Any
 ) -> PhaseLoaders:
-    opening = partial(open_loader, experiment, dataset, replica, **options)
-    return PhaseLoaders(experiment.resolved_phases(), opening)
+    open_split = partial(open_loader, experiment, dataset, replica, **options)
+    return PhaseLoaders(experiment.resolved_phases(), open_split)
 
 
 class LoopCheckpoints:

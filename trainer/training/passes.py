@@ -14,8 +14,8 @@ from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch
 from trainer.strategies import Strategy
 
-Batch: TypeAlias = Mapping[str, Tensor]
-MicroBatches: TypeAlias = Sequence[Batch]
+MicroBatch: TypeAlias = Mapping[str, Tensor]
+MicroBatches: TypeAlias = Sequence[MicroBatch]
 """A replica's examples of one step, in host memory."""
 
 Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
@@ -180,7 +180,7 @@ def forward(
     model: nn.Module,
     objective: Objective,
     strategy: Strategy,
-    host_batch: Batch,
+    host_batch: MicroBatch,
     totals: Mapping[str, Tensor],
     own: Mapping[str, Tensor],
 ) -> Loss:
@@ -194,7 +194,7 @@ def forward(
         return objective.loss(model, batch, totals)
 
 
-def on_device(strategy: Strategy, host_batch: Batch) -> Mapping[str, Tensor]:
+def on_device(strategy: Strategy, host_batch: MicroBatch) -> Mapping[str, Tensor]:
     """The columns of a micro-batch that are for the device."""
     columns = {name: column for name, column in host_batch.items() if name not in HOST_COLUMNS}
     # Without segments, attention needs no mask and takes its fastest kernel. So they are left out
