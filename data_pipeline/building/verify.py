@@ -58,12 +58,14 @@ def verify(location: str | Path) -> list[str]:
     total = sum(shard.bytes for shard in shards)
     # Threads are enough: hashing and reading release the interpreter lock.
     with Meter("verifying") as meter, ThreadPoolExecutor() as threads:
+        # All are submitted before the first result is read, and the large ones last.
         cached = threads.map(partial(_cache_problem, location), _cached(location))
         digests = manifest.small_files or {}
         small = threads.map(partial(_problem, location), digests.keys(), digests.values())
         large = threads.map(lambda shard: _problem(location, shard.name, shard.digest), shards)
         problems = _manifest_problems(location)
         problems += filter(None, small)
+        # A changed file explains another fingerprint already.
         if not any(problem.startswith("tokenizer/") for problem in problems):
             problems += _tokenizer_problems(location, manifest)
         problems += filter(None, cached)

@@ -185,6 +185,7 @@ class Checkpointer:
             return
         pieces = layout.pieces_to_write(tensors, self._rank, self._world_size)
         self._copying = self._staging.copy(pieces)
+        # A step may be saved again after a rewind.
         self._verified.discard(folder)
         arguments = (step, folder, self._copying, meta_text)
         self._thread = threading.Thread(

@@ -190,6 +190,7 @@ def _read_meta(folder: Location, expected: Digest) -> Tree:
                 f"{folder} has checkpoint format {meta.get('format')!r:.20} and this samestep "
                 f"reads format {FORMAT}. Use the samestep that wrote it"
             )
+        # All keys, used or not: whoever reads one later must not meet another type.
         checked(meta, _Meta)
     except JsonError as error:
         raise integrity.damaged(folder / META, str(error)) from error
@@ -203,6 +204,7 @@ def _read_meta(folder: Location, expected: Digest) -> Tree:
 
 def newest_meta(root: Location) -> Tree:
     """Returns the description of the newest readable checkpoint; {} if there is none."""
+    # A damaged step is skipped, as a restart would do.
     for step in reversed(integrity.committed_steps(root)):
         try:
             return read_meta(integrity.step_folder(root, step))

@@ -170,6 +170,7 @@ def capture(
         order: number of the data order that the last step consumed.
         data: state of its loader.
     """
+    # The description is of the start; what steps change is added to it.
     meta = {**description, "order": order, "data": data}
     if strategy.loss_scale is not None:
         meta["loss_scale"] = strategy.loss_scale.state_dict()
@@ -204,6 +205,7 @@ def restore(
     found.source.fill(host, found.opened)
     strategy.from_host(tensors)
     strategy.refresh()
+    # Bias corrections count steps, and some optimizers keep the count outside of tensors.
     groups.set_step(optimizer, meta["step"])
     if strategy.loss_scale is not None and "loss_scale" in meta:
         strategy.loss_scale.load_state_dict(meta["loss_scale"])
@@ -290,6 +292,7 @@ def _check_phases(step: int, stored: Tree, config: Tree) -> None:
     before, now = (
         [phase["steps"] for phase in settings.get("phases", ())] for settings in (stored, config)
     )
+    # Without phases, the steps were one phase: the first one must have all of them.
     if not before and now and now[0] < step:
         raise ConfigError(
             f"phases.0.steps is {now[0]}, and the run has taken {step} steps without phases. "
@@ -318,6 +321,7 @@ def _check_bitwise(meta: Meta, description: Meta, changes: Mapping[str, str]) ->
             f"training.exact is bitwise, and another precision gives other bits ({precision}). Use "
             "the former one, or start a new run with init_from."
         )
+    # Phases that were added since have no former size.
     old, new = meta.get("micro_batch_sizes", []), description.get("micro_batch_sizes", [])
     for index, (size, other) in enumerate(zip(old, new, strict=False)):
         if size != other:

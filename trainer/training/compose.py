@@ -244,6 +244,7 @@ def prepare(
         ConfigError, CheckpointError: see `build_trainer`.
     """
     objectives = build_objectives(experiment, dataset)
+    # On the meta device: parameters get memory when the strategy has partitioned them.
     model = build_model(experiment, dataset, objectives, strategy.accelerator)
     if strategy.accelerator.fuses_attention:
         from trainer.training.compute.fused_attention import fuse_attention
@@ -264,6 +265,7 @@ def prepare(
         vectors = WordVectors.load(experiment.init_embeddings)
         initial = with_embeddings(initial, whole, vectors, dataset)
         embeddings = vectors.origin
+    # Of the model before it is wrapped, which has the names that settings use.
     own = partial(
         experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)
     )
@@ -274,6 +276,7 @@ def prepare(
         wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
         if build_optimizer is None:
             groups.check_begins(optimizer, experiment.training.steps)
+            # Moments exist from the start, so that a restore has tensors to fill.
             groups.prime(optimizer)
     if strategy.loss_scale is not None:
         strategy.loss_scale.check(optimizer)
@@ -285,6 +288,7 @@ def prepare(
     description: dict[str, object] = {
         "config": to_tree(experiment),
         "teacher": teacher,
+        # A resumed run keeps the record of its checkpoint.
         "start": None if to_restore else start_of(experiment, dataset, origin, embeddings),
     }
     if experiment.training.is_bitwise:
@@ -367,6 +371,7 @@ def open_loader(
     size = phase.micro_batch_size
     objective = phase.objective.build(dataset.tokenizer.vocabulary)
     spec = objective.pack_spec(phase.sequence_length)
+    # Loaders of preflight checks and of evaluations, which no measurement has sized.
     if size == "auto":
         size = _without_probe(phase, replica, spec.positions)
     order = SplitOrder(

@@ -87,6 +87,7 @@ class Batches:
         phase = self.phase
         if self.step >= phase.end:  # beyond it, where training.steps was lowered since the save
             raise StopIteration
+        # A training loader is endless, and `iter` does not restart it.
         micro_batches = next(iter(self._loaders.train(phase)))
         self.step += 1
         if self.step == phase.end:
@@ -122,6 +123,7 @@ class Batches:
         Raises:
             CheckpointError, DataError: the data or its order has changed.
         """
+        # The position is of one data order; a phase of another length begins another one.
         data: LoaderState = state["data"]
         self._loaders.resume(state["step"], state["order"], data)
         self.step = state["step"]
@@ -216,7 +218,9 @@ class LoopCheckpoints:
         step, order, data = position["step"], position["order"], position["data"]
         if self._is_saved(step, notes):
             return
+        # Before the state is copied: a useless checkpoint would push out a valid one.
         self._require_finite(step)
+        # A checkpoint has the whole state, which some optimizers create in their first step.
         groups.prime(self._optimizer)
         tensors, meta = capture(self._strategy, self._optimizer, self._description, order, data)
         self._checkpointer.save(step, tensors, {**meta, "notes": dict(notes or {})})
@@ -231,6 +235,7 @@ class LoopCheckpoints:
         """
         if self._last is None or self._last[0] != step:
             return False
+        # Its save may still be running, and only a complete one counts.
         self._checkpointer.settle()
         if self._checkpointer.failed is not None:
             return False
@@ -249,12 +254,14 @@ class LoopCheckpoints:
         Raises:
             CheckpointError: there is none, or it belongs to another model or data order.
         """
+        # Read first: if it is damaged, the later checkpoints stay.
         self._load(self._checkpointer.open_step(step))
         if step is not None:
             self._checkpointer.discard_after(step)
 
     def _load(self, opened: OpenedStep) -> None:
         meta = opened.meta
+        # Tensors are filled in place, so the state must exist, also before the first step.
         groups.prime(self._optimizer)
         try:
             found = Found(self._checkpointer, opened)
@@ -286,6 +293,7 @@ class LoopCheckpoints:
         """Stops a loop before valid checkpoints are replaced by useless ones."""
         parameters = self._strategy.parameters.items()
         trained = {name: each for name, each in parameters if each.requires_grad}
+        # One collective for all of them; the ranks decide alike.
         norms = whole_norms(trained.values(), next(iter(trained.values()))).tolist()
         for name, norm in zip(trained, norms, strict=True):
             if not math.isfinite(norm):

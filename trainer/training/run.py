@@ -48,6 +48,7 @@ def train(experiment: Experiment) -> int:
     ):
         # Before the lock makes the run's folder, so that a typo in data.path leaves none behind.
         dataset = experiment.data.open()
+        # Before looking for checkpoints: see rule 2 of `trainer.checkpoint.lease`.
         lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             from trainer.monitoring import wandb
