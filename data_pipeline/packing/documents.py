@@ -57,6 +57,7 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
 
     example, offsets = bins.pack(*_costs(length, spec), key)
     offset = offsets[:, 0]
+    # By example, then by position: a plan lists the chunks of an example from left to right.
     order = np.lexsort((offset, example))
     return PackPlan(
         example_start=starts(example[order]),
@@ -73,6 +74,7 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
     lengths = lengths[lengths > 0]
     room = room_for_tokens(spec)
     if policy == "concat":
+        # Each window with text is an example, whichever documents are in it.
         _, first_window, windows = _windows(lengths, spec, room)
         # Two neighboring documents share an example if one ends in the window where the next one
         # begins.
@@ -105,6 +107,7 @@ def _costs(length: Int64, spec: PackSpec) -> tuple[Int64, tuple[int, ...]]:
     if spec.sides is None:
         cost = spec.prefix + length + spec.suffix
         return cost[:, None], (spec.sequence_length,)
+    # An objective tells the positions on both sides for each length of a chunk.
     return np.array(spec.sides.cost)[length - 1], spec.sides.size
 
 
