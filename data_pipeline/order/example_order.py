@@ -17,22 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.packing.plan import Int64, ranges
-from samestep.errors import ConfigError, DataError
-from samestep.examples import LoaderState
+from samestep.errors import ConfigError
 from samestep.hashing import U64, combine, mix, name_key
 
 # Part of the loader's state. Raise it when `Order` returns other examples for the same input.
 ORDER_VERSION = 1
-
-_SAME_AGAIN = {
-    "order": "use the program's version that wrote it",
-    "seed": "set seed to the checkpoint's",
-    "lanes": "set data.lanes to the checkpoint's",
-    "window": "set data.window to the checkpoint's",
-    "group_by_length": "set data.group_by_length to the checkpoint's",
-    "packing": "restore data.packing, data.sequence_length and the objective",
-}
-"""What to do about another value in a checkpoint, by key of a loader's state."""
 
 _SHARDS = name_key("shards")
 _WINDOW = name_key("window")
@@ -375,18 +364,3 @@ def _feistel(x: U64, a: U64, b: U64, key: U64) -> U64:
         right = (right + mix(~key ^ left) % b) % b
         key = key + _NEXT_ROUNDS
     return left + a * right
-
-
-def check_identity(state: LoaderState, identity: LoaderState) -> None:
-    """Checks that a loader's state counts examples in the order that an identity describes.
-
-    Raises:
-        DataError: it counts in another order.
-    """
-    for name, value in identity.items():
-        if state.get(name) != value:
-            raise DataError(
-                f"the checkpoint's data order cannot be continued: its {name} is "
-                f"{state.get(name)!r}, but this run's is {value!r}. To continue, "
-                f"{_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights."
-            )

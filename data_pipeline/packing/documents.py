@@ -74,7 +74,6 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
     lengths = lengths[lengths > 0]
     room = room_for_tokens(spec)
     if policy == "concat":
-        # Each window with text is an example, whichever documents are in it.
         _, first_window, windows = _windows(lengths, spec, room)
         # Two neighboring documents share an example if one ends in the window where the next one
         # begins.

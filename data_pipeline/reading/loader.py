@@ -25,19 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_pipeline.order.example_order import (
-    ORDER_VERSION,
-    ExampleOrder,
-    Order,
-    SinglePass,
-    check_identity,
-)
+from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, Order, SinglePass
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.sources import PERIOD
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, sources_of
-from data_pipeline.reading.config import Config
+from data_pipeline.reading.config import Config, check_identity
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
 from data_pipeline.reading.open_files import check_open_shards, max_open_shards
 from data_pipeline.reading.rows import RowMaker

@@ -156,7 +156,6 @@ class Strategy(ABC):
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
         supported = self.device_types is None or accelerator.device.type in self.device_types
-        # A strategy is written for graphs of whole steps or for eager execution, never for both.
         if accelerator.compiles != self.compiles or not supported:
             fix = "strategy=fsdp" + (", or accelerator=xla" if self.compiles else "")
             fix = "strategy=xla_spmd" if accelerator.compiles else fix
@@ -171,7 +170,6 @@ class Strategy(ABC):
         self.accelerator = accelerator
         self.world = world
         self.precision = precision
-        # Each process is a replica here; XLA's strategy drives several devices with one.
         self.replica = Replica(world.rank, world.size)
         self.loss_scale: LossScale | None = None
         if precision == "fp16":
@@ -291,7 +289,6 @@ class Strategy(ABC):
     def _reduce(self, value: Tensor, op: Reduction) -> Tensor:
         if self.replica.count > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        # Gloo has no mean, so both back-ends divide here.
         return value / self.replica.count if op == "mean" else value
 
     def all_rows(self, own: Tensor) -> Tensor:

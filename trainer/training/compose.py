@@ -127,13 +127,11 @@ def build_trainer(
         experiment, dataset, strategy, weights, to_restore
     )
 
-    def loader_opener(experiment: Experiment) -> Callable[..., Loader]:
+    def opener(experiment: Experiment) -> Callable[..., Loader]:
         return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
-    open_widest = loader_opener(
-        replace(experiment, data=replace(experiment.data, group_by_length=None))
-    )
+    open_widest = opener(replace(experiment, data=replace(experiment.data, group_by_length=None)))
     phases = tuple(
         _sized(phase, experiment, model, optimizer, objective, strategy, open_widest)
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
@@ -145,7 +143,7 @@ def build_trainer(
         optimizer=optimizer,
         objectives=objectives,
         strategy=strategy,
-        loaders=PhaseLoaders(phases, loader_opener(experiment)),
+        loaders=PhaseLoaders(phases, opener(experiment)),
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )
@@ -265,7 +263,6 @@ def prepare(
         vectors = WordVectors.load(experiment.init_embeddings)
         initial = with_embeddings(initial, whole, vectors, dataset)
         embeddings = vectors.origin
-    # Of the model before it is wrapped, which has the names that settings use.
     own = partial(
         experiment.optimizer.build, structure=Structure.of(model, experiment.training.is_bitwise)
     )
@@ -288,7 +285,6 @@ def prepare(
     description: dict[str, object] = {
         "config": to_tree(experiment),
         "teacher": teacher,
-        # A resumed run keeps the record of its checkpoint.
         "start": None if to_restore else start_of(experiment, dataset, origin, embeddings),
     }
     if experiment.training.is_bitwise:
@@ -371,7 +367,6 @@ def open_loader(
     size = phase.micro_batch_size
     objective = phase.objective.build(dataset.tokenizer.vocabulary)
     spec = objective.pack_spec(phase.sequence_length)
-    # Loaders of preflight checks and of evaluations, which no measurement has sized.
     if size == "auto":
         size = _without_probe(phase, replica, spec.positions)
     order = SplitOrder(

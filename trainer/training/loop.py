@@ -408,9 +408,6 @@ class Trainer:
         Args:
             step: None for the newest.
             checkpointer: None for the run's durable checkpoints.
-
-        Returns:
-            See `restore_found`.
         """
         source = checkpointer or self.checkpoints.durable
         return self.restore_found(Found(source, source.open_step(step)))
