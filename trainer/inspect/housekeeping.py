@@ -146,6 +146,7 @@ def _report(root: Location, check: Check, valid: str) -> int:
     }
     for state, folders in others.items():
         for folder in folders:
+            # Without COMMITTED, the name of the folder alone has the step.
             number = str(history.folders([folder.name])[0].step)
             table.add_row(number, "-", decimal(_size(folder)), "-", state)
     if not table.row_count:
@@ -198,6 +199,7 @@ def _gc(args: argparse.Namespace) -> int:
         for folder in going:
             size = _size(folder)
             with holding.unless_held(folder, held) as free:
+                # Within the lock, so that no reader begins; the files go after it.
                 if free and not args.dry_run:
                     integrity.uncommit(folder)
             if not free:
@@ -244,6 +246,7 @@ def _convert(args: argparse.Namespace) -> int:
     from trainer.inspect import conversion
     from trainer.training.starting import load_experiment
 
+    # An experiment as the target resumes a foreign checkpoint; a folder gets an export.
     if recipes.locate(args.target).suffix in (".yaml", ".yml"):
         experiment = load_experiment(args.target, args.overrides)
         source = Path(args.folder)
@@ -282,6 +285,7 @@ def _size(folder: Location) -> int:
 
     total = 0
     for name in files.names(folder):
+        # A file may be gone since it was listed.
         with suppress(CheckpointError):
             total += files.size(folder / name)
     return total

@@ -115,6 +115,7 @@ def publish(
             "HF_TOKEN to a token with write rights."
         )
     with _explained(repository):
+        # All conflicts are found before the first push.
         missing = _missing(api, repository, chosen)
     _print(repository, chosen, missing)
     if dry_run or not missing:
@@ -188,6 +189,7 @@ def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[i
                 "repository, or delete that branch."
             )
         missing[revision.step] = [revision.branch]
+    # main is what a user loads who names no revision.
     newest = chosen[-1]
     main = _marker(api, repository, _MAIN) if _MAIN in branches else None
     if main != newest.marker:
@@ -224,6 +226,7 @@ def _marker(api: HfApi, repository: str, branch: str) -> dict[str, object] | Non
                 f"{_MARKER} of {repository} is damaged: {error}. Remove it there, or name another "
                 "repository."
             ) from error
+    # A new repository may have a README or .gitattributes, but no model.
     if any(name.endswith((".safetensors", ".bin")) or name == "config.json" for name in names):
         raise StorageError(
             f"{repository} has a model in {branch} that samestep publish has not pushed. Name "
@@ -238,8 +241,10 @@ def _push(
     with tempfile.TemporaryDirectory(prefix="samestep-publish-") as temporary:
         folder = Path(temporary) / "export"
         revision.write(run, repository, folder)
+        # One export for all branches of a step.
         for branch in branches:
             with _explained(repository):
+                # A new branch is made from main, with the content that main has at that time.
                 if branch != _MAIN:
                     api.create_branch(repository, branch=branch, exist_ok=True)
                 api.upload_folder(
