@@ -72,6 +72,7 @@ def available(wanted: accelerators.Config | None) -> Iterator[Finding]:
     elif not isinstance(config := wanted or detect.best(), cpu.Config):
         # `build` raises the reason if the device is not available.
         yield Finding("devices", "ok", config.build().description)
+    # GPUs that torch cannot use: without this, training would be slow and say nothing.
     elif reason := cuda.unusable():
         yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
     elif chips.count():
@@ -97,6 +98,7 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
         return
     backend = "nccl" if gpus else "gloo"
     with socket.socket() as free:
+        # Port 0 lets the system choose one that is free.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results: SimpleQueue[tuple[bool, float]] = mp.get_context("spawn").SimpleQueue()
@@ -105,6 +107,7 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
     )
     deadline = time.monotonic() + _SPAWN_SECONDS
     try:
+        # A collective that hangs has no end of its own.
         while not workers.join(timeout=1):
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -140,6 +143,7 @@ def _reduce(
     world = World.start(_SPAWN_SECONDS)
     world.connect(accelerator.collective_backend, accelerator.collective_device)
     tensor = torch.full((REDUCE_BYTES // 4,), float(rank + 1), device=accelerator.device)
+    # The first all-reduce connects the processes, and is checked but not timed.
     dist.all_reduce(tensor)
     # 1 + 2 + ... + processes: exact in fp32.
     right = bool((tensor == processes * (processes + 1) / 2).all())

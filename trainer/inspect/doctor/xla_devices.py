@@ -42,6 +42,7 @@ def examine(
             f"{trial.topology}; the strategy is for other devices",
             "strategy=xla_spmd",
         )
+    # Found here, before a slice of many machines has compiled anything.
     elif trial.devices % strategy.replicas:
         fix = f"use a divisor of {trial.devices}"
         yield Finding(
@@ -57,6 +58,7 @@ def examine(
     )
     if flash.usable(accelerator):
         yield from tried("attention", lambda: _attention(trial))
+    # Large where there is a peak to compare with; on a CPU the sum is only checked.
     if trial.devices > 1:
         yield from tried(
             "all-reduce", lambda: _sum(trial, 4 * REDUCE_BYTES if peak else REDUCE_BYTES // 16)
@@ -177,6 +179,7 @@ class XlaTrial:
             Whether the sum was right on all devices of this machine, and the bus bandwidth as
             nccl-tests define it.
         """
+        # Device i has i + 1 in all elements, so the sum tells whether all took part.
         numbers = torch.arange(1, self.devices + 1, dtype=torch.float32).to(self._device)
         parts = self._computed(numbers.unsqueeze(1).expand(-1, size // 4) * 1, "shard")
         expected = self.devices * (self.devices + 1) / 2
@@ -248,6 +251,7 @@ class XlaTrial:
         from torch_xla.distributed.spmd import mark_sharding
 
         mark_sharding(tensor, self._mesh, (rows, *[None] * (tensor.ndim - 1)))
+        # Marks the end of a graph, starts it, and waits: otherwise nothing is computed yet.
         torch_xla.sync()
         wait_device_ops()
         return tensor
