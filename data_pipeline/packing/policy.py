@@ -137,6 +137,7 @@ class _Packing:
 
 def _packing_of(spec: PackSpec, policy: Policy) -> _Packing:
     """Chooses the packing; one that a run does not use is not imported."""
+    # What the objective reads decides before `data.packing` does; `check_policy` has compared them.
     if spec.text_pairs:
         from data_pipeline.packing import text_pairs
 
@@ -200,5 +201,6 @@ def count_shard(
 
     Arguments and errors as for `check_shard`.
     """
+    # Counting a row that cannot be packed would fail later, without its file and line.
     check_shard(shard, spec, policy, files)
     return _packing_of(spec, policy).count(shard, key)

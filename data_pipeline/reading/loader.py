@@ -278,6 +278,7 @@ class StreamingLoader:
         shard = self._fill()
         # If one replica finds a shard corrupt, all skip it from this step on. `_largest` tells them
         # which; -1 means none. Another shard may turn up corrupt then, so ask again.
+        # A collective in each step, so only where the setting asks for it.
         while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
             self._skip([*self.corrupt, (*self._shards[shard], self._position)])
             self._go_to(self._position)

@@ -53,6 +53,7 @@ def _on_device(event: Event) -> bool:
 
 def _is_collective(event: Event) -> bool:
     """Whether the event is a kernel of NCCL, or an annotation by one of gloo's threads."""
+    # NCCL runs as kernels of the device, and gloo in threads of the host.
     prefix = {"kernel": "nccl", "user_annotation": "gloo:"}.get(event.get("cat", ""))
     return prefix is not None and event["name"].startswith(prefix)
 

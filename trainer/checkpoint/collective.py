@@ -65,6 +65,7 @@ def raise_on_all_ranks(world_size: int) -> Iterator[None]:
 
 def on_all_ranks(call: Callable[[], T], world_size: int) -> T:
     """Returns the result of a call; raises on all ranks if it has failed on any."""
+    # A list, as a result may be None.
     results: list[T] = []
     with raise_on_all_ranks(world_size):
         results.append(call())

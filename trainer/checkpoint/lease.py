@@ -117,6 +117,7 @@ class Lease:
             CheckpointError: which steps count is unknown, see `integrity.listed`.
         """
         names = self.check_or_end()
+        # From the listing of the check: the lease names the writer of that step as well.
         step, of = history.NOTHING, 0
         if newest is not None:
             for saved in integrity.listed(self.root, self.known, names):
