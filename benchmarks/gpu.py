@@ -57,8 +57,8 @@ from benchmarks.gpu_tables import (
 from benchmarks.pairing import arguments, in_rounds, versions
 from benchmarks.sides import Job, Measured, Serve, Side, SideFailed, Turn, ours, theirs
 from samestep.config import load
-from trainer.accelerators.datasheets import DEVICES
 from trainer.accelerators.kinds import cuda
+from trainer.inspect.plan.datasheets import DEVICES
 from trainer.inspect.plan.fusion import IMPLEMENTATIONS
 from trainer.inspect.plan.throughput import Predictor
 from trainer.inspect.plan.trace import Step

@@ -75,6 +75,7 @@ class JobSpec:
         Args:
             arguments: further arguments, already quoted where necessary.
         """
+        # The copy in `folder`: the user may go on editing the original.
         return " ".join([*self.command, shlex.quote(str(self.folder / CONFIG)), *arguments])
 
     def exports(self) -> list[str]:
@@ -82,6 +83,7 @@ class JobSpec:
         lines = [f"export SAMESTEP_LOGS={shlex.quote(str(self.folder / 'logs'))}"]
         if self.code:
             code = shlex.quote(str(self.folder / CODE))
+            # Before what the machine has set, so the snapshot precedes the installed package.
             lines.append(f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"')
         return lines
 

@@ -124,9 +124,11 @@ def parse_json(content: bytes | str, schema: TypeForm[T], limit: int = MOST_BYTE
         JsonError: the content is not JSON in UTF-8, a key is there twice, a value has another type
             or is out of range, or the content is too large or too deeply nested.
     """
+    # First: parsing takes several times the memory of the text.
     if len(content) > limit:
         raise JsonError(f"has {len(content)} bytes, more than {limit}")
     try:
+        # Editors of some systems write a byte-order mark.
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         value = _decoder.decode(text)
         return checked(value, schema)
@@ -194,6 +196,7 @@ def read_lines(file: BinaryIO, limit: int = MOST_LINE_BYTES) -> Iterator[tuple[b
     end = file.tell()
     while line := file.readline(limit):
         rest, end = line, end + len(line)
+        # The rest of a line that is too long is read in parts and dropped.
         while not rest.endswith(b"\n") and (rest := file.readline(limit)):
             end += len(rest)
         yield line, end, rest.endswith(b"\n")
@@ -201,6 +204,7 @@ def read_lines(file: BinaryIO, limit: int = MOST_LINE_BYTES) -> Iterator[tuple[b
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
+    # Parsers differ in which of two equal keys counts, so neither does.
     if len(found) < len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise JsonError(f"has the key {_shorten.repr(twice)} twice in one object")
@@ -260,6 +264,7 @@ def _untyped(value: object, levels: int = _MOST_LEVELS, unpaired: bool = False) 
     if isinstance(value, dict | list):
         if not levels:
             raise JsonError(f"is nested in more than {_MOST_LEVELS} levels")
+        # Keys are texts like others.
         if isinstance(value, dict):
             _untyped(list(value), 1, unpaired)
         key: str | int = 0
@@ -267,6 +272,7 @@ def _untyped(value: object, levels: int = _MOST_LEVELS, unpaired: bool = False) 
         items = value.items() if isinstance(value, dict) else enumerate(value)
         try:
             for key, item in items:  # noqa: B007
+                # A file of vectors has millions of numbers, of which nothing can be wrong.
                 if type(item) is not float:
                     _untyped(item, levels - 1, unpaired)
         except JsonError as error:
@@ -290,6 +296,7 @@ def _scalar(schema: type[object]) -> Check:
         kind = type(value)  # not isinstance(): True would be an integer
         if kind is str and schema is str:
             return _text(typing.cast(str, value))
+        # JSON writes 1.0 as 1 in some programs.
         if kind is int and schema in (int, float):
             if not _LEAST <= typing.cast(int, value) <= _MOST:
                 raise JsonError("is an integer of more than 64 bits")
@@ -304,6 +311,7 @@ def _scalar(schema: type[object]) -> Check:
 
 
 def _is_finite(value: object) -> bool:
+    # NaN and infinity minus themselves are NaN.
     return value - value == 0  # type: ignore[operator,no-any-return]
 
 

@@ -85,6 +85,7 @@ def find(
 
     def missing(meter: Meter) -> Iterator[Unit]:
         for unit in units:
+            # Of settings and content: signatures of an earlier try count if both are equal.
             tags.append(_tag(unit, config, test))
             if _load(folder, unit.index, tags[-1]) is None:
                 yield unit
@@ -123,11 +124,13 @@ class _Signer:
                 text = self._source.parse(each)
             except BadRecord:  # the build itself reports it
                 continue
+            # It is left out of the dataset, so a later copy would not repeat anything there.
             if self._test is not None and self._test.matches(text):
                 continue
             record.append(number)
             origin.append((each.file, each.line))
             values.append(self._config.signature(text))
+        # A unit without a document must stack with the others: uint64 [0, K].
         width = len(self._config.signature(""))
         with atomic_write(_path(self._folder, unit.index)) as file:
             np.savez(

@@ -16,8 +16,8 @@ from data_pipeline.building.progress import Meter
 from data_pipeline.format.manifest import MANIFEST, MOST_BYTES, Manifest
 from data_pipeline.reading.counts import parse_counts
 from data_pipeline.reading.dataset import load_manifest
-from data_pipeline.reading.remote import TOKENIZER_FILES, fetch_tokenizer
-from data_pipeline.tokenizers.settings import SPIECE
+from data_pipeline.reading.remote import fetch_tokenizer
+from data_pipeline.tokenizers.settings import SAVED_FILES
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep import storage
 from samestep.errors import DataError, StorageError
@@ -26,7 +26,7 @@ from samestep.stored_json import parse_json
 from samestep.untrusted import open_regular, read_regular
 
 SMALL_FILES = (
-    *(f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SPIECE)),
+    *(f"tokenizer/{name}" for name in SAVED_FILES),
     "rejected.jsonl",
     "duplicates.jsonl",
 )
@@ -58,12 +58,14 @@ def verify(location: str | Path) -> list[str]:
     total = sum(shard.bytes for shard in shards)
     # Threads are enough: hashing and reading release the interpreter lock.
     with Meter("verifying") as meter, ThreadPoolExecutor() as threads:
+        # All are submitted before the first result is read, and the large ones last.
         cached = threads.map(partial(_cache_problem, location), _cached(location))
         digests = manifest.small_files or {}
         small = threads.map(partial(_problem, location), digests.keys(), digests.values())
         large = threads.map(lambda shard: _problem(location, shard.name, shard.digest), shards)
         problems = _manifest_problems(location)
         problems += filter(None, small)
+        # A changed file explains another fingerprint already.
         if not any(problem.startswith("tokenizer/") for problem in problems):
             problems += _tokenizer_problems(location, manifest)
         problems += filter(None, cached)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from samestep.config import Tree, kind_name, to_tree
+from samestep.config import Tree, to_tree
 
 
 class Config(ABC):
@@ -34,5 +34,6 @@ class Config(ABC):
 
     def settings(self) -> Tree:
         """What the result depends on, for the manifest."""
-        kind = kind_name(self)
+        # Not `kind_name`: stored manifests have this name, also of a user's own module.
+        kind = type(self).__module__.rpartition(".")[2]
         return {"kind": kind, **to_tree(self)}

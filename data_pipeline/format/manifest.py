@@ -106,6 +106,7 @@ class Manifest:
         shards = {
             split: [shard.sha256 for shard in shards] for split, shards in self.splits.items()
         }
+        # What decides the tokens: names of shards, sources and settings may differ.
         content = [self.format, self.tokenizer_fingerprint, self.dtype, shards]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -192,6 +193,7 @@ class Manifest:
                 "it, or build the dataset again."
             )
         try:
+            # Before the types: a key of a newer version says more than a value would.
             if unknown := tree.keys() - {each.name for each in dataclasses.fields(cls)}:
                 raise ValueError(f"{min(unknown)!r} is no part of it")
             manifest = checked(tree, cls)

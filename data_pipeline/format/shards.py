@@ -152,6 +152,7 @@ class Shard(ShardIndex):
         labels: bool = False,
     ) -> Shard:
         """Maps an open shard; the map keeps the file's locks after the file is closed."""
+        # Both read one open file: another one may have been renamed to the path meanwhile.
         index = ShardIndex.read(file, name, dtype, sentences, labels)
         with failure_explained(name):
             return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
@@ -168,6 +169,7 @@ def check_pairs(shard: ShardIndex, name: str) -> None:
         CorruptError: one is not; the SHA-256 in a stranger's manifest fits any content.
     """
     with failure_explained(name):
+        # The document of each text: a pair has two texts, so each document must be there twice.
         document = np.searchsorted(np.cumsum(shard.length), shard.sentences, side="right")
         if not np.array_equal(document, np.repeat(np.arange(len(shard.length)), 2)):
             raise ValueError("a document is no pair of two texts")
@@ -271,6 +273,7 @@ def _read_chunks(
             sentences = np.empty(0, dtype=np.int64)
             if with_sentences:
                 sentences = parts["sentences"].astype(np.int64)
+                # A sentence begins where a document does, so sentences never cross documents.
                 documents = offsets[:-1][length > 0]
                 ascending = (np.diff(sentences, append=count) >= 1).all()
                 if not ascending or not np.isin(documents, sentences).all():
@@ -329,5 +332,6 @@ def _locate(
     tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
 ) -> tuple[int, int]:
     """Start of a member's data in the file, and their number, both in units of `dtype`."""
+    # numpy pads headers to 64 bytes and tar to 512, so data begins at a whole token.
     header = _open_npy(tar, member, dtype).tell()
     return (member.offset_data + header) // dtype.itemsize, (member.size - header) // dtype.itemsize

@@ -126,6 +126,7 @@ class MixedOrder(Lanes):
         self.examples = sum(order.examples for order in orders.values())
         self._keys = sorted({key for _, shares in schedule.parts for key in shares})
         self._orders = [orders.get(key) for key in self._keys]
+        # Two sources of 3 and 2 shards have the numbers 0, 1, 2 and 3, 4.
         shards_before = np.cumsum([0, *(order.shards for order in orders.values())]).tolist()
         first_shard = dict(zip(orders, shards_before, strict=False))
         self._first_shard = [first_shard.get(key, 0) for key in self._keys]
@@ -150,11 +151,13 @@ class MixedOrder(Lanes):
 
     @staticmethod
     def _spread_shares(shares: Int64) -> npt.NDArray[np.int16]:
+        # A source of weight 0 changes no place, so it can be added to a run that has begun.
         present = np.flatnonzero(shares)
         return present.astype(np.int16)[_spread(tuple(shares[present].tolist()))]
 
     def _walked(self, lane: Int64, turn: Int64) -> Int64:
         """Each lane's position in the endlessly repeated table, its starting place included."""
+        # Lanes begin at different places, or all would take the same source in the same turn.
         return turn + lane * _LANE_STEP % PERIOD
 
     def _count(self, part: int, walked: Int64) -> Int64:
@@ -182,6 +185,7 @@ class MixedOrder(Lanes):
                     "data.sources, and examples come from it; add it again, with weight 0"
                 )
             rows = np.flatnonzero(source == each)
+            # The n-th example of a source in a lane is number n * lanes + lane of its order.
             found = order.locate(taken[rows] * self.lanes + lane[rows])
             at.epoch[rows], at.index[rows] = found.epoch, found.index
             at.shard[rows] = found.shard + self._first_shard[each]
@@ -242,6 +246,7 @@ class Mixture:
         """Replaces the shares over the run, the past ones included."""
         self._schedule = schedule
         only = list(schedule.parts[0][1]) if len(schedule.parts) == 1 else []
+        # A mixture of one source has the order of that source, as if there were no mixture.
         alone = len(self.orders) == len(only) == 1 and only[0] in self.orders
         self.order: ExampleOrder = (
             self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
@@ -263,6 +268,7 @@ class Mixture:
         Raises:
             DataError: the shares differ, and `accept` is false.
         """
+        # At the last consumed example: a change that is due right here is none of the past.
         before, now = recorded.at(example - 1), wanted.at(example - 1)
         if example and before != now:
             change = f"the mixture changes from {self._said(before)} to {self._said(now)}"

@@ -57,6 +57,7 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
 
     example, offsets = bins.pack(*_costs(length, spec), key)
     offset = offsets[:, 0]
+    # By example, then by position: a plan lists the chunks of an example from left to right.
     order = np.lexsort((offset, example))
     return PackPlan(
         example_start=starts(example[order]),
@@ -105,6 +106,7 @@ def _costs(length: Int64, spec: PackSpec) -> tuple[Int64, tuple[int, ...]]:
     if spec.sides is None:
         cost = spec.prefix + length + spec.suffix
         return cost[:, None], (spec.sequence_length,)
+    # An objective tells the positions on both sides for each length of a chunk.
     return np.array(spec.sides.cost)[length - 1], spec.sides.size
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
@@ -120,30 +120,68 @@ def needs_parts(spec: PackSpec, policy: Policy) -> bool:
     return policy in ("pairs", "full_sentences") or spec.text_pairs or spec.parts is not None
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """A way to pack shards.
+
+    Attributes:
+        plan: places the documents of a shard; from shard, key and epoch.
+        count: number of examples of the plan; from shard and key. Only `pairs` uses the key.
+        check: rejects pairs or rows that cannot be packed; from shard and names of source files.
+    """
+
+    plan: Callable[[ShardIndex, int, int], PackPlan]
+    count: Callable[[ShardIndex, int], int]
+    check: Callable[[ShardIndex, Sequence[str]], None] = lambda shard, files: None
+
+
+def _packing_of(spec: PackSpec, policy: Policy) -> _Packing:
+    """Chooses the packing; one that a run does not use is not imported."""
+    # What the objective reads decides before `data.packing` does; `check_policy` has compared them.
+    if spec.text_pairs:
+        from data_pipeline.packing import text_pairs
+
+        return _Packing(
+            lambda shard, key, epoch: text_pairs.plan(shard, spec, policy, key),
+            lambda shard, key: text_pairs.count_examples(shard, spec, policy),
+            lambda shard, files: text_pairs.check(shard, spec, files),
+        )
+    if spec.parts is not None:
+        from data_pipeline.packing import task_rows
+
+        return _Packing(
+            lambda shard, key, epoch: task_rows.plan(shard, spec),
+            lambda shard, key: task_rows.count_examples(shard, spec),
+            lambda shard, files: task_rows.check(shard, spec, files),
+        )
+    if policy == "pairs":
+        from data_pipeline.packing.segment_pairs import count_examples, plan
+
+        return _Packing(
+            lambda shard, key, epoch: plan(shard.length, shard.sentences, spec, key, epoch),
+            lambda shard, key: count_examples(shard.length, shard.sentences, spec, key),
+        )
+    if policy == "full_sentences":
+        from data_pipeline.packing import full_sentences
+
+        return _Packing(
+            lambda shard, key, epoch: full_sentences.plan(shard.length, shard.sentences, spec),
+            lambda shard, key: full_sentences.count_examples(shard.length, shard.sentences, spec),
+        )
+    return _Packing(
+        lambda shard, key, epoch: documents.plan(shard.length, spec, policy, key),
+        lambda shard, key: documents.count_examples(shard.length, spec, policy),
+    )
+
+
 def plan_shard(
     shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, epoch: int = 0
 ) -> PackPlan:
     """Packs the documents of a shard. Only the plans of `pairs` depend on the epoch."""
-    if spec.text_pairs:
-        from data_pipeline.packing import text_pairs
-
-        return text_pairs.plan(shard, spec, policy, key)
-    if spec.parts is not None:
-        from data_pipeline.packing import task_rows
-
-        return task_rows.plan(shard, spec)
-    if policy == "pairs":
-        from data_pipeline.packing import segment_pairs
-
-        return segment_pairs.plan(shard.length, shard.sentences, spec, key, epoch)
-    if policy == "full_sentences":
-        from data_pipeline.packing import full_sentences
-
-        return full_sentences.plan(shard.length, shard.sentences, spec)
-    return documents.plan(shard.length, spec, policy, key)
+    return _packing_of(spec, policy).plan(shard, key, epoch)
 
 
-def check_shard(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
+def check_shard(shard: ShardIndex, spec: PackSpec, policy: Policy, files: Sequence[str]) -> None:
     """Checks that the pairs or rows of a shard can be packed.
 
     Args:
@@ -153,14 +191,7 @@ def check_shard(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None
         DataError: a text does not fit into an example, or a row has the wrong number of texts.
         ConfigError: examples are too short to hold text.
     """
-    if spec.text_pairs:
-        from data_pipeline.packing import text_pairs
-
-        text_pairs.check(shard, spec, files)
-    elif spec.parts is not None:
-        from data_pipeline.packing import task_rows
-
-        task_rows.check(shard, spec, files)
+    _packing_of(spec, policy).check(shard, files)
 
 
 def count_shard(
@@ -170,21 +201,6 @@ def count_shard(
 
     Arguments and errors as for `check_shard`.
     """
-    check_shard(shard, spec, files)
-    if spec.text_pairs:
-        from data_pipeline.packing import text_pairs
-
-        return text_pairs.count_examples(shard, spec, policy)
-    if spec.parts is not None:
-        from data_pipeline.packing import task_rows
-
-        return task_rows.count_examples(shard, spec)
-    if policy == "pairs":
-        from data_pipeline.packing import segment_pairs
-
-        return segment_pairs.count_examples(shard.length, shard.sentences, spec, key)
-    if policy == "full_sentences":
-        from data_pipeline.packing import full_sentences
-
-        return full_sentences.count_examples(shard.length, shard.sentences, spec)
-    return documents.count_examples(shard.length, spec, policy)
+    # Counting a row that cannot be packed would fail later, without its file and line.
+    check_shard(shard, spec, policy, files)
+    return _packing_of(spec, policy).count(shard, key)

@@ -36,6 +36,7 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
         return _windows(begin, length, spec)
     if parts.layout == "choices":  # [D * choices, 2]
         begin, length = (
+            # The first text is the question of all choices: [q, a, b] becomes [q, a] and [q, b].
             np.stack(np.broadcast_arrays(texts[:, :1], texts[:, 1:]), axis=2).reshape(-1, 2)
             for texts in (begin, length)
         )
@@ -48,6 +49,7 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
     # Sequences of `choices` follow each other in an example.
     column = spec.prefix + np.cumsum(kept + parts.between, axis=1) - kept - parts.between
     column += np.arange(len(kept))[:, None] % parts.choices * spec.sequence_length
+    # Rows with fewer texts than the longest one have none in the last columns.
     there = kept > 0
     rows = len(kept) // parts.choices
     chunks = there.reshape(rows, -1).sum(axis=1)
@@ -93,6 +95,7 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
         )
     if parts.layout == "choices":
         longest = 2  # in a sequence
+    # Below this, a text would vanish, and the row would mean something else.
     special = spec.prefix + spec.suffix + parts.between * (longest - 1)
     if spec.sequence_length < special + longest:
         raise ConfigError(
@@ -148,6 +151,7 @@ def _parts(spec: PackSpec) -> Parts:
 def _texts(shard: ShardIndex) -> tuple[Int64, Int64]:
     """The first token of each text within its row, and its length: int64 [D, texts] each."""
     first = np.cumsum(shard.length) - shard.length
+    # The row of each text: `sentences` counts tokens over all rows.
     row = np.searchsorted(first + shard.length, shard.sentences, side="right")
     texts = np.bincount(row, minlength=len(first))
     number = ranges(np.zeros_like(texts), texts)
@@ -191,9 +195,11 @@ def _window_counts(length: Int64, spec: PackSpec) -> tuple[Int64, Int64, Int64, 
     if parts.most is not None:
         most = min(parts.most, most)
     before = np.where(has_two, np.minimum(length[:, 0], most), 0)
+    # A window has what the first text and the token between leave.
     size = room - np.where(before > 0, before + parts.between, 0)
     step = size if parts.stride is None else np.minimum(size, parts.stride)
     last = length[np.arange(len(length)), has_two.astype(np.int64)]
+    # The last window ends with the text: 10 tokens in windows of 4 and steps of 3 are 3 windows.
     return 1 + -(-np.maximum(last - size, 0) // step), before, size, step
 
 

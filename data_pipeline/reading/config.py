@@ -10,8 +10,8 @@ from data_pipeline.order.sources import Proportional, Source, Weights, check_sou
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.dataset import Dataset
 from samestep.config.sizes import DEFAULT_CACHE, parse_size
-from samestep.errors import ConfigError
-from samestep.examples import Policy
+from samestep.errors import ConfigError, DataError
+from samestep.examples import LoaderState, Policy
 from samestep.storage import is_url
 
 
@@ -131,3 +131,29 @@ class Config:
 
             return ConcatDataset.open(self.sources, cache, whole=whole)
         return Dataset.open(self.path, cache, whole=whole)
+
+
+_SAME_AGAIN = {
+    "order": "use the program's version that wrote it",
+    "seed": "set seed to the checkpoint's",
+    "lanes": "set data.lanes to the checkpoint's",
+    "window": "set data.window to the checkpoint's",
+    "group_by_length": "set data.group_by_length to the checkpoint's",
+    "packing": "restore data.packing, data.sequence_length and the objective",
+}
+"""What to do about another value in a checkpoint, by key of a loader's state."""
+
+
+def check_identity(state: LoaderState, identity: LoaderState) -> None:
+    """Checks that a loader's state counts examples in the order that an identity describes.
+
+    Raises:
+        DataError: it counts in another order.
+    """
+    for name, value in identity.items():
+        if state.get(name) != value:
+            raise DataError(
+                f"the checkpoint's data order cannot be continued: its {name} is "
+                f"{state.get(name)!r}, but this run's is {value!r}. To continue, "
+                f"{_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights."
+            )

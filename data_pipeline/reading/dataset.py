@@ -87,6 +87,7 @@ class Dataset:
             from data_pipeline.reading.cache import ShardCache
             from data_pipeline.reading.remote import RemoteDataset, read_manifest
 
+            # Its shards are checked when they are downloaded, not here by a request for each.
             remote = RemoteDataset(str(path).rstrip("/"), cache or ShardCache.open_folder())
             manifest = read_manifest(remote.url)
             return cls(remote.mirror(manifest), manifest, remote)
@@ -218,6 +219,7 @@ class Dataset:
         name = self._location(info)
         with self.remote.open_parts(info) as file:
             index = ShardIndex.read(file, name, self.manifest.token_dtype, sentences)
+        # The index came without the shard's hash, so its totals are compared instead.
         if (len(index.length), index.length.sum()) != (info.documents, info.tokens):
             raise DataError(
                 f"{name} differs from the shard in the manifest. Push the dataset again."
@@ -239,6 +241,7 @@ class Dataset:
         rows: list[TaskRow] = []
         for info in self.shards(split):
             if info.name in without:
+                # Numbers of rows count through all shards, skipped ones included.
                 rows += [TaskRow(())] * info.documents
                 continue
             if info.name not in self._rows:  # an evaluation reads them again and again

@@ -31,11 +31,11 @@ from data_pipeline.order.sources import PERIOD
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, sources_of
-from data_pipeline.reading.config import Config
+from data_pipeline.reading.config import Config, check_identity
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
-from data_pipeline.reading.open_files import max_open_shards
+from data_pipeline.reading.open_files import check_open_shards, max_open_shards
 from data_pipeline.reading.rows import RowMaker
-from samestep.errors import ConfigError, DataError
+from samestep.errors import DataError
 from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
 
 if TYPE_CHECKING:
@@ -231,13 +231,7 @@ class StreamingLoader:
         Raises:
             ConfigError: the process may not open enough files.
         """
-        needed = examples.working_set(*reach)
-        if needed > max_open_shards():
-            raise ConfigError(
-                f"data.lanes {config.lanes} and data.window {config.window} need {needed} open "
-                f"shards in this process, which can open {max_open_shards()}. Lower one of them "
-                "(in a new run), use more devices, or raise the limit of open files (ulimit -n)."
-            )
+        check_open_shards(examples.working_set(*reach), config.lanes, config.window)
         of_each = [each.working_set(*reach) for each in self._orders.values()]
         spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
         # An open shard cannot be evicted from the cache, so remote sources keep no spare ones.
@@ -284,6 +278,7 @@ class StreamingLoader:
         shard = self._fill()
         # If one replica finds a shard corrupt, all skip it from this step on. `_largest` tells them
         # which; -1 means none. Another shard may turn up corrupt then, so ask again.
+        # A collective in each step, so only where the setting asks for it.
         while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
             self._skip([*self.corrupt, (*self._shards[shard], self._position)])
             self._go_to(self._position)
@@ -448,13 +443,7 @@ class StreamingLoader:
             DataError: the state belongs to another order or mixture, or has consumed examples that
                 `data.exclude` excludes.
         """
-        for name, value in self._identity.items():
-            if state.get(name) != value:
-                raise DataError(
-                    f"the checkpoint's data order cannot be continued: its {name} is "
-                    f"{state.get(name)!r}, but this run's is {value!r}. To continue, "
-                    f"{_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights."
-                )
+        check_identity(state, self._identity)
         # "example" counts consumed examples, and positions count skipped ones too: with [3, 5)
         # excluded, 10 consumed examples end at position 12.
         excluded = Exclusions(state.get("excluded", ()))
@@ -501,13 +490,3 @@ def _prefetcher(shards: Sequence[tuple[Dataset, ShardInfo]], cached: int) -> Pre
     from data_pipeline.reading.prefetch import Prefetcher
 
     return Prefetcher([(source.remote, shard) for source, shard in shards], cached)
-
-
-_SAME_AGAIN = {
-    "order": "use the program's version that wrote it",
-    "seed": "set seed to the checkpoint's",
-    "lanes": "set data.lanes to the checkpoint's",
-    "window": "set data.window to the checkpoint's",
-    "group_by_length": "set data.group_by_length to the checkpoint's",
-    "packing": "restore data.packing, data.sequence_length and the objective",
-}

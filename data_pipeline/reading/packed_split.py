@@ -207,7 +207,7 @@ class PackedSplit:
         texts, labels = needs_parts(self._spec, self._policy), self._spec.parts is not None
         shard = self._dataset.open_shard(self._shards[number], texts, verify=True, labels=labels)
         # Again: the counts may come from a file, which a stranger can have written.
-        check_shard(shard, self._spec, self._dataset.manifest.files)
+        check_shard(shard, self._spec, self._policy, self._dataset.manifest.files)
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> PackedShard:

@@ -14,10 +14,10 @@ from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.remote import RemoteDataset
 from samestep.environment import number
 from samestep.errors import ConfigError
+from samestep.storage.urls import PARALLEL_REQUESTS
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 8
 _TOUCH_SECONDS = 1.0
 
 
@@ -61,7 +61,7 @@ class Prefetcher:
         self._waiting: list[int] = []  # the most urgent last
         self._closed = False
         self._changed = threading.Condition()
-        for _ in range(_THREADS):
+        for _ in range(PARALLEL_REQUESTS):
             threading.Thread(target=self._work, name="prefetch", daemon=True).start()
 
     def expect(self, shards: Int64) -> None:

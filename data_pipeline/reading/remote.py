@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.cache import ShardCache, locked
-from data_pipeline.tokenizers.settings import SPIECE
+from data_pipeline.tokenizers.settings import SAVED_FILES
 from samestep import storage
 from samestep.errors import ConfigError, DataError, ObjectNotFoundError, StorageError
 from samestep.storage import objects
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 # Bytes per range request: enough for the arrays of a chunk of 2,000 documents and the next headers.
 _READ_BYTES = 2**16
@@ -77,7 +75,7 @@ class RemoteDataset:
                 shutil.rmtree(download, ignore_errors=True)
                 try:
                     fetch_tokenizer(self.url, download)
-                    for name in (*TOKENIZER_FILES, SPIECE):
+                    for name in SAVED_FILES:
                         old, new = folder / "tokenizer" / name, download / "tokenizer" / name
                         if new.exists():
                             new.replace(old)
@@ -165,11 +163,11 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
         DataError: they cannot be read or written.
     """
     url, folder = f"{url}/tokenizer", folder / "tokenizer"
-    model, *settings = TOKENIZER_FILES
+    model, *settings, spiece = SAVED_FILES
     for name in settings:
         if not (folder / name).exists():
             _fetch(f"{url}/{name}", folder / name)
-    if (folder / model).exists() or (folder / SPIECE).exists():
+    if (folder / model).exists() or (folder / spiece).exists():
         return
     try:
         _fetch(f"{url}/{model}", folder / model)
@@ -177,7 +175,7 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
         # Any error may mean that the file is missing: without the right to list a bucket, a store
         # answers "forbidden".
         try:
-            _fetch(f"{url}/{SPIECE}", folder / SPIECE)
+            _fetch(f"{url}/{spiece}", folder / spiece)
         except StorageError:
             raise error from None
 

@@ -69,6 +69,7 @@ class Record(NamedTuple):
     ) -> Record:
         """Makes a record, with a `problem` if `data` is a Problem."""
         if isinstance(data, Problem):
+            # Sources yield bytes, so that a problem travels the same way as a record.
             return cls(file, line, b"", read, data.decode())
         return cls(file, line, data, read)
 

@@ -98,11 +98,13 @@ def class_name(folder: Path, settings: Tree) -> str | None:
     Raises:
         DataError: it is code in the folder.
     """
+    # Code of a stranger is never run, whatever the other settings say.
     code = settings.get("auto_map") or {}
     if isinstance(code, list) or "AutoTokenizer" in code:
         raise DataError(f"auto_map in {CONFIG} names a class in the folder's own code. {_CONVERT}")
     model = read_file(folder / "config.json")
     if own := settings.get("tokenizer_class") or model.get("tokenizer_class"):
+        # Both versions of a class are meant to give the same ids.
         return str(own).removesuffix("Fast")
     name = _CLASS_OF_MODEL.get(model.get("model_type", ""))
     return name and f"{name}Tokenizer"
@@ -140,6 +142,7 @@ def check_wordpiece(settings: Tree) -> None:
         DataError: there is one.
     """
     special = set(special_names(settings))
+    # Special tokens are never split anyway.
     never = [word for word in settings.get("never_split") or () if word not in special]
     prefix = settings.get("wordpieces_prefix", "##")
     for name, value, is_usual in (
@@ -215,6 +218,7 @@ def check_sentencepiece(
     for name in special_names(settings):
         if name not in backend.names.values() and not backend.has(name):
             raise DataError(f"the model has no special token {name!r}. {_CONVERT}")
+    # A SentencePiece file cannot hold further tokens, so each must be in the model.
     for content, (_, token_id) in added.items():
         if (own := backend.token(token_id)) != content:
             raise DataError(
@@ -241,6 +245,7 @@ def add_tokens(backend: tokenizers.Tokenizer, folder: Path, settings: Tree) -> N
             )
     for token in _special_tokens(settings):
         is_role = token.content in _role_names(settings)
+        # A token with a role may be an ordinary token of the vocabulary; others become added ones.
         known = backend.get_vocab() if is_role else _contents(backend)
         if token.content not in known:
             _add(backend, token)
@@ -270,6 +275,7 @@ def added_tokens(folder: Path, settings: Tree) -> dict[str, tuple[AddedToken, in
         raise DataError(f"the added tokens cannot be read ({error}). Copy the folder again.") from (
             error
         )
+    # Added in this order, each gets the next free id.
     return dict(sorted(found.items(), key=lambda entry: entry[1][1]))
 
 

@@ -65,6 +65,7 @@ class HuggingFace:
         names = {role: _special_token(vocab, settings, role) for role in USUAL_NAMES}
         self.names = {f"{role}_token": name for role, name in names.items() if name}
         self.settings = {
+            # First, so that a class in the settings replaces it.
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.names,
             **by_name(settings),
@@ -74,6 +75,7 @@ class HuggingFace:
         added = backend.get_added_tokens_decoder().items()
         special = {*ids.values(), *(i for i, token in added if token.special)}
         self.vocabulary = Vocabulary(
+            # Not the number of tokens: ids may have gaps, and embeddings need a row for each.
             size=max(vocab.values(), default=-1) + 1,
             **{role: ids.get(role) for role in ("pad", "cls", "sep", "mask", "eos")},
             special=tuple(sorted(special)),
@@ -97,6 +99,7 @@ class HuggingFace:
 
         It is the same for every version of `tokenizers`.
         """
+        # Sections that decide ids; those about truncation, padding and decoding do not.
         content = json.loads(self._backend.to_str())
         sections = ("model", "normalizer", "pre_tokenizer", "added_tokens")
         parts = [_explicit(content[section]) for section in sections]
@@ -105,6 +108,7 @@ class HuggingFace:
     def with_tokens(self, tokens: Sequence[str], whole_words: bool) -> HuggingFace:
         """Returns this tokenizer with further tokens, which get the ids after its own."""
         added = [tokenizers.AddedToken(token, single_word=whole_words) for token in tokens]
+        # A copy: this tokenizer stays as it is.
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_tokens(added)
         return HuggingFace(backend, self.settings)
@@ -176,6 +180,7 @@ def _special_token(
 
 def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[int, ...] | None:
     """Returns the ids of tokens that continue a word; None if the vocabulary does not mark them."""
+    # Each token is a whole word, and none continues one.
     if isinstance(backend.model, models.WordLevel):
         return ()
     if isinstance(backend.model, models.WordPiece):

@@ -17,6 +17,9 @@ MODEL = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPIECE = "spiece.model"  # name of the file in transformers
 _NAMES = "special_tokens_map.json"
+SAVED_FILES = (MODEL, CONFIG, _NAMES, SPIECE)
+"""Files of a tokenizer that samestep has saved; only one of the first and the last is there."""
+
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in the order of transformers
 
 

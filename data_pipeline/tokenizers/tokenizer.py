@@ -171,6 +171,7 @@ class Tokenizer:
         folder = Path(folder)
         files = {
             **self._backend.files(),
+            # transformers reads the names from here, and the rest from the file below.
             "special_tokens_map.json": _json(self._backend.names),
             "tokenizer_config.json": _json(self._backend.settings),
         }
@@ -278,6 +279,7 @@ class Tokenizer:
         found = [self.token(token_id) for token_id in range(self.vocabulary.size)]
         vocabulary = self.vocabulary
         if vocabulary.cls is not None:
+            # By role, as tokenizers spell them differently ([CLS], <s>).
             found[vocabulary.cls] = "\x02"
         if vocabulary.end is not None:
             found[vocabulary.end] = "\x03"
@@ -290,6 +292,7 @@ def _read_backend(path: Path, saved: bool) -> Backend:
 
         return SentencePiece(read_regular(path), {})
     settings = read_settings(path)
+    # The tokenizer.json beside it was made for other programs; the model itself decides.
     if settings.get(CONVERTED_FROM) == SPIECE and (path / SPIECE).is_file():
         return _read_sentencepiece(path, settings, saved)
     from data_pipeline.tokenizers.huggingface import HuggingFace, read_saved
@@ -301,6 +304,7 @@ def _read_backend(path: Path, saved: bool) -> Backend:
             from data_pipeline.tokenizers.huggingface_models import read
 
             backend = read(path, settings)
+    # None of the files that Hugging Face reads is there.
     except FileNotFoundError:
         return _read_sentencepiece(path, settings, saved)
     return HuggingFace(backend, settings)

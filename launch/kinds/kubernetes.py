@@ -192,6 +192,7 @@ class Config(NodeCluster):
     def node_range(self) -> tuple[int, int]:
         """The least and the greatest number of pods."""
         if self.tpu is not None:
+            # A slice is whole or useless, so its pods are all or none.
             machines = self.tpu.chips // self.tpu.chips_per_node
             return machines, machines
         return super().node_range
@@ -217,6 +218,7 @@ class Config(NodeCluster):
         name = manifest.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
         place = {"name": name, "namespace": self.namespace}
+        # Objects are created in this order: what a pod mounts is there before it.
         objects = [fill(manifest.CONFIG_MAP, **place, labels=labels, config=job.config)]
         if self.network_policy:
             objects.append(fill(manifest.POLICY, **place, labels=labels))
@@ -227,6 +229,7 @@ class Config(NodeCluster):
             spec = self._train(job, labels, f"{name}-{GROUP}-0-0.{name}")
         else:
             spec = self._train(job, labels, f"{name}-0.{name}")
+            # Gives each pod a name in DNS, which the rendezvous needs before any pod runs.
             spec["template"]["spec"]["subdomain"] = name
             objects.append(fill(manifest.SERVICE, **place, labels=labels))
         # Suspended even if Kueue is not installed: then nothing starts outside its queues.

@@ -215,6 +215,7 @@ class Slice:
                 self._tpus(what, "describe", self.name, "--format=json"), _Described
             )
         except LaunchError as error:
+            # gcloud has no exit code of its own for this.
             if _MISSING.search(str(error)):
                 return None
             raise
@@ -251,6 +252,7 @@ class Slice:
         """Deletes the slice that a request may have created, or says that it may still exist."""
         try:
             found = self.queued()
+            # None as well: a request may show up late, and deleting nothing does no harm.
             if found is None or self._is_ours(found):
                 self.delete()
         except LaunchError as error:

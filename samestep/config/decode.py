@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_OURS = ("data_pipeline", "launch", "trainer")  # whose folders of kinds are in the settings
+
 
 @dataclass(frozen=True)
 class Kinds:
@@ -39,8 +41,8 @@ class Kinds:
         module = type(config).__module__
         if module.startswith(f"{self.package}."):
             return module.removeprefix(f"{self.package}.")
-        added = (point.name for point in entry_points(group=self.package) if point.value == module)
-        return next(added, module)
+        added = entry_points(group=self.package, value=module)
+        return next((point.name for point in added), module)
 
     def available(self) -> list[str]:
         """Names of the package's modules, and of those that installed packages add.
@@ -111,8 +113,15 @@ class Kinds:
 
 
 def kind_name(config: object) -> str:
-    """The name of a configuration's kind, which is the last part of its module's: "bert"."""
-    return type(config).__module__.rpartition(".")[2]
+    """The name of a configuration's kind, as settings have it.
+
+    That is the name of our module, such as "bert"; of an installed package's entry point; or of a
+    user's own module, with dots.
+    """
+    module = type(config).__module__
+    if module.partition(".")[0] in _OURS:
+        return module.rpartition(".")[2]
+    return next((point.name for point in entry_points(value=module)), module)
 
 
 def _place_of(error: Exception) -> str:

@@ -79,6 +79,7 @@ class Keeper(AbstractContextManager["Keeper"]):
         self.close()
 
     def _run(self) -> None:
+        # A thread for each connection: a worker may take minutes to send a shard.
         while (channel := self._listener.accept()) is not None:
             try:
                 threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
@@ -97,6 +98,7 @@ class Keeper(AbstractContextManager["Keeper"]):
 
     def _answer(self, channel: Channel, request: Message) -> None:
         do, names = request["do"], request["names"]
+        # As in an object store, a folder is a prefix of names.
         exact, folders = set(names), tuple(f"{name}/" for name in names)
         # `list` copies in one step: other threads add and remove blobs meanwhile.
         matches = {
@@ -105,6 +107,7 @@ class Keeper(AbstractContextManager["Keeper"]):
             if key in exact or key.startswith(folders)
         }
         if do == "put":
+            # Assigned when all of it has come, so a file is never there in part.
             self._blobs[names[0]] = _receive_blob(channel)
         elif do == "remove":
             for key in matches:
@@ -173,6 +176,7 @@ def request(
             sizes: Sizes = checked(_expect_json(channel), dict[str, Count])
         except JsonError as error:
             raise ConnectionAbortedError(f"the answer of the keeper is wrong: {error}") from error
+        # Bytes, not frames, as only the keeper knows where frames end.
         wanted = sum(max(0, min(stop, sizes.get(name, 0)) - start) for name in names)
         parts: list[Content] = []
         while sum(map(len, parts)) < wanted:
@@ -238,6 +242,7 @@ def use(keepers: Sequence[str], own: int, secret: bytes) -> str:
     Returns:
         The URL of the folder for snapshots.
     """
+    # In each process anew, as addresses change with the machines of a run.
     fsspec.register_implementation("keeper", KeeperFileSystem, clobber=True)
     options = {"keepers": (*keepers[own:], *keepers[:own]), "secret": secret}
     fsspec.config.conf["keeper"] = options
@@ -318,6 +323,7 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **_: object) -> Upload | _File:
         if mode == "wb":
+            # The nearest keepers come first: this machine's and its neighbor's.
             return Upload(self.keepers[:COPIES], self._secret, path)
         return _File(self, path, cache_type="none")
 

@@ -13,6 +13,9 @@ from samestep.errors import ConfigError
 pending: dict[object, str] = {}
 """The URL of each request that a thread of this process is waiting for, oldest first."""
 
+PARALLEL_REQUESTS = 8
+"""An object store answers eight requests in about the time of one."""
+
 KEEPER = "SAMESTEP_KEEPER"
 """Environment variable with the address of the keeper on a worker's machine."""
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integration.commands import Samestep, Start
-from trainer.checkpoint import integrity
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.meta import read_meta
 from trainer.publish import average, export
 from trainer.training.weights.loading import Weights, load_weights
 
@@ -134,5 +134,5 @@ def test_of_two_processes_with_one_folder_the_first_writes_it(
     result = samestep("average", run, mean, "--last", "3")
     assert result.code == 2
     assert f"cannot write {mean}: " in result.message
-    assert integrity.read_meta(load_weights(mean).folder)["average"]["steps"] == [9, 12]
+    assert read_meta(load_weights(mean).folder)["average"]["steps"] == [9, 12]
     assert not list(tmp_path.glob(".mean*"))

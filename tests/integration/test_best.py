@@ -15,9 +15,11 @@ from samestep.errors import CheckpointError
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
-from trainer.checkpoint import integrity, retention, writer
+from trainer.checkpoint import integrity, writer
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.meta import best_step
 from trainer.strategies.world import World
+from trainer.training.weights import places
 from trainer.training.weights.loading import load_weights
 
 SETTINGS = [
@@ -75,7 +77,7 @@ def test_a_run_ends_after_its_patience_and_keeps_its_best_checkpoint(
     best, last = max(found, key=lambda step: (found[step], -step)), max(found)
     assert last == best + 4 * 5 < 150
     assert best in steps(stopped)
-    assert retention.best_step(stopped / "checkpoints") == best
+    assert best_step(stopped / "checkpoints") == best
     assert max(row["step"] for row in tasks.rows_of(stopped) if "train/loss" in row) == last
     again = samestep("train", stopped / "config.yaml")
     assert again.code == 0
@@ -123,7 +125,7 @@ def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samest
     settings = [f"output={run}", "training.best.patience=null"]
     assert samestep("train", run / "config.yaml", *settings).code == 0
     assert max(evaluations(run)) == 150
-    best = retention.best_step(run / "checkpoints")
+    best = best_step(run / "checkpoints")
     assert best in steps(run)
     assert evaluations(run)[best] == max(evaluations(run).values())
 
@@ -151,7 +153,7 @@ def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     monkeypatch.setattr(writer, "write_step", full_once)
     run = tmp_path / "run"
     assert main(["train", str(task), f"output={run}", *SETTINGS]) == 0
-    second = retention.best_step(run / "checkpoints")
+    second = best_step(run / "checkpoints")
     assert second != best
     assert second in steps(run)
     assert found[second] >= max(score for step, score in found.items() if step < best)
@@ -165,7 +167,7 @@ def test_all_ranks_take_the_same_best_of_a_run_that_is_still_training(
     run, later = tmp_path / "run", tmp_path / "later"
     settings = ["training.best={metric: loss}", "training.evaluate_every=4", "checkpoint.every=4"]
     assert samestep("train", experiment_file, f"output={run}", *settings).code == 0
-    assert retention.best_step(run / "checkpoints") == 12
+    assert best_step(run / "checkpoints") == 12
     shutil.move(run / "checkpoints" / "step-00000012", later)
     assert run_ranks(2, open_best, str(run), name, str(later)) == [8, 8]
     assert steps(run) == [8, 12]
@@ -175,7 +177,7 @@ def open_best(run: str, name: str, later: str) -> int | None:
     """The step that one rank opens."""
     world = World.start(60)
     world.connect("gloo")
-    find = retention.best_step
+    find = places.best_step
 
     def find_in_turn(root: Location) -> int | None:
         if world.rank == 0:
@@ -186,7 +188,7 @@ def open_best(run: str, name: str, later: str) -> int | None:
             time.sleep(0.01)
         return find(root)
 
-    retention.best_step = find_in_turn
+    places.best_step = find_in_turn
     weights = load_weights(f"{run}/{name}", world.rank, world.size)
     world.close()
     return weights.step

@@ -11,6 +11,7 @@ import pytest
 import samestep
 from samestep.config.tree import read_tree
 from trainer.checkpoint import integrity
+from trainer.checkpoint.meta import newest_meta
 from trainer.training.starting import load_experiment
 
 DROPOUT = ("model.attention_dropout=0.3", "checkpoint.every=6", "training.log_every=1")
@@ -55,7 +56,7 @@ def test_the_user_may_name_another_version(experiment_file: str, tmp_path: Path)
     assert load_experiment(experiment_file, named[:1]).training.dropout_version == 1
     # On a new machine there are the checkpoints alone.
     checkpoints = output / "checkpoints"
-    assert integrity.newest_meta(checkpoints)["config"]["training"]["dropout_version"] == 1
+    assert newest_meta(checkpoints)["config"]["training"]["dropout_version"] == 1
     elsewhere = [f"output={tmp_path / 'other'}", f"checkpoint.folder={checkpoints}"]
     assert load_experiment(experiment_file, elsewhere).training.dropout_version == 1
 

@@ -17,6 +17,7 @@ from tests.integration.commands import Samestep
 from tests.integration.test_strange_folders import seal
 from trainer.checkpoint import Checkpointer, Config, files, integrity
 from trainer.checkpoint.lock import only_writer
+from trainer.checkpoint.meta import read_meta
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -45,7 +46,7 @@ def root_of(run: str) -> files.Location:
 
 def saved(run: str) -> list[datetime]:
     """When the checkpoints of steps 1 to 4 were."""
-    metas = (integrity.read_meta(integrity.step_folder(root_of(run), step)) for step in range(1, 5))
+    metas = (read_meta(integrity.step_folder(root_of(run), step)) for step in range(1, 5))
     return [datetime.fromisoformat(meta["saved"]) for meta in metas]
 
 

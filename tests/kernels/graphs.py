@@ -18,7 +18,7 @@ from trainer.strategies.world import World
 from trainer.training.compute import compiled
 from trainer.training.evaluation import score
 from trainer.training.experiment import Experiment
-from trainer.training.passes import Batch, MicroBatches
+from trainer.training.passes import MicroBatch, MicroBatches
 from trainer.training.recorder import Destinations
 
 
@@ -136,7 +136,7 @@ class _Given(list[MicroBatches]):
     def close(self) -> None: ...
 
 
-def _laid_out(batch: Batch, kind: int) -> Batch:
+def _laid_out(batch: MicroBatch, kind: int) -> MicroBatch:
     """A batch whose rows are full, padded or packed."""
     changed = dict(batch)
     for name in changed.keys() & {"segments", "target_segments"}:

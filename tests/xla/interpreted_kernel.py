@@ -17,8 +17,8 @@ from torch_xla import _XLAC
 from samestep import cli
 from tests.xla import worker
 from trainer.accelerators.kinds import xla
+from trainer.inspect.doctor.xla_devices import XlaTrial
 from trainer.strategies.xla import flash, split
-from trainer.strategies.xla.trial import XlaTrial
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import sys
 from torch import Tensor
 
 from samestep.cli import main
-from trainer.strategies.xla.trial import XlaTrial
+from trainer.inspect.doctor.xla_devices import XlaTrial
 
 sound = XlaTrial._parts
 

@@ -7,7 +7,7 @@ last, `COMMITTED`. The modules, from the training loop down to the bytes:
     writer       what one rank writes in a save, and in which order
     integrity    a step's folder: committed or not, its checksums, its damage
     removal      which folders are removed, and when
-    retention    which step is the best
+    meta         the description of a step, `meta.json`, checked
     layout       which bytes of which tensor lie in which file
     collective   an error on one rank becomes an error on all
     files        every file operation, on a file system or in an object store
@@ -19,7 +19,7 @@ Other formats: `deepspeed`, `huggingface`. `deferred` converts a model between f
 tensor.
 """
 
-from trainer.checkpoint.integrity import read_meta
 from trainer.checkpoint.manager import Checkpointer, Config
+from trainer.checkpoint.meta import read_meta
 
 __all__ = ["Checkpointer", "Config", "read_meta"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,8 @@ from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 
 APPEAR_SECONDS = 60.0  # network file systems cache for so long that a name does not exist
+
+_TOKEN = ".shared-"
 
 T = TypeVar("T")
 
@@ -60,6 +63,15 @@ def raise_on_all_ranks(world_size: int) -> Iterator[None]:
     raise_error_on_all_ranks(error, world_size)
 
 
+def on_all_ranks(call: Callable[[], T], world_size: int) -> T:
+    """Returns the result of a call; raises on all ranks if it has failed on any."""
+    # A list, as a result may be None.
+    results: list[T] = []
+    with raise_on_all_ranks(world_size):
+        results.append(call())
+    return results[0]
+
+
 def await_everywhere(path: Location, seconds: float, world_size: int) -> None:
     """Waits until all ranks see a file or folder that rank 0 has made.
 
@@ -73,6 +85,29 @@ def await_everywhere(path: Location, seconds: float, world_size: int) -> None:
             f"{', '.join(sorted(map(str, nodes)))} cannot see {path}, which rank 0 has made. "
             "Use an output folder on a file system that all nodes share, under the same path"
         )
+
+
+def check_shared(folder: Location, rank: int, world_size: int, seconds: float) -> None:
+    """Checks that rank 0 can write in a folder, and that all ranks see the file.
+
+    Raises:
+        CheckpointError: with the nodes that do not see it, or the reason of rank 0.
+    """
+    # A new name each time: network file systems cache that a name does not exist.
+    token = folder / gather(f"{_TOKEN}{uuid.uuid4().hex}", world_size)[0]
+    with raise_on_all_ranks(world_size):
+        if rank == 0:
+            files.make_folder(folder)
+            for name in files.names(folder):
+                if name.startswith(_TOKEN):  # of a process that was killed in here
+                    files.remove(folder / name)
+            files.write(token, b"")
+    with raise_on_all_ranks(world_size):  # no rank continues before the file is gone
+        try:
+            await_everywhere(token, seconds, world_size)
+        finally:
+            if rank == 0:
+                files.remove(token)
 
 
 def await_names(folder: Location, seconds: float, world_size: int) -> bool:

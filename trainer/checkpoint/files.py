@@ -27,6 +27,7 @@ from samestep import storage
 from samestep.config import Tree
 from samestep.errors import CheckpointError, ObjectNotFoundError, fix_of
 from samestep.storage import Digest
+from samestep.storage.urls import PARALLEL_REQUESTS
 from samestep.stored_json import parse_json
 from samestep.untrusted import NotRegularError, inside, open_regular, read_regular, regular
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 CLAIMING = ".claim-"
 """Prefix of the temporary name of a folder that is being created."""
 _CHECKSUM = "checksum"
-THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
 
@@ -110,6 +110,7 @@ def create(path: Location, content: bytes) -> bool:
     Raises:
         CheckpointError: it cannot be written.
     """
+    # Stores have a conditional write for this.
     if not isinstance(path, Path):
         return path.create(content)
     with _explained("write", path):
@@ -121,6 +122,7 @@ def create(path: Location, content: bytes) -> bool:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        # The name must survive a power cut, too: another process may have seen it.
         storage.sync_folder(path.parent)
     return True
 
@@ -135,6 +137,7 @@ def claim(folder: Location, name: str, content: bytes) -> bool:
         CheckpointError: it cannot be made.
     """
     if not isinstance(folder, Path):
+        # An object store has no folders: its first object makes one.
         return not names(folder) and (folder / name).create(content)
     # The folder appears with the file: a folder without it may be removed as somebody's leftover.
     temporary = folder.with_name(f"{CLAIMING}{folder.name}-{uuid.uuid4().hex}")
@@ -191,7 +194,7 @@ def read_all(paths: Sequence[Location]) -> list[bytes]:
         from samestep.storage.objects import read_from_keepers
 
         return read_from_keepers(urls)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         return list(pool.map(read, paths))
 
 
@@ -304,6 +307,7 @@ def remove_files(folder: Location, names: Iterable[str]) -> None:
 
 def remove_folder(folder: Location, first: str) -> None:
     """Removes a folder with its files; the file named `first` is durably gone before any other."""
+    # Without `first`, the rest is a leftover for every reader.
     remove(folder / first)
     if not isinstance(folder, Path):
         folder.remove_folder()

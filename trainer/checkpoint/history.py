@@ -164,6 +164,7 @@ def line(
     """
     writers = {number for _, number in committed if number}
     record = None
+    # The newest lease that has decided, or whose steps are there though its record is damaged.
     for number in reversed(lease_numbers(names)):
         record = read_record(root, number, known)
         if record is not None and (record.step is not None or number in writers):
@@ -177,6 +178,7 @@ def line(
     _check_plausible(root, record, committed, writers)
     # Leases from before the oldest folder decide about nothing, and there may be thousands.
     oldest = min((folder.step for folder in folders(names)), default=0)
+    # The newest holder may go on, so all of its steps count.
     stretches = [Stretch(record.number, math.inf)]
     while record.step is not None and record.step >= oldest:
         until = record.step
@@ -223,6 +225,7 @@ def _damaged(root: Location, number: int, damage: str) -> CheckpointError:
 
 def counts(stretches: Sequence[Stretch], step: int, number: int) -> bool:
     """Whether a step that this lease has written is on the line."""
+    # Steps of older versions and of conversions have no lease, and always count.
     if not stretches or number == 0:
         return True
     until = math.inf

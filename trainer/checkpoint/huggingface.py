@@ -43,6 +43,7 @@ def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Removes the prefixes that torch.compile and DistributedDataParallel put before all names."""
+    # Only a prefix of all names is a wrapper's.
     for wrapper in _WRAPPERS:
         if tensors and all(name.startswith(wrapper) for name in tensors):
             inner = {name.removeprefix(wrapper): each for name, each in tensors.items()}
@@ -77,11 +78,13 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
         CheckpointError: with the file that is missing or damaged.
     """
     config = _read_json(folder / _CONFIG)
+    # As transformers looks for them: one file first, then an index.
     if (folder / _WEIGHTS).exists():
         return config, _unwrapped(_load_tensors([folder / _WEIGHTS]))
     if (folder / _INDEX).exists():  # a large model: maps tensor names to files
         shards = _read_json(folder / _INDEX).get("weight_map", {})
         _check_names(shards, folder / _INDEX)
+        # A set, as many tensors are in one file.
         tensors = _load_tensors(folder / shard for shard in sorted(set(shards.values())))
         if absent := sorted(set(shards) - set(tensors)):
             raise CheckpointError(
@@ -185,6 +188,7 @@ def save_folder(
         with new_folder(folder) as temporary:
             text = json.dumps(dict(config), indent=2) + "\n"
             (temporary / config_name).write_text(text, encoding="utf-8")
+            # transformers asks for this key: which framework wrote the file.
             save_file(dict(tensors), temporary / weights, metadata={"format": "pt"})
             if tokenizer_folder is not None:
                 _copy_tokenizer(tokenizer_folder, temporary)
@@ -204,6 +208,7 @@ def save_folder(
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
+    # By name, as the folder may be a run's and hold other files.
     found = [name for name in TOKENIZER_FILES if (source / name).exists()]
     if not found:
         names = ", ".join(TOKENIZER_FILES)

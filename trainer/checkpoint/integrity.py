@@ -14,21 +14,19 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Required, TypedDict
 
-from samestep.config import Tree
 from samestep.errors import CheckpointError, ObjectNotFoundError, StorageError
 from samestep.storage import Digest
-from samestep.stored_json import Count, JsonError, Matching, Measure, checked, parse_json
+from samestep.storage.urls import PARALLEL_REQUESTS
+from samestep.stored_json import JsonError, parse_json
 from samestep.untrusted import is_plain
 from trainer.checkpoint import files, history
 from trainer.checkpoint.files import Location
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
 META = "meta.json"
 COMMITTED = "COMMITTED"
 _CHECKSUMS = "checksums.json"
@@ -37,109 +35,6 @@ _SHA256 = re.compile(rb"[0-9a-f]{64}")
 # Errors of a file system that say that a file is gone or its bytes are. Others, such as a stale
 # handle, a missing permission or too many open files, say nothing about the bytes.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
-
-_Ranges = list[tuple[Count, Count]]
-_Shards = list[tuple[str, str, Count]]
-_Section = dict[str, Any]
-
-
-# ISO 8601 with an offset, as `datetime.isoformat` writes it.
-_Time = Annotated[str, Matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?[+-]\d\d:\d\d")]
-
-
-class _Phase(TypedDict, total=False):
-    steps: Required[Count]
-    objective: _Section | None
-
-
-class _Config(TypedDict, total=False):
-    """The sections of a stored configuration; `decode` checks what is in them."""
-
-    output: Required[str]
-    model: Required[_Section]
-    data: Required[_Section]
-    objective: Required[_Section]
-    training: Required[_Section]
-    checkpoint: _Section
-    phases: list[_Phase]
-
-
-class _Weights(TypedDict):
-    path: str
-    identity: str
-
-
-class _Start(TypedDict, total=False):
-    run: str
-
-
-class _Best(TypedDict, total=False):
-    metric: Required[str]
-    lowest: Required[bool]
-    step: Required[Count | None]
-    value: Required[Measure | None]
-    since: Required[Count]
-
-
-class _Data(TypedDict, total=False):
-    example: Required[Count]
-    mixture: list[tuple[Count, dict[str, float]]]
-    excluded: _Ranges
-    corrupt: _Shards
-
-
-class _State(TypedDict):
-    step: Count
-    examples: Count
-    tokens: Count
-
-
-class _Ledger(TypedDict, total=False):
-    head: Required[str]
-    order: Required[Count]
-    basis: Required[str]
-    fed: Required[tuple[Count, Count] | None]
-    examples: Required[_Ranges]
-    excluded: Required[_Ranges]
-    corrupt: _Shards
-
-
-class _Faults(TypedDict, total=False):
-    sound: Required[dict[str, list[float]]]
-    steps: Required[list[Count]]
-    in_a_row: Required[Count]
-
-
-class _Scale(TypedDict):
-    factor: float
-    since: float
-    skipped: float
-
-
-class _Meta(TypedDict, total=False):
-    """What a meta.json holds; which keys there are depends on what has written it."""
-
-    step: Required[Count]
-    saved: _Time
-    world_size: Count
-    config: _Config
-    start: _Start | None
-    base: _Weights | None
-    teacher: str | None
-    micro_batch_sizes: list[Count]
-    arithmetic: dict[str, str]
-    order: Count
-    data: _Data
-    state: _State
-    window: dict[str, tuple[Measure, Measure]]
-    held_rows: list[tuple[Count, dict[str, Measure | str]]]
-    digest: Annotated[str, Matching("[0-9a-f]{1,16}")]
-    ledger: _Ledger | None
-    best: _Best
-    faults: _Faults
-    loss_scale: _Scale
-    notes: _Section
-
 
 Check = Callable[[Location], None]
 """Raises a CheckpointError if a step is damaged: `check_sizes` or `check_content`."""
@@ -187,12 +82,6 @@ def superseded_folders(root: Location) -> list[Location]:
     return [each.place for each in listed(root) if each.committed and not each.counts]
 
 
-def newest_until(root: Location, step: float) -> tuple[int, int] | None:
-    """Returns the newest committed step up to `step`, and the number of the lease that wrote it."""
-    found = [each for each in listed(root) if each.committed and each.counts and each.step <= step]
-    return (found[-1].step, found[-1].lease) if found else None
-
-
 def is_committed(folder: Location) -> bool:
     """Whether a step was written completely; says nothing about damage since."""
     return (folder / COMMITTED).exists()
@@ -217,17 +106,22 @@ class Saved:
     counts: bool
 
 
-def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]:
+def listed(
+    root: Location,
+    known: dict[str, bytes] | None = None,
+    names: Collection[str] | None = None,
+) -> list[Saved]:
     """Returns all folders of steps, sorted by step, then by lease.
 
     Args:
         known: the content of `COMMITTED` by folder, and of decided leases by name, which is not
             read again; new ones are added. The caller takes out folders that it removes.
+        names: what is in the folder; None lists it.
 
     Raises:
         CheckpointError: a small file is damaged, and which steps count is unknown.
     """
-    names = files.names(root)
+    names = files.names(root) if names is None else names
     known = {} if known is None else known
 
     def look(folder: history.Folder) -> Saved:
@@ -243,7 +137,7 @@ def listed(root: Location, known: dict[str, bytes] | None = None) -> list[Saved]
         return Saved(folder.step, lease, place, committed=True, counts=True)
 
     # In threads, because each look is a request if the root is in an object store.
-    with ThreadPoolExecutor(files.THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         saved = list(pool.map(look, history.folders(names)))
     committed = {(each.step, each.lease) for each in saved if each.committed}
     stretches = history.line(root, names, committed, known)
@@ -277,15 +171,18 @@ def _claimed_by(folder: Location) -> int | None:
     return _lease(content)
 
 
-def damaged_leases(root: Location, saved: Iterable[Saved]) -> list[str]:
+def damaged_leases(
+    root: Location, saved: Iterable[Saved], known: dict[str, bytes] | None = None
+) -> list[str]:
     """Describes the damaged leases under which steps were committed.
 
     Args:
         saved: the result of `listed`.
+        known: as for `listed`.
     """
     damage = []
     for number in sorted({each.lease for each in saved if each.lease}):
-        record = history.read_record(root, number)
+        record = history.read_record(root, number, known)
         if record is not None and record.is_damaged:
             damage.append(f"{root / history.lease_name(number)} is damaged")
     return damage
@@ -347,20 +244,20 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
     # COMMITTED vouches for checksums.json, which vouches for all other files.
     expected, _ = _split(committed)
     if not _SHA256.fullmatch(expected):
-        raise _damaged(folder / COMMITTED, "it does not begin with a SHA-256")
+        raise damaged(folder / COMMITTED, "it does not begin with a SHA-256")
     content = files.read(folder / _CHECKSUMS)
     if hashlib.sha256(content).hexdigest().encode() != expected:
-        raise _damaged(folder / _CHECKSUMS, "its SHA-256 is not the one in COMMITTED")
+        raise damaged(folder / _CHECKSUMS, "its SHA-256 is not the one in COMMITTED")
     try:
         checksums = parse_json(content, dict[str, Digest])
     except JsonError as error:
-        raise _damaged(folder / _CHECKSUMS, str(error)) from error
+        raise damaged(folder / _CHECKSUMS, str(error)) from error
     if META not in checksums:
-        raise _damaged(folder / _CHECKSUMS, f"it does not list {META}")
+        raise damaged(folder / _CHECKSUMS, f"it does not list {META}")
     for name in checksums:
         # A stranger's could name the tensors of another run, or a device without an end.
         if not is_plain(name) or name in (COMMITTED, _CHECKSUMS):
-            raise _damaged(folder / _CHECKSUMS, f"it names the file {name[:100]!r}")
+            raise damaged(folder / _CHECKSUMS, f"it names the file {name[:100]!r}")
     return checksums
 
 
@@ -371,10 +268,11 @@ def identity(folder: Location) -> str:
 
 def rank_files(folder: Location) -> list[Location]:
     """Returns the tensor files of a committed step."""
-    return _rank_files(folder, read_checksums(folder))
+    return tensor_files(folder, read_checksums(folder))
 
 
-def _rank_files(folder: Location, names: Iterable[str]) -> list[Location]:
+def tensor_files(folder: Location, names: Iterable[str]) -> list[Location]:
+    """Returns the tensor files among the names of files in a step."""
     return [folder / name for name in names if name.endswith(".safetensors")]
 
 
@@ -399,7 +297,7 @@ def check_content(folder: Location, rank: int = 0, world_size: int = 1) -> None:
     """
     # With 2 ranks and files a, b, c: rank 0 reads a and c, rank 1 reads b.
     checksums = sorted(read_checksums(folder).items())[rank::world_size]
-    with ThreadPoolExecutor(files.THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), checksums):
             pass  # raises the error of a thread
 
@@ -427,15 +325,17 @@ def _is_damage(error: CheckpointError) -> bool:
     return not isinstance(cause, OSError) or cause.errno in _DAMAGE
 
 
-class _Content(dict[str, Any]):
-    """The content of a meta.json, in which a missing key is damage of that file."""
+def read_checked(path: Location, expected: Digest) -> bytes:
+    """Returns the content of a small file, which must be as it was when the step was committed.
 
-    def __init__(self, path: Location, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self._path = path
-
-    def __missing__(self, key: str) -> Any:
-        raise _damaged(self._path, f"it has no {key!r}")
+    Raises:
+        CheckpointError: it is damaged, or cannot be read.
+    """
+    content = files.read(path)
+    _check_size(path, len(content), expected)
+    if hashlib.sha256(content).hexdigest() != expected.sha256:
+        raise _changed(path, expected)
+    return content
 
 
 def _check_file(path: Location, expected: Digest) -> None:
@@ -447,62 +347,13 @@ def _check_file(path: Location, expected: Digest) -> None:
 
 def _check_size(path: Location, size: int, expected: Digest) -> None:
     if size != expected.bytes:
-        raise _damaged(path, f"it has {size} bytes, not {expected.bytes}")
+        raise damaged(path, f"it has {size} bytes, not {expected.bytes}")
 
 
 def _changed(path: Location, expected: Digest) -> CheckpointError:
-    return _damaged(path, f"its SHA-256 is no longer {expected.sha256[:12]}...")
+    return damaged(path, f"its SHA-256 is no longer {expected.sha256[:12]}...")
 
 
-def _damaged(path: Location, reason: str) -> CheckpointError:
+def damaged(path: Location, reason: str) -> CheckpointError:
+    """The error of a damaged file."""
     return CheckpointError(f"{path} is damaged: {reason}. Check the disk, and use another step")
-
-
-def read_meta(folder: Location) -> Tree:
-    """Returns a committed step's description: format, step, world_size, versions and `save`'s meta.
-
-    Raises:
-        CheckpointError: the step is not committed, its meta.json is damaged, or this version does
-            not know its format.
-    """
-    return _read_meta(folder, read_checksums(folder)[META])
-
-
-def open_step(folder: Location) -> tuple[Tree, list[Location]]:
-    """Returns `read_meta` and `rank_files` of a committed step, for fewer requests than both."""
-    checksums = read_checksums(folder)
-    return _read_meta(folder, checksums[META]), _rank_files(folder, checksums)
-
-
-def _read_meta(folder: Location, expected: Digest) -> Tree:
-    content = files.read(folder / META)
-    _check_size(folder / META, len(content), expected)
-    if hashlib.sha256(content).hexdigest() != expected.sha256:
-        raise _changed(folder / META, expected)
-    try:
-        meta: Tree = parse_json(content, dict[str, Any])
-        # Checked after the checksum: a damaged file could have any format.
-        if meta.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{folder} has checkpoint format {meta.get('format')!r:.20} and this samestep "
-                f"reads format {FORMAT}. Use the samestep that wrote it"
-            )
-        checked(meta, _Meta)
-    except JsonError as error:
-        raise _damaged(folder / META, str(error)) from error
-    # A run that leaves a setting out has the value it began with, not a new run's default.
-    if "config" in meta:
-        from samestep.config import renamed
-
-        meta["config"] = renamed.current(meta["config"])
-    return _Content(folder / META, meta)
-
-
-def newest_meta(root: Location) -> Tree:
-    """Returns the description of the newest readable checkpoint; {} if there is none."""
-    for step in reversed(committed_steps(root)):
-        try:
-            return read_meta(step_folder(root, step))
-        except CheckpointError as error:
-            logger.warning("skipping the checkpoint of step %d: %s", step, error)
-    return {}

@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.storage.urls import PARALLEL_REQUESTS
 from samestep.stored_json import JsonError
 from trainer.accelerators import host_memory
 from trainer.checkpoint import files
@@ -244,7 +245,7 @@ def read_files(paths: Iterable[Location]) -> StoredTensors:
         CheckpointError: a file cannot be read.
     """
     tensors: dict[str, list[StoredPiece]] = {}
-    with _no_garbage_collection(), ThreadPoolExecutor(files.THREADS) as pool:
+    with _no_garbage_collection(), ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         for pieces in pool.map(lambda path: list(Header.read(path).pieces()), paths):
             for piece in pieces:
                 tensors.setdefault(piece.name, []).append(piece)
@@ -348,7 +349,7 @@ def copy_overlaps(
     def copy(target: Piece) -> int:
         return sum(_copy_overlap(source, target) for source in stored[target.name])
 
-    with ThreadPoolExecutor(files.THREADS) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         return dict(zip(wanted, pool.map(copy, wanted.values()), strict=True))
 
 

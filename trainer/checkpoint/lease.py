@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Collection
 from typing import NoReturn
 
 from samestep import log
@@ -36,10 +37,12 @@ class Lease:
     Attributes:
         root: folder of the run's checkpoints.
         number: one more than the number of the former lease.
+        known: small files that do not change any more, see `integrity.listed`. There may be
+            hundreds of checkpoints and leases, so each is read once.
     """
 
-    def __init__(self, root: Location, number: int) -> None:
-        self.root, self.number = root, number
+    def __init__(self, root: Location, number: int, known: dict[str, bytes]) -> None:
+        self.root, self.number, self.known = root, number, known
         self._token = uuid.uuid4().hex
         self._record = history.Record(number)
         self._found: frozenset[str] = frozenset()  # in the folder, when this holder decided
@@ -51,32 +54,36 @@ class Lease:
         Raises:
             CheckpointError: which steps count is unknown, see `integrity.listed`.
         """
-        names = files.names(root)
+        names, known = files.names(root), dict[str, bytes]()
         # Folders may have been copied here without the leases.
         named = [folder.lease or 0 for folder in history.folders(names)]
-        named += [saved.lease for saved in integrity.listed(root)]
-        lease = cls(root, 1 + max([0, *history.lease_numbers(names), *named]))
+        named += [saved.lease for saved in integrity.listed(root, known, names)]
+        lease = cls(root, 1 + max([0, *history.lease_numbers(names), *named]), known)
         if not files.create(root / history.lease_name(lease.number), lease._content()):
             return None
         # Another process may have taken this number and a third the next one, and removed the
         # file below after `names` was read. A number then exists twice, but never the newest.
-        if lease._newest() != lease.number:
+        if _newest(files.names(root)) != lease.number:
             return None
         # Leases of commands that save nothing, such as studies, would become ever more.
         for number in history.lease_numbers(names):
-            record = history.read_record(root, number)
+            record = history.read_record(root, number, known)
             if record is not None and record.step is None and not record.is_damaged:
                 files.remove(root / history.lease_name(number))
         return lease
 
-    def check(self) -> None:
+    def check(self) -> list[str]:
         """Checks that no other process has taken the folder over.
+
+        Returns:
+            The names in the folder at the time of the check.
 
         Raises:
             SupersededError: one has.
             CheckpointError: the folder cannot be listed.
         """
-        newest = self._newest()
+        names = files.names(self.root)
+        newest = _newest(names)
         if newest != self.number:
             raise SupersededError(
                 f"another training has taken {self.root} over, as this one gave no sign of life "
@@ -84,15 +91,12 @@ class Lease:
                 "their files apart; if it is part of an elastic run, it joins the others. If these "
                 "are two runs, start one of them with another output"
             )
+        return names
 
-    def check_or_end(self) -> None:
-        """Ends this process at once if another one has taken the folder over.
-
-        Raises:
-            CheckpointError: the folder cannot be listed.
-        """
+    def check_or_end(self) -> list[str]:
+        """Like `check`, but ends this process at once if another one has taken the folder over."""
         try:
-            self.check()
+            return self.check()
         except SupersededError as error:
             end(error)
 
@@ -101,28 +105,39 @@ class Lease:
         """Whether the lease says what its holder continues from."""
         return self._record.step is not None
 
-    def decide(self, step: int | None, of: int) -> None:
+    def decide(self, newest: int | None) -> None:
         """Writes down which checkpoint this holder continues from, once.
 
+        Ends this process if another one has taken the folder over.
+
         Args:
-            step: of a checkpoint that was listed after the lease was taken; None: from nothing.
-            of: number of the lease that has written it.
+            newest: no later checkpoint counts from now on; None: the run starts from nothing.
+
+        Raises:
+            CheckpointError: which steps count is unknown, see `integrity.listed`.
         """
-        names = files.names(self.root)
+        names = self.check_or_end()
+        # From the listing of the check: the lease names the writer of that step as well.
+        step, of = history.NOTHING, 0
+        if newest is not None:
+            for saved in integrity.listed(self.root, self.known, names):
+                if saved.committed and saved.counts and saved.step <= newest:
+                    step, of = saved.step, saved.lease  # the last one is the newest
         self._found = frozenset(names)
         # An earlier holder may have removed its own folders; what it found is in its lease.
         known = [folder.step for folder in history.folders(names)]
         for number in reversed(history.lease_numbers(names)):
-            former = history.read_record(self.root, number)
+            former = history.read_record(self.root, number, self.known)
             if number < self.number and former is not None and former.step is not None:
                 known.append(former.names_after)
                 break
-        step = history.NOTHING if step is None else step
         names_after = max(known, default=history.NOTHING)
         self._record = history.Record(self.number, step, of, names_after)
-        files.write(self.root / history.lease_name(self.number), self._content())
+        own, content = history.lease_name(self.number), self._content()
+        files.write(self.root / own, content)
+        self.known[own] = content
         # Older leases that are not on the line decide nothing any more.
-        needed = {stretch.lease for stretch in history.line(self.root, names)}
+        needed = {stretch.lease for stretch in history.line(self.root, names, known=self.known)}
         for number in history.lease_numbers(names):
             if number < self.number and number not in needed:
                 files.remove(self.root / history.lease_name(number))
@@ -162,13 +177,14 @@ class Lease:
             found.intersection_update(files.names(self.root))
         return [self.root / name for name in sorted(found)]
 
-    def _newest(self) -> int:
-        return max(history.lease_numbers(files.names(self.root)), default=0)
-
     def _content(self) -> bytes:
         record = self._record
         content = {"step": record.step, "of": record.of, "names_after": record.names_after}
         return files.seal({**content, "token": self._token})
+
+
+def _newest(names: Collection[str]) -> int:
+    return max(history.lease_numbers(names), default=0)
 
 
 def end(error: SupersededError) -> NoReturn:

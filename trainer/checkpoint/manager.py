@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Mapping
 from concurrent import futures
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from trainer.checkpoint import files, history, integrity, layout, restoring, wri
 from trainer.checkpoint.collective import (
     await_everywhere,
     await_names,
+    check_shared,
     first_error,
     gather,
+    on_all_ranks,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
@@ -28,11 +29,11 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.meta import OpenedStep, open_step
 from trainer.checkpoint.removal import Removal
 
 logger = logging.getLogger(__name__)
 
-_TOKEN = ".shared-"
 _LEAST = {"every": 1, "keep_last": 2, "keep_every": 1, "snapshot_every": 1}
 
 
@@ -184,6 +185,7 @@ class Checkpointer:
             return
         pieces = layout.pieces_to_write(tensors, self._rank, self._world_size)
         self._copying = self._staging.copy(pieces)
+        # A step may be saved again after a rewind.
         self._verified.discard(folder)
         arguments = (step, folder, self._copying, meta_text)
         self._thread = threading.Thread(
@@ -248,23 +250,8 @@ class Checkpointer:
         Raises:
             CheckpointError: with the nodes that do not see it, or the reason of rank 0.
         """
-        if self._world_size == 1 and isinstance(self.folder, Path):
-            return
-        # A new name each time: network file systems cache that a name does not exist.
-        token = self.folder / gather(f"{_TOKEN}{uuid.uuid4().hex}", self._world_size)[0]
-        with raise_on_all_ranks(self._world_size):
-            if self._rank == 0:
-                files.make_folder(self.folder)
-                for name in files.names(self.folder):
-                    if name.startswith(_TOKEN):  # of a process that was killed in here
-                        files.remove(self.folder / name)
-                files.write(token, b"")
-        with raise_on_all_ranks(self._world_size):  # no rank continues before the file is gone
-            try:
-                await_everywhere(token, self._peer_timeout, self._world_size)
-            finally:
-                if self._rank == 0:
-                    files.remove(token)
+        if self._world_size > 1 or not isinstance(self.folder, Path):
+            check_shared(self.folder, self._rank, self._world_size, self._peer_timeout)
 
     def steps(self) -> list[int]:
         """Returns the committed steps, oldest first. Not collective."""
@@ -290,25 +277,36 @@ class Checkpointer:
         Raises:
             CheckpointError: there are checkpoints, and all are damaged. Only if no limit is given.
         """
+        place = self._newest(most, least)
+        return None if place is None else place[0]
+
+    def _newest(self, most: int | None, least: int | None) -> tuple[int, Location] | None:
+        """Returns the step that `latest` finds, and its folder."""
         self.settle()
         self._verified.clear()  # files may have been damaged since they were verified
-        found: list[int] = []
+        found: dict[int, str] = {}
         with raise_on_all_ranks(self._world_size):
             if self._rank == 0:
-                saved = integrity.listed(self.folder)
+                known = None if self._lease is None else self._lease.known
+                saved = integrity.listed(self.folder, known)
                 for each in saved:
                     if not each.committed:
                         logger.warning("skipping %s: saving it was interrupted", each.place)
-                for damage in integrity.damaged_leases(self.folder, saved):
+                for damage in integrity.damaged_leases(self.folder, saved, known):
                     logger.warning("%s; all steps of its training count", damage)
-                found = integrity.steps_that_count(saved)
-        # Rank 0's list counts: the ranks of a network file system may see different ones.
-        steps = gather(found, self._world_size)[0]
-        steps = [step for step in steps if (least or 0) <= step <= (step if most is None else most)]
+                # Of several folders of a step that count, the one of the highest lease.
+                found = {
+                    each.step: each.place.name for each in saved if each.committed and each.counts
+                }
+        # Rank 0's list counts: the ranks of a network file system may see different ones. Its order
+        # is that of the steps.
+        names = gather(found, self._world_size)[0]
+        steps = [step for step in names if (least or 0) <= step <= (step if most is None else most)]
         for step in reversed(steps):
-            problem = self._damage(integrity.step_folder(self.folder, step))
+            folder = self.folder / names[step]
+            problem = self._damage(folder)
             if problem is None:
-                return step
+                return step, folder
             if self._rank == 0:
                 logger.warning("skipping the checkpoint of step %d: %s", step, problem)
         if steps and most is None and least is None:
@@ -334,41 +332,55 @@ class Checkpointer:
         if self._at is not None and self._at > step:
             self._at = None  # that step will be saved again
 
+    def open_latest(self, most: int | None = None, least: int | None = None) -> OpenedStep | None:
+        """Opens the checkpoint that `latest` finds.
+
+        Raises:
+            CheckpointError: see `latest`.
+        """
+        place = self._newest(most, least)
+        return None if place is None else self._open(place[1])
+
+    def open_step(self, step: int | None) -> OpenedStep:
+        """Opens the checkpoint of a step, to read its description and to `fill` tensors.
+
+        Args:
+            step: None takes the newest valid one.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        if step is not None:
+            return self._open(integrity.step_folder(self.folder, step))
+        opened = self.open_latest()
+        if opened is None:
+            raise CheckpointError(
+                f"there is no checkpoint in {self.folder}. Check the output folder"
+            )
+        return opened
+
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> Tree:
+        """Fills tensors from the checkpoint of a step, see `open_step` and `fill`.
+
+        Returns:
+            The content of meta.json: the `meta` of `save`, and format, step, world_size, versions.
+        """
+        opened = self.open_step(step)
+        self.fill(tensors, opened)
+        return opened.meta
+
+    def fill(self, tensors: Mapping[str, Tensor], opened: OpenedStep) -> None:
         """Fills tensors of any kind in place, whatever world size and strategy wrote them.
 
         Args:
             tensors: by logical name; must match the checkpoint in names, shapes and dtypes.
-            step: None takes the newest valid one.
-
-        Returns:
-            The content of meta.json: the `meta` of `save`, and format, step, world_size, versions.
+            opened: a checkpoint of this folder.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it belongs to another model.
+            CheckpointError: a file cannot be read, or the checkpoint belongs to another model.
         """
-        self.settle()  # otherwise the step of the save under way would count as the last one
-        if step is None and (step := self.latest()) is None:
-            raise CheckpointError(
-                f"there is no checkpoint in {self.folder}. Check the output folder"
-            )
-        folder = integrity.step_folder(self.folder, step)
-        meta, paths = self._open_step(folder)
-        stored = restoring.StoredFiles(paths)
-        ours, rank, world_size = layout.describe(tensors), self._rank, self._world_size
-        compared = restoring.Comparison.of(ours, {})
-        with raise_on_all_ranks(world_size):
-            # Each rank looks at some of the headers for tensors that differ.
-            theirs = stored.describe(range(rank, len(paths), world_size))
-            compared = restoring.Comparison.of(ours, theirs)
-        comparisons = gather(compared, world_size)
-        with raise_on_all_ranks(world_size):
-            restoring.check_compared(ours, comparisons, folder)
-            # Each rank reads only what its own pieces overlap.
-            wanted = [piece for each in tensors.items() for piece in layout.local_pieces(*each)]
-            stored.fill(wanted, rank, world_size)
-        self._at, self._error = step, None
-        return meta
+        restoring.fill(tensors, opened, self._rank, self._world_size)
+        self._at, self._error = opened.step, None
 
     def open(self, step_folder: Location) -> tuple[Tree, StoredTensors]:
         """Opens a checkpoint of this run or another, for each rank to read what it needs.
@@ -381,18 +393,16 @@ class Checkpointer:
         Raises:
             CheckpointError: it was never committed, or is damaged.
         """
-        meta, paths = self._open_step(step_folder)
-        with raise_on_all_ranks(self._world_size):
-            stored = layout.read_files(paths)
-        return meta, stored
+        opened = self._open(step_folder)
+        stored = on_all_ranks(lambda: layout.read_files(opened.files), self._world_size)
+        return opened.meta, stored
 
-    def _open_step(self, step_folder: Location) -> tuple[Tree, list[Location]]:
-        """Like `open`, but returns the paths of the tensor files, which it leaves closed."""
-        if damage := self._damage(step_folder):
+    def _open(self, folder: Location) -> OpenedStep:
+        """Verifies a checkpoint, unless it has been, and reads its small files."""
+        self.settle()  # otherwise the step of a save under way would count as the last one
+        if damage := self._damage(folder):
             raise CheckpointError(damage)
-        with raise_on_all_ranks(self._world_size):
-            meta, paths = integrity.open_step(step_folder)
-        return meta, paths
+        return on_all_ranks(lambda: open_step(folder), self._world_size)
 
     def _damage(self, folder: Location) -> str | None:
         """Returns the damage of a checkpoint that any rank finds; each file is read by one rank.
@@ -409,9 +419,7 @@ class Checkpointer:
             integrity.check_content(folder, self._rank, self._world_size)
 
         def find() -> str | None:
-            found = None
-            with raise_on_all_ranks(self._world_size):
-                found = integrity.find_damage(folder, check)
+            found = on_all_ranks(lambda: integrity.find_damage(folder, check), self._world_size)
             return first_error(found, self._world_size)
 
         damage = find()
@@ -431,9 +439,7 @@ class Checkpointer:
         """
         with raise_on_all_ranks(self._world_size):
             if self._lease is not None and not self._lease.has_decided:
-                self._lease.check_or_end()
-                found = None if step is None else integrity.newest_until(self.folder, step)
-                self._lease.decide(*(found or (None, 0)))
+                self._lease.decide(step)
 
     def _prepare(self, step: int) -> Location:
         """Removes interrupted saves and abandoned later steps, and creates the step's folder.

@@ -32,10 +32,9 @@ class Removal:
 
     def __init__(self, root: Location, lease: Lease | None) -> None:
         self._root, self._lease = root, lease
-        # There may be hundreds of checkpoints and leases, and training waits for the look before a
-        # save. What is committed stays so until it is removed, and what a lease has decided does
-        # not change, so each is read once.
-        self._known: dict[str, bytes] = {}
+        # Training waits for the look before a save. What is committed stays so until it is removed,
+        # and what a lease has decided does not change.
+        self._known: dict[str, bytes] = {} if lease is None else lease.known
         self._holds = holding.Holds(root)
 
     def before_save(self, step: int) -> None:

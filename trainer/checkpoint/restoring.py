@@ -11,10 +11,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from trainer.checkpoint import files, layout
+from samestep.storage.urls import PARALLEL_REQUESTS
+from trainer.checkpoint import layout
+from trainer.checkpoint.collective import gather, on_all_ranks, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import Piece, StoredPiece
+from trainer.checkpoint.meta import OpenedStep
+
+
+def fill(tensors: Mapping[str, Tensor], opened: OpenedStep, rank: int, world_size: int) -> None:
+    """Fills tensors in place from a checkpoint, see `Checkpointer.fill`. Collective."""
+    stored, ours = StoredFiles(opened.files), layout.describe(tensors)
+
+    def compare() -> Comparison:
+        # Each rank looks at some of the headers for tensors that differ.
+        theirs = stored.describe(range(rank, len(opened.files), world_size))
+        return Comparison.of(ours, theirs)
+
+    comparisons = gather(on_all_ranks(compare, world_size), world_size)
+    with raise_on_all_ranks(world_size):
+        check_compared(ours, comparisons, opened.folder)
+        # Each rank reads only what its own pieces overlap.
+        wanted = [piece for each in tensors.items() for piece in layout.local_pieces(*each)]
+        stored.fill(wanted, rank, world_size)
 
 
 class StoredFiles:
@@ -97,7 +118,7 @@ class StoredFiles:
     def _open(self, numbers: Iterable[int]) -> list[layout.Header]:
         numbers = list(numbers)
         missing = [number for number in numbers if number not in self._headers]
-        with ThreadPoolExecutor(files.THREADS) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             opened = pool.map(layout.Header.read, (self.paths[number] for number in missing))
             self._headers |= dict(zip(missing, opened, strict=True))
         return [self._headers[number] for number in numbers]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from samestep.storage import Digest, is_keeper_url, objects, shown
+from samestep.storage.urls import PARALLEL_REQUESTS
 
 _BLOCK_BYTES = 2**18  # takes an object store about as long as a byte
 _BLOCKS_KEPT = 8  # per file
-_THREADS = 8
 # Large ranges are read in parts of this size: parallel parts are faster, and cheaper to retry.
 _PART_BYTES = 2**25
 
@@ -117,6 +117,6 @@ class _Ranges:
             end = min(begin + _PART_BYTES, stop)
             content[begin - start : end - start] = objects.read_range(self._url, begin, end)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             list(pool.map(read_part, range(start, stop, _PART_BYTES)))
         return content

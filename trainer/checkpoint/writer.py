@@ -32,6 +32,7 @@ from samestep.version import __version__
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.meta import FORMAT
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def describe(step: int, world_size: int, meta: Mapping[str, object]) -> bytes:
         meta: everything else that is needed to resume; must be JSON.
     """
     header = {
-        "format": integrity.FORMAT,
+        "format": FORMAT,
         "step": step,
         "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": world_size,

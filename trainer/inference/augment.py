@@ -106,6 +106,7 @@ def run(
             lines: list[str] = []
             for number, (record, row) in enumerate(zip(read, parsed, strict=True)):
                 own = proposed[number * len(texts) : (number + 1) * len(texts)]
+                # By the number of the row, so a resumed call makes the same choices.
                 key = combine(settings.seed, done.records + number)
                 columns = row_of(record.data)
                 lines.append(json_lines.line(columns))
@@ -148,6 +149,7 @@ def _replaced(text: str, proposed: Sequence[Sequence[str]], probability: float, 
     ):
         found.append(text[end : match.start()])
         word = match.group()
+        # A word has no candidates if the model proposes nothing but itself.
         if take and candidates:
             word = candidates[int(place * len(candidates))]
         found.append(word)
@@ -220,6 +222,7 @@ class Augmenter:
             )
             logits = self._model(inputs, frozenset({"tokens"}))["tokens"][:, 0].float()
             logits = logits[:, : len(known)].masked_fill(~known, float("-inf"))
+            # One more, as the word itself is often among them.
             count = min(self._candidates + 1, len(known))
             likely = logits.topk(count).indices.tolist()
             for number, tokens_of in zip(numbers.tolist(), likely, strict=True):
@@ -236,6 +239,7 @@ class Augmenter:
         """As many tokens around a position as the model reads, and the position among them."""
         if len(tokens) <= self._longest:
             return tokens, place
+        # The first and the last token of a text are special, and stay.
         inner = self._longest - 2
         first = min(max(1, place - inner // 2), len(tokens) - 1 - inner)
         return [tokens[0], *tokens[first : first + inner], tokens[-1]], place - first + 1

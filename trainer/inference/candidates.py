@@ -202,6 +202,7 @@ class CandidateScorer:
         assert self._mask is not None, "the model fills masks"
         found: dict[int, _Sequence] = {}
         for candidate, word in enumerate(words):
+            # Candidates of equally many tokens are read from one sequence with as many masks.
             count = len(word)
             if count not in found:
                 begin = len(self._before) + len(left)
@@ -225,6 +226,7 @@ class CandidateScorer:
         _check_words(probe, encoded)
         for candidate, ids in enumerate(encoded):
             tokens = [*self._before, *ids, *self._after]
+            # Position i predicts token i + 1.
             at, labels = list(range(len(tokens) - 1)), tokens[1:]
             if len(self._outputs) == 2:  # the second half is read backward
                 at, labels = at + at, labels + tokens[:-1]
@@ -265,6 +267,7 @@ class CandidateScorer:
                 chosen = torch.tensor(labels, device=self._device).view(len(logits), count)
                 score = torch.zeros((), dtype=torch.float64, device=self._device)
                 for part, total, own in zip(logits, totals, chosen, strict=True):
+                    # fp64: a long text adds up hundreds of logarithms.
                     score += (part[row, read, own] - total[row, :count]).double().sum()
                 found.append(score)
         scores: list[float] = torch.stack(found).tolist()
@@ -342,6 +345,7 @@ def run_probes(
 
 def _shares(scores: Floats) -> Floats:
     """Scores as shares of their sum, from their logarithms."""
+    # Shifted by the largest, as exp of a long text's score would be 0.
     powers = np.exp(scores - scores.max())
     shares: Floats = powers / powers.sum()
     return shares

@@ -92,7 +92,7 @@ def register(commands: Commands) -> None:
 def _evaluate(args: argparse.Namespace) -> int:
     from samestep.cli import main
     from trainer.elastic import agent
-    from trainer.elastic.command import processes_to_start, worker_arguments
+    from trainer.elastic.cli import processes_to_start, worker_arguments
     from trainer.training.starting import stored_experiment
 
     if args.encoder and args.ensemble:
@@ -139,10 +139,10 @@ def _step(said: str | None, experiment: Experiment) -> Step:
         return None if said is None else int(said)
     if said != "best":
         raise ConfigError(f"--step is {said}. Use the number of a step, or best.")
-    from trainer.checkpoint import retention
+    from trainer.checkpoint.meta import best_step
     from trainer.training.compose import checkpoint_folder
 
-    if retention.best_step(checkpoint_folder(experiment)) is None:
+    if best_step(checkpoint_folder(experiment)) is None:
         raise ConfigError(
             f"{experiment.output} was trained without training.best; name a step by its number"
         )

@@ -29,7 +29,7 @@ from samestep.progress import Progress
 from samestep.storage import json_lines, shown
 from trainer.accelerators import Precision
 from trainer.accelerators.detect import for_any_shapes
-from trainer.checkpoint import integrity
+from trainer.checkpoint.meta import read_meta
 from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable, with_sizes
 from trainer.models import Outputs
@@ -207,7 +207,7 @@ class Labeler:
         self.source: Tree = {}
         length = _LONGEST
         if weights.step is not None:  # a checkpoint of a run, not of Hugging Face
-            meta = integrity.read_meta(weights.folder)
+            meta = read_meta(weights.folder)
             self.source = next((manifest.source for manifest in manifests_of(meta)), {})
             # Rows are cut where the last step of training cut them.
             phases = decode(Experiment, meta["config"]).resolved_phases()

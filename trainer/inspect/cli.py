@@ -1,4 +1,4 @@
-"""The commands `samestep config`, `fetch`, `report`, `watch`, `doctor` and `recipes`."""
+"""The commands `samestep config`, `fetch`, `report`, `watch` and `recipes`."""
 
 from __future__ import annotations
 
@@ -106,26 +106,6 @@ def register_watch(commands: Commands) -> None:
     watch.add_argument("-o", "--output", metavar="HTML", help=help_)
 
 
-def register_doctor(commands: Commands) -> None:
-    """Adds `doctor` to the `samestep` command."""
-    doctor = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "check devices, packages, disks and network of this machine, for a run",
-        "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
-    )
-    doctor.add_argument(
-        "file",
-        nargs="?",
-        metavar="EXPERIMENT",
-        help="the experiment to run here (default: the machine alone)",
-    )
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    help_ = "processes of the all-reduce (default: one per GPU; two without GPUs)"
-    doctor.add_argument("--processes", type=int, metavar="N", help=help_)
-
-
 def register_recipes(commands: Commands) -> None:
     """Adds `recipes` to the `samestep` command."""
     recipes = add_command(
@@ -186,19 +166,6 @@ def _watch(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else default_output(args.runs)
     written = watch(args.runs, output, args.port, args.once)
     return EXIT_FAILED if args.once and not written else EXIT_DONE
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from samestep import findings
-    from samestep.terminal import Console
-    from trainer.inspect import doctor
-    from trainer.training.starting import load_experiment
-
-    if args.processes is not None and args.processes < 1:
-        raise ConfigError(f"--processes must be at least 1, not {args.processes}")
-    experiment = load_experiment(args.file, args.overrides, offline=True) if args.file else None
-    passed = findings.report(doctor.examine(experiment, args.processes), Console())
-    return EXIT_DONE if passed else EXIT_FAILED
 
 
 def _recipes(_args: argparse.Namespace) -> int:

@@ -96,6 +96,7 @@ def import_elmo(source: Path, experiment: Experiment) -> None:
     for name, parameter in model.named_parameters():
         if name.startswith("head."):
             weights[name] = Deferred(parameter, partial(_initial, model, name, experiment.seed))
+    # Views of one zero: no memory for moments that are all 0.
     moments = {name: torch.zeros(()).expand(tensor.shape) for name, tensor in weights.items()}
     tensors = {WEIGHTS: stored(weights), **dict.fromkeys(MOMENTS, stored(moments))}
     _import(source, ImportedState(0, 0, {}, tensors), experiment, "ELMo's published weights")
@@ -112,6 +113,7 @@ def _import(source: Path, state: ImportedState, experiment: Experiment, origin: 
     Args:
         origin: who has taken the steps before it, for the ledger.
     """
+    # Everything that may be rejected comes before the lock makes a folder.
     _check_run(experiment, state)
     tensors = _own_tensors(experiment, state, source)
     root = checkpoint_folder(experiment)
@@ -213,6 +215,7 @@ def _check_run(experiment: Experiment, state: ImportedState) -> None:
         )
     if state.settings.get("decoupled_weight_decay") is False and state.settings.get("weight_decay"):
         logger.warning("weight decay is decoupled here, and was part of the gradient (L2) before")
+    # The moments were made with these, and adapt to others within some steps.
     for name in ("betas", "eps", "bias_correction"):
         before, now = state.settings.get(name), getattr(optimizer, name)
         before = tuple(before) if isinstance(before, list) else before
@@ -233,6 +236,7 @@ def _own_tensors(experiment: Experiment, state: ImportedState, folder: Path) -> 
     try:
         for kind, found in state.tensors.items():
             deferred = defer(found)
+            # The script may have wrapped a model of ours, or one of transformers.
             if not deferred.keys() & parameters.keys():  # transformers' names
                 deferred = codec_of(experiment.model).import_tensors(deferred)
             tensors |= {f"{_PREFIXES[kind]}{name}": each for name, each in deferred.items()}
@@ -254,6 +258,7 @@ def _begin_run(experiment: Experiment, state: ImportedState, origin: str) -> Tre
         check_compatibility(experiment, dataset, objectives, experiment.build_model())
     phase = phase_of(experiment.resolved_phases(), state.step)
     with open_loader(experiment, dataset, Replica(0, 1), phase) as loader:
+        # The run begins a data order of its own: nobody knows what was consumed before.
         data = loader.state_dict()
     examples = state.step * phase.global_batch_size if state.examples is None else state.examples
     tokens = examples * objectives[phase.index].pack_spec(phase.sequence_length).positions
@@ -268,6 +273,7 @@ def _begin_run(experiment: Experiment, state: ImportedState, origin: str) -> Tre
         "order": phase.order,
         "data": data,
         "window": {},
+        # No row of the ledger is open.
         "digest": f"{0:016x}",
         "ledger": ledger.state_dict(),
     }
@@ -303,6 +309,7 @@ def _shares(tensors: StoredTensors) -> list[list[str]]:
         size = 4 * math.prod(tensors.shape(name))  # fp32
         if not shares or size > left:
             shares.append([])
+            # A tensor that is larger than that gets a file alone.
             left = _FILE_BYTES
         shares[-1].append(name)
         left -= size

@@ -85,6 +85,7 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
     for name, probe in experiment.probes.items():
         if storage.is_url(probe.path):
             yield f"probes.{name}.path={_dataset(probe.path, folder)}"
+    # Sources of a mixture are settings in one list, so local ones are listed again.
     here = {path: str(_dataset(path, folder)) for path in data.paths if storage.is_url(path)}
     if here and data.path is not None:
         yield f"data.path={here[data.path]}"
@@ -123,6 +124,7 @@ def _dataset_inputs(config: BuildConfig, to: str | None) -> Iterator[str]:
     }
     if any(storage.is_url(path) for paths in lists.values() for path in paths):
         built: Source = source.build()
+        # Local names have no query, in which a signature may be.
         if len({_local(file, folder) for file in built.files}) < len(built.files):
             raise ConfigError(
                 "source.paths names files whose addresses differ only in the query (?...), so they "
@@ -169,6 +171,7 @@ def _dataset(url: str, folder: Path) -> Path:
     for number, shard in enumerate(manifest.shards, start=1):
         logger.info("%d of %d: %s", number, len(manifest.shards), shard.name)
         _download(f"{url}/{shard.name}", inside(folder, shard.name), shard.digest)
+    # Without a hash, a file that is there could be of another dataset.
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     if manifest.small_files is None:
         fetch_tokenizer(url, folder)
@@ -208,6 +211,7 @@ def _step(source: files.Location, folder: Path) -> None:
     # Another run may have saved this step there since the last download.
     if files.read_if_there(folder / last) != files.read(source / last):
         (folder / last).unlink(missing_ok=True)
+    # False sorts before True, so this name comes last.
     for name in sorted(files.names(source), key=lambda name: name == last):
         logger.info("%s", storage.shown(f"{source}/{name}"))
         _download(f"{source}/{name}", inside(folder, name), digests.get(name))
@@ -233,6 +237,7 @@ def _download(url: str, path: Path, digest: Digest | None = None) -> None:
     if digest is None:
         with storage.atomic_write(path) as file:
             objects.download(url, file)
+    # A call that was interrupted goes on where it was.
     elif not path.exists() or files.digest(path) != digest:
         with storage.atomic_write(path) as file:
             objects.download(url, file, digest.bytes, digest.sha256)

@@ -146,6 +146,7 @@ def _report(root: Location, check: Check, valid: str) -> int:
     }
     for state, folders in others.items():
         for folder in folders:
+            # Without COMMITTED, the name of the folder alone has the step.
             number = str(history.folders([folder.name])[0].step)
             table.add_row(number, "-", decimal(_size(folder)), "-", state)
     if not table.row_count:
@@ -159,13 +160,13 @@ def _report(root: Location, check: Check, valid: str) -> int:
 
 def _examine(root: Location, step: int, check: Check) -> tuple[Tree, str | None]:
     """Returns the content of meta.json, {} if it cannot be read, and the damage, if any."""
-    from trainer.checkpoint import integrity
+    from trainer.checkpoint import integrity, read_meta
 
     meta: Tree = {}
 
     def read(folder: Location) -> None:
         check(folder)
-        meta.update(integrity.read_meta(folder))
+        meta.update(read_meta(folder))
 
     return meta, integrity.find_damage(integrity.step_folder(root, step), read)
 
@@ -174,12 +175,13 @@ def _gc(args: argparse.Namespace) -> int:
     from rich.filesize import decimal
 
     from samestep.config import decode
-    from trainer.checkpoint import Config, holding, integrity, removal, retention
+    from trainer.checkpoint import Config, holding, integrity, removal
     from trainer.checkpoint.lock import only_writer
+    from trainer.checkpoint.meta import best_step, newest_meta
 
     root = _root(args)
     # As in the run that saved the newest checkpoint, unless the command line says otherwise.
-    stored = integrity.newest_meta(root).get("config", {}).get("checkpoint", {})
+    stored = newest_meta(root).get("config", {}).get("checkpoint", {})
     settings = {key: stored[key] for key in ("keep_last", "keep_every") if key in stored}
     if args.keep_last is not None:
         settings["keep_last"] = args.keep_last
@@ -188,7 +190,7 @@ def _gc(args: argparse.Namespace) -> int:
     console = _console()
     # A dry run may look on while a training run writes; a removal must not.
     with nullcontext() if args.dry_run else only_writer(root):
-        best, check = retention.best_step(root), integrity.check_content
+        best, check = best_step(root), integrity.check_content
         last, every = config.keep_last, config.keep_every
         outdated = removal.outdated_steps(root, last, every, check, best)
         going = integrity.uncommitted_folders(root) + integrity.superseded_folders(root)
@@ -197,6 +199,7 @@ def _gc(args: argparse.Namespace) -> int:
         for folder in going:
             size = _size(folder)
             with holding.unless_held(folder, held) as free:
+                # Within the lock, so that no reader begins; the files go after it.
                 if free and not args.dry_run:
                     integrity.uncommit(folder)
             if not free:
@@ -243,6 +246,7 @@ def _convert(args: argparse.Namespace) -> int:
     from trainer.inspect import conversion
     from trainer.training.starting import load_experiment
 
+    # An experiment as the target resumes a foreign checkpoint; a folder gets an export.
     if recipes.locate(args.target).suffix in (".yaml", ".yml"):
         experiment = load_experiment(args.target, args.overrides)
         source = Path(args.folder)
@@ -281,6 +285,7 @@ def _size(folder: Location) -> int:
 
     total = 0
     for name in files.names(folder):
+        # A file may be gone since it was listed.
         with suppress(CheckpointError):
             total += files.size(folder / name)
     return total

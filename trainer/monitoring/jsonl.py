@@ -101,6 +101,7 @@ def _parse(line: bytes, nested: bool = False) -> Row:
     text = line.decode(errors="replace")
     if nested:
         return cast(Row, parse_json(text, _Stamp))
+    # Numbers and words only, as a page may show the row of a stranger.
     row: Row = parse_json(text, dict[str, Measure | str | bool | None])
     checked({name: row[name] for name in ("step", "time") if name in row}, _Stamp)
     return row
@@ -234,6 +235,7 @@ class RowReader:
         rows: list[Row] = []
         try:
             with open_regular(self._path, links=False) as file:
+                # The last line has a time of its own, so after a cut another one stands there.
                 file.seek(self._end - len(self._last))
                 replaced = file.read(len(self._last)) != self._last
                 if replaced:
@@ -241,6 +243,7 @@ class RowReader:
                     self._forget()
                 begin = self._end
                 for line, end, is_whole in read_lines(file):
+                    # At least one row a call, however long, or a reader would never get on.
                     if not is_whole or (rows and end > begin + _PIECE_BYTES):
                         break
                     self._end, self._last = end, line
@@ -317,6 +320,7 @@ class JsonlTracker(Tracker):
         with self._explained():
             if resume_step is not None and path.exists():
                 # Also drops damaged lines. A crash leaves either the old file or the new one.
+                # Nested: ledger.jsonl and others of this format have lists in their rows.
                 rows = [row for row in read_rows(path, nested=True) if row["step"] <= resume_step]
                 write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
             self._file = path.open("ab", buffering=0)
@@ -333,6 +337,7 @@ class JsonlTracker(Tracker):
         """Appends a row."""
         self._step = step
         row = {"step": step, "time": round(time.time(), 3), **metrics}
+        # Appended before the write: if that fails, the row waits with the others.
         self._waiting += f"{json.dumps(row)}\n".encode()
         try:
             self._write()

@@ -8,8 +8,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from trainer.partition import exact
-
 
 class Meter:
     """Accumulates (sum, weight) pairs on the device; `compute` turns them into means.
@@ -38,6 +36,8 @@ class Meter:
         for name, pair in metrics.items():
             addend = torch.stack(pair).detach().double()
             if self._is_exact:
+                from trainer.partition import exact
+
                 addend = exact.split_metric(addend)  # [2 words, 2]
             # Zeros come from the host, so that XLA compiles one graph for the first and all further
             # additions.
@@ -57,6 +57,8 @@ class Meter:
         if self._totals:
             stacked = all_reduce(torch.stack(list(self._totals.values())))
             if self._is_exact:
+                from trainer.partition import exact
+
                 stacked = exact.total(stacked.unbind(1))
             for name, (total, weight) in zip(self._totals, stacked.tolist(), strict=True):
                 before_total, before_weight = found.get(name, (0.0, 0.0))

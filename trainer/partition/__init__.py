@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.accelerators import kernels
-from trainer.partition import exact
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -375,6 +374,8 @@ def whole_squares(
     parts = local_parts(tensors)
     if not is_exact:
         return add_up(squared_norms(parts, counts), like)
+    from trainer.partition import exact
+
     assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
     bounds = _square_bounds(parts, like)
     pairs = zip(parts, bounds, strict=True)
@@ -386,6 +387,8 @@ def whole_squares(
 
 def _square_bounds(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """For each whole tensor, a power of two above the squares of its elements; an all-reduce."""
+    from trainer.partition import exact
+
     largest = torch.stack([exact.largest(part) for part in parts])
     return exact.bound_of(add_up(largest, like, dist.ReduceOp.MAX)) ** 2
 

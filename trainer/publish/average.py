@@ -19,6 +19,7 @@ from samestep.storage.new_folder import new_folder
 from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer, Config
+from trainer.checkpoint.meta import read_meta
 from trainer.training.weights.loading import Weights, load_weights, warn_of_not_finite
 from trainer.training.weights.places import checkpoints_of
 
@@ -94,7 +95,7 @@ def _write(
     warn_of_not_finite({name: tensors[f"model/{name}"] for name in newest.tensors}, run)
     meta = {
         name: value
-        for name, value in integrity.read_meta(newest.folder).items()
+        for name, value in read_meta(newest.folder).items()
         # Without a base, since all parameters are written, frozen ones included. Without a start,
         # so that it is not published as a checkpoint of the run.
         if name not in (*_WRITTEN, "base", "best", "start")

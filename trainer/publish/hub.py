@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from samestep.errors import CheckpointError, ConfigError, MissingExtra, SamestepError, StorageError
 from samestep.storage.hub import MODEL_FILES
 from samestep.stored_json import JsonError, read_json
-from trainer.checkpoint import files, integrity, retention
+from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.meta import best_step, read_meta
 from trainer.publish import sentence_transformers
 from trainer.publish.export import export, export_weights
 from trainer.publish.step_zero import StepZero
@@ -114,6 +115,7 @@ def publish(
             "HF_TOKEN to a token with write rights."
         )
     with _explained(repository):
+        # All conflicts are found before the first push.
         missing = _missing(api, repository, chosen)
     _print(repository, chosen, missing)
     if dry_run or not missing:
@@ -133,13 +135,13 @@ def _chosen(run: str, revisions: Revisions) -> list[_Revision]:
     steps = integrity.committed_steps(root)
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet. Wait for one, or name another run.")
-    meta = integrity.read_meta(integrity.step_folder(root, steps[-1]))
+    meta = read_meta(integrity.step_folder(root, steps[-1]))
     name = (meta.get("start") or {}).get("run")
     start: list[_Revision] = []
     if revisions == "last":
         steps = steps[-1:]
     elif revisions == "best":
-        best = retention.best_step(root)
+        best = best_step(root)
         if best is None:
             raise CheckpointError(
                 f"{run} has no best checkpoint: it was trained without training.best. Use "
@@ -187,6 +189,7 @@ def _missing(api: HfApi, repository: str, chosen: Sequence[_Revision]) -> dict[i
                 "repository, or delete that branch."
             )
         missing[revision.step] = [revision.branch]
+    # main is what a user loads who names no revision.
     newest = chosen[-1]
     main = _marker(api, repository, _MAIN) if _MAIN in branches else None
     if main != newest.marker:
@@ -223,6 +226,7 @@ def _marker(api: HfApi, repository: str, branch: str) -> dict[str, object] | Non
                 f"{_MARKER} of {repository} is damaged: {error}. Remove it there, or name another "
                 "repository."
             ) from error
+    # A new repository may have a README or .gitattributes, but no model.
     if any(name.endswith((".safetensors", ".bin")) or name == "config.json" for name in names):
         raise StorageError(
             f"{repository} has a model in {branch} that samestep publish has not pushed. Name "
@@ -237,8 +241,10 @@ def _push(
     with tempfile.TemporaryDirectory(prefix="samestep-publish-") as temporary:
         folder = Path(temporary) / "export"
         revision.write(run, repository, folder)
+        # One export for all branches of a step.
         for branch in branches:
             with _explained(repository):
+                # A new branch is made from main, with the content that main has at that time.
                 if branch != _MAIN:
                     api.create_branch(repository, branch=branch, exist_ok=True)
                 api.upload_folder(

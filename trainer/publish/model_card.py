@@ -23,7 +23,7 @@ from samestep.storage import shown
 from samestep.storage.hub import name_and_revision
 from samestep.storage.urls import is_hub_path
 from samestep.tasks import facts_of_head
-from trainer.checkpoint import integrity
+from trainer.checkpoint.meta import read_meta
 from trainer.models import ModelConfig
 from trainer.models.codecs import codec_of
 from trainer.monitoring.jsonl import read_rows, scores_of
@@ -74,7 +74,7 @@ def write(
         base: the model that an exported adapter belongs to; None for a whole model.
     """
     model = weights.config
-    meta = {} if weights.step is None else integrity.read_meta(weights.folder)
+    meta = {} if weights.step is None else read_meta(weights.folder)
     tree: Tree = meta.get("config", {})
     # A Hugging Face folder without training of our own is its own origin.
     origin = source if weights.step is None else tree.get("init_from")

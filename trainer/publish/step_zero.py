@@ -15,9 +15,9 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.config import Tree
 from samestep.errors import CheckpointError
 from samestep.hashing import json_hash
-from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.meta import read_meta
 from trainer.strategies import InitialValues
 from trainer.training.weights.embeddings import with_embeddings
 from trainer.training.weights.initial import choose_layers, reinitialize_layers, stored_values
@@ -64,7 +64,7 @@ class StepZero:
                 vectors of init_embeddings have changed.
             DataError: the vectors are gone.
         """
-        meta = integrity.read_meta(checkpoint)
+        meta = read_meta(checkpoint)
         settings, trained = meta["config"], None
         # Not init_from: it may name a run, which has newer checkpoints by now.
         start = meta.get("start") or {}

@@ -189,6 +189,7 @@ class Strategy(ABC):
         # A model is partitioned while it has no memory, so no device ever holds it whole.
         self._shard(model)
         model.to_empty(device=self.accelerator.device)
+        # Before `_wrap`, which may prefix names: checkpoints have the names of the plain model.
         self.parameters = dict(model.named_parameters())
         self._initialize(initial_values)
         self._module = self._wrap(model)
@@ -205,12 +206,14 @@ class Strategy(ABC):
     def _initialize(self, initial_values: InitialValues) -> None:
         """Sets the local partition of each parameter to its initial values."""
         for name, parameter in self.parameters.items():
+            # Values depend on seed, name and element, so each rank computes its own part of them.
             (local,), start = local_parts([parameter]), flat_start(parameter)
             local.copy_(initial_values(name, start, start + local.numel()).view(local.shape))
 
     @torch.no_grad()
     def place_frozen(self, model: nn.Module, values: InitialValues) -> nn.Module:
         """Initializes a meta model that is not trained, whole on each device, in eval mode."""
+        # Whole on each device: without gradients and moments it takes a quarter of a trained one.
         model.to_empty(device=self.accelerator.device)
         for name, parameter in model.requires_grad_(False).named_parameters():
             parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
@@ -246,6 +249,7 @@ class Strategy(ABC):
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        # Norms of whole tensors first: their sum then has one order under any partition.
         norms = whole_norms(gradients, trained[0], is_exact=self.exact)
         exact_norm: Tensor = torch.linalg.vector_norm(norms)
         norm = exact_norm.float()
@@ -335,6 +339,7 @@ class Strategy(ABC):
         """The largest of all replicas' values, exchanged without the device."""
         if self.replica.count == 1:
             return value
+        # Made at the first call: a run that needs no such exchange opens no further connections.
         if self._host_group is None:
             self._host_group = self.world.host_group()
         number = torch.tensor(value)

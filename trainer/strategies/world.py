@@ -31,14 +31,6 @@ from samestep import log
 from samestep.environment import launcher_rank, number
 from samestep.errors import EXIT_CRASHED, EXIT_REGROUP, ConnectError, LaunchError, SamestepError
 from samestep.stored_json import JsonError, parse_json
-from trainer.strategies.neighbor import (
-    INTERFACE,
-    LOOPBACK,
-    Neighbor,
-    check_loopback,
-    own_address,
-    unreachable,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -294,6 +286,8 @@ class World:
         parent = os.getppid()
         broken = 0.0  # when a collective was found to have failed
         looked = time.monotonic()  # for ranks that do not answer, or not connecting
+        from trainer.strategies.neighbor import Neighbor
+
         with closing(Neighbor(store, self.rank, self.size)) as neighbor:
             while not store.check([FAILURE]):
                 if neighbor.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
@@ -331,6 +325,8 @@ class World:
 
     def _unreachable(self, store: Store) -> str:
         """Says which ranks this one cannot reach; "" if it reaches all, or another one tries."""
+        from trainer.strategies.neighbor import INTERFACE, unreachable
+
         is_first_here = not os.environ.get("LOCAL_RANK", "").strip("0")
         others = unreachable(store, self.rank, self.size, self._reached) if is_first_here else ""
         return others and (
@@ -341,6 +337,8 @@ class World:
 
     def _misled(self, error: Exception) -> str:
         """Explains why collectives do not connect although all ranks reach each other."""
+        from trainer.strategies.neighbor import INTERFACE
+
         return (
             f"{self._name} could not connect to the other ranks: {_first_line(error)}. Set "
             f"{INTERFACE} ({os.environ.get(INTERFACE, 'not set')} here) to the network interface "
@@ -421,6 +419,8 @@ def _ready(rank: int) -> str:
 
 def _check_route() -> None:
     """Raises a ConnectError if this machine has no way to the address of rank 0."""
+    from trainer.strategies.neighbor import LOOPBACK, check_loopback, own_address
+
     host = os.environ.get("MASTER_ADDR", "")
     try:
         if host in LOOPBACK:

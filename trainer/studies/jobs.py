@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from samestep.config import Tree, kind_name
+from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
 from samestep.hashing import json_hash
 from samestep.storage import write_text
@@ -171,7 +171,8 @@ def _check_order(other: str, name: str, arm: str, before: Mapping[str, Job], stu
 
 def _addressed(job: Job, inputs: list[object], root: Path) -> Job:
     """The job with its digest and its folder."""
-    kind = kind_name(job.config)
+    # Not `kind_name`: folders of jobs have this name and digest, also of a user's own stage.
+    kind = type(job.config).__module__.rpartition(".")[2]
     digests = {name: need.digest for name, need in job.needs.items()}
     settings = _replaced(job.resolved, digests)
     # The result of a build does not depend on the seed, and then nor does its digest.

@@ -149,6 +149,7 @@ def collect(study: Study, jobs: Jobs) -> Results:
         reference, arm = (scored[stated.measure][each] for each in stated.arms)
         pairs = _pairs(arm, reference)
     primary, detects = _difference(pairs), None
+    # Without a deviation, as of two seeds with equal differences, any difference would do.
     if primary is not None and primary.deviation:
         detects = detectable(primary.deviation, len(pairs))
     costs = [_cost(study, each, jobs.of_arm(each)) for each in study.config.arms]
@@ -167,6 +168,7 @@ def collect(study: Study, jobs: Jobs) -> Results:
 
 
 def _finished(study: Study, jobs: Jobs, arm: str) -> int:
+    # An arm has finished a seed when the jobs of all its stages have.
     missing = {
         seed for (name, seed, _), job in jobs.of.items() if name == arm and job.result() is None
     }

@@ -52,6 +52,7 @@ class RowScore:
         """The difference from a score on the same rows; None if it is on another number of rows."""
         if len(self.rows) != len(other.rows):
             return None
+        # Both are computed from the same sample of rows, side by side in one matrix.
         own = self.rows.shape[1]
 
         def of_sums(sums: Floats) -> Floats:
@@ -135,6 +136,7 @@ def _of_tags(lines: Sequence[_Line]) -> RowScore:
     counts = []
     for line in lines:
         true, predicted = set(get_entities(line["label"])), set(get_entities(line["prediction"]))
+        # F1 = 2 * common / (true + predicted), a function of two sums.
         counts.append((len(true & predicted), len(true) + len(predicted)))
     return RowScore(
         np.array(counts, np.float64),
@@ -152,6 +154,7 @@ def _of_numbers(lines: Sequence[_Line], name: str) -> RowScore | None:
         true, predicted = rankdata(true), rankdata(predicted)
     elif name != "pearson":
         return None
+    # Correlation does not change by a shift, and differences of large sums lose digits.
     x, y = true - true.mean(), predicted - predicted.mean()
     rows = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
 

@@ -166,6 +166,7 @@ class Config:
                         f"measures.{name}.{setting} is {stage!r}. Write the stage and the score, "
                         f"as {stage}/loss."
                     )
+        # All names are checked before any job runs, which may take hours.
         for number, curves in enumerate(self.curves):
             _among(curves.stage, self.stages, f"curves.{number}.stage")
         for number, relation in enumerate(self.relations):
@@ -243,6 +244,7 @@ class Study:
         path = recipes.locate(file)
         tree = read_tree(path, overrides)
         at_scale = (tree.get("scales") or {}).get(tree.get("scale")) or {}
+        # Overrides again: they win over the settings of a scale as well.
         tree = merge_overrides(merge(tree, at_scale), overrides)
         return cls(path.stem, decode(Config, tree), path.parent)
 
@@ -257,6 +259,7 @@ class Study:
         for name, tree in trees.items():
             if tree is not None:
                 stages[name] = decode(_STAGE, self._located(tree), f"stages.{name}")
+                # With 3 seeds, an offset of 1 gives seed 0 here the run of seed 1 elsewhere.
                 if 0 < (offset := stages[name].seed_offset) < self.config.seeds:
                     raise ConfigError(
                         f"stages.{name}.seed_offset is {offset} in the arm {arm!r}, so repetitions "

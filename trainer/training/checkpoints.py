@@ -23,9 +23,9 @@ from samestep.config.tree import of_kinds
 from samestep.errors import CheckpointError, ConfigError
 from samestep.examples import LoaderState
 from samestep.storage.urls import KEEPER
-from trainer.checkpoint import integrity
 from trainer.checkpoint.collective import gather
 from trainer.checkpoint.manager import Checkpointer, Config
+from trainer.checkpoint.meta import OpenedStep
 from trainer.optim import groups
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
@@ -34,6 +34,19 @@ from trainer.training.start_record import alters_model
 from trainer.training.state import Meta, state_tensors
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of this run, as its folder was read once, and the holder of it.
+
+    Attributes:
+        source: reads its tensors.
+        opened: its description and the paths of its files.
+    """
+
+    source: Checkpointer
+    opened: OpenedStep
 
 
 @dataclass(frozen=True)
@@ -96,21 +109,24 @@ class Checkpoints:
         for each in self._all():
             each.discard_after(step)
 
-    def newest(self) -> tuple[Checkpointer, int | None]:
-        """Finds the newest valid checkpoint: its holder and its step, if there is one. Collective.
+    def newest(self) -> Found | None:
+        """Finds the newest valid checkpoint, if there is one. Collective.
 
         A snapshot wins over a durable checkpoint of the same step, as memory is faster.
 
         Raises:
             CheckpointError: there are checkpoints, but no valid one and no valid snapshot.
         """
-        # `latest` verifies checksums, newest step first. On disk that takes long, so it looks only
-        # at steps after the snapshot's.
-        step = None if self.snapshots is None else self.snapshots.latest(least=0)
-        if self.snapshots is None or step is None:
-            return self.durable, self.durable.latest()
-        on_disk = self.durable.latest(least=step + 1)
-        return (self.snapshots, step) if on_disk is None else (self.durable, on_disk)
+        # This verifies checksums, newest step first. On disk that takes long, so it looks only at
+        # steps after the snapshot's.
+        snapshot = None if self.snapshots is None else self.snapshots.open_latest(least=0)
+        least = None if snapshot is None else snapshot.step + 1
+        on_disk = self.durable.open_latest(least=least)
+        if on_disk is not None:
+            return Found(self.durable, on_disk)
+        if self.snapshots is None or snapshot is None:
+            return None
+        return Found(self.snapshots, snapshot)
 
 
 def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
@@ -154,6 +170,7 @@ def capture(
         order: number of the data order that the last step consumed.
         data: state of its loader.
     """
+    # The description is of the start; what steps change is added to it.
     meta = {**description, "order": order, "data": data}
     if strategy.loss_scale is not None:
         meta["loss_scale"] = strategy.loss_scale.state_dict()
@@ -161,41 +178,38 @@ def capture(
 
 
 def restore(
-    checkpointer: Checkpointer,
-    step: int | None,
+    found: Found,
     strategy: Strategy,
     optimizer: torch.optim.Optimizer,
     description: Meta,
-) -> tuple[Tree, str]:
+) -> str:
     """Restores what `capture` returned, at any world size and under any strategy. Collective.
 
     Args:
-        step: of the checkpoint; None takes the newest.
         optimizer: with its state, see `groups.prime`.
         description: how the run is configured now.
 
     Returns:
-        The content of meta.json, and the settings that have changed since, as text.
+        The settings that have changed since the checkpoint, as text.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it belongs to another run.
+        CheckpointError: it is damaged, or it belongs to another run.
     """
-    if step is not None:
-        # Settings first: of another model they explain more than tensors that do not fit.
-        stored = integrity.read_meta(integrity.step_folder(checkpointer.folder, step))
-        changes_since(stored, description)
+    meta = found.opened.meta
+    # Settings first: of another model they explain more than tensors that do not fit.
+    changes = changes_since(meta, description)
     tensors = state_tensors(strategy.parameters, optimizer)
     # Values are written in place. On devices that the host cannot write to, `host` has buffers
     # instead, and `from_host` copies them.
     host = strategy.to_host(tensors, copy=False)
-    meta = checkpointer.restore(host, step)
+    found.source.fill(host, found.opened)
     strategy.from_host(tensors)
     strategy.refresh()
-    changes = changes_since(meta, description)
+    # Bias corrections count steps, and some optimizers keep the count outside of tensors.
     groups.set_step(optimizer, meta["step"])
     if strategy.loss_scale is not None and "loss_scale" in meta:
         strategy.loss_scale.load_state_dict(meta["loss_scale"])
-    return meta, changes
+    return changes
 
 
 def stored_config(meta: Meta) -> Tree:
@@ -278,6 +292,7 @@ def _check_phases(step: int, stored: Tree, config: Tree) -> None:
     before, now = (
         [phase["steps"] for phase in settings.get("phases", ())] for settings in (stored, config)
     )
+    # Without phases, the steps were one phase: the first one must have all of them.
     if not before and now and now[0] < step:
         raise ConfigError(
             f"phases.0.steps is {now[0]}, and the run has taken {step} steps without phases. "
@@ -306,6 +321,7 @@ def _check_bitwise(meta: Meta, description: Meta, changes: Mapping[str, str]) ->
             f"training.exact is bitwise, and another precision gives other bits ({precision}). Use "
             "the former one, or start a new run with init_from."
         )
+    # Phases that were added since have no former size.
     old, new = meta.get("micro_batch_sizes", []), description.get("micro_batch_sizes", [])
     for index, (size, other) in enumerate(zip(old, new, strict=False)):
         if size != other:

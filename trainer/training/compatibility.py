@@ -59,6 +59,7 @@ def check_compatibility(
     _check_labels(experiment, dataset)
     _check_start_token(experiment, dataset)
     check_virtual_tokens(packing, config.virtual_tokens, "model.peft", "model.peft=lora")
+    # Without two types, the model could not tell the segments of a pair apart.
     if packing == "pairs" and config.type_vocab < 2:
         has = "the model has none; use another packing"
         if config.type_vocab:
@@ -72,6 +73,7 @@ def check_precision(experiment: Experiment, accelerator: Accelerator) -> None:
     Raises:
         ConfigError: names the setting.
     """
+    # When the hardware is known: a plan or a check may run on a machine without it.
     if experiment.training.fp8 and not accelerator.has_fp8:
         raise ConfigError(
             f"training.fp8 is true, and {accelerator.description} has no 8-bit matrix products."
@@ -129,6 +131,7 @@ def check_dataset(dataset: AnyDataset, objective: Objective, sequence_length: in
         DataError: names the dataset and what the objective reads.
     """
     spec = objective.pack_spec(sequence_length)
+    # All sources of a mixture have to hold what the objective reads.
     for source in named_sources(dataset).values():
         check_rows(source.manifest, source.name, spec)
 
@@ -194,6 +197,7 @@ def check_best(experiment: Experiment, objectives: Sequence[Objective]) -> None:
     """
     best = experiment.training.best
     for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
+        # A distilled task has further scores, which depend on the teacher.
         own = phase.objective.task is phase.objective
         if best is not None and isinstance(objective, Task) and own:
             best.check(tuple(dict.fromkeys((*objective.mean_names, *objective.score_names))))
@@ -233,6 +237,7 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
 def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: Outputs) -> str:
     """Says how to get outputs that a model does not offer."""
     offered_by = experiment.model.settings_for
+    # Settings of the model first, as they keep the objective that the user chose.
     settings = [offered_by[name] for name in sorted(missing) if name in offered_by]
     if objective.predicts not in missing:  # it has the right head
         settings = [setting for setting in settings if not setting.startswith(_HEAD)]

@@ -127,13 +127,13 @@ def build_trainer(
         experiment, dataset, strategy, weights, to_restore
     )
 
-    def opening(experiment: Experiment) -> Callable[..., Loader]:
+    def opener(experiment: Experiment) -> Callable[..., Loader]:
         return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
-    widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
+    open_widest = opener(replace(experiment, data=replace(experiment.data, group_by_length=None)))
     phases = tuple(
-        _sized(phase, experiment, model, optimizer, objective, strategy, widest)
+        _sized(phase, experiment, model, optimizer, objective, strategy, open_widest)
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
@@ -143,7 +143,7 @@ def build_trainer(
         optimizer=optimizer,
         objectives=objectives,
         strategy=strategy,
-        loaders=PhaseLoaders(phases, opening(experiment)),
+        loaders=PhaseLoaders(phases, opener(experiment)),
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )
@@ -242,6 +242,7 @@ def prepare(
         ConfigError, CheckpointError: see `build_trainer`.
     """
     objectives = build_objectives(experiment, dataset)
+    # On the meta device: parameters get memory when the strategy has partitioned them.
     model = build_model(experiment, dataset, objectives, strategy.accelerator)
     if strategy.accelerator.fuses_attention:
         from trainer.training.compute.fused_attention import fuse_attention
@@ -272,6 +273,7 @@ def prepare(
         wrapped, optimizer = strategy.prepare(model, build_optimizer or own, initial)
         if build_optimizer is None:
             groups.check_begins(optimizer, experiment.training.steps)
+            # Moments exist from the start, so that a restore has tensors to fill.
             groups.prime(optimizer)
     if strategy.loss_scale is not None:
         strategy.loss_scale.check(optimizer)

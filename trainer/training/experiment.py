@@ -16,7 +16,6 @@ from trainer.models import Model, ModelConfig
 from trainer.monitoring.settings import TensorBoard, WeightsAndBiases
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
-from trainer.partition import exact
 from trainer.strategies.kinds import fsdp
 from trainer.training.observers.settings import Probe, Profile
 from trainer.training.phases import Config as PhaseConfig
@@ -96,6 +95,7 @@ class Experiment:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # Seeds of phases are 32 bits of a hash; the run's own seed is one of the same kind.
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
         # Rows are appended to files there, which object stores cannot do.
@@ -110,11 +110,13 @@ class Experiment:
             )
         if self.init_layers:
             self._check_init_layers()
+        # One source for each parameter: the order of two would decide silently.
         if self.init_embeddings is not None and self.init_from is not None:
             raise ConfigError(
                 f"init_embeddings is {self.init_embeddings}, and init_from has embeddings, too. "
                 "Remove one of the two."
             )
+        # Checkpoints leave frozen parameters out, so a resumed run reads their values there again.
         if self.freezes and self.init_from is None:
             setting = "frozen" if self.frozen else "model.peft"
             raise ConfigError(
@@ -133,6 +135,8 @@ class Experiment:
                 )
 
     def _check_bitwise(self, phases: Sequence[Phase]) -> None:
+        from trainer.partition import exact
+
         if not self.strategy.supports_exact:
             raise ConfigError(
                 "training.exact is bitwise, which strategy single, ddp and fsdp (with replicas for "
@@ -146,12 +150,14 @@ class Experiment:
             )
         for phase in phases:
             size = phase.micro_batch_size
+            # A unit is a micro-batch, and its size decides the bits, so memory must not choose it.
             if size == "auto":
                 raise ConfigError(
                     "training.exact is bitwise, and micro_batch_size is auto. Set the number of "
                     "examples of a unit, which all devices can compute, as "
                     "training.micro_batch_size=8."
                 )
+            # Words of fp64 hold a sum of so many units without rounding.
             if phase.global_batch_size > size * exact.MOST_UNITS:
                 raise ConfigError(
                     f"training.exact is bitwise, and global_batch_size {phase.global_batch_size} "

@@ -29,6 +29,7 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
     With `data.group_by_length` it is an upper bound: batches are as wide as their longest row.
     """
     with torch.device("meta"):
+        # Whole, whatever the strategy has partitioned: FLOPs are of all devices together.
         model = experiment.build_model()
 
     per_step = [

@@ -38,13 +38,13 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.strategies import Strategy
-from trainer.training.checkpoints import Checkpoints, capture, restore
+from trainer.training.checkpoints import Checkpoints, Found, capture, restore
 from trainer.training.observers import Observer
 from trainer.training.observers.faults import FaultCheck
 from trainer.training.passes import (
-    Batch,
     Gradients,
     Loader,
+    MicroBatch,
     MicroBatches,
     accumulate_gradients,
     loss_and_norm,
@@ -132,10 +132,10 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the run is at its last step, or out of patience for a better evaluation."""
-        return self.state.step >= self.config.steps or self._ends_early
+        return self._at_last_step or self._out_of_patience
 
     @property
-    def _ends_early(self) -> bool:
+    def _out_of_patience(self) -> bool:
         return any(observer.ends_run for observer in self.observers)
 
     @property
@@ -193,19 +193,19 @@ class Trainer:
                 self._evaluate_and_log(phase)
                 end_section("evaluation")
             for observer in self.observers:
-                for scores in observer.scores(self.state.step, self._at_end):
+                for scores in observer.scores(self.state.step, self._at_last_step):
                     if scores:
                         self.recorder.log(self.state.step, scores)
                     end_section("evaluation")
-            if self._ends_early and not logged:
+            if self._out_of_patience and not logged:
                 self._log_training(phase)
             # Every rank calls `decide` after every step, so all of them stop after the same one.
             error = self.loader.error_ahead(phase.end - self.state.step)
             stopping = (
                 self._stop.decide(self.state.step, self.checkpoints.durable, error)
-                or self._ends_early
+                or self._out_of_patience
             )
-            ending = stopping or self._at_end
+            ending = stopping or self._at_last_step
             is_best = self.state.step == self._best_step
             if due := self.checkpoints.due(self.state.step, is_best, ending):
                 self.save(due)
@@ -312,7 +312,7 @@ class Trainer:
             loss, grad_norm = loss_and_norm(gradients, self.strategy)
         return self.faults.check(loss, grad_norm)
 
-    def _count(self, phase: Phase, batch: Batch) -> None:
+    def _count(self, phase: Phase, batch: MicroBatch) -> None:
         """Counts the examples and positions of a step; `batch` is any of its micro-batches."""
         # Positions, padding included: the shapes are known on the host without a count. An
         # encoder-decoder reads two sequences in each example.
@@ -403,18 +403,24 @@ class Trainer:
             checkpointer.save(self.state.step, tensors, meta, keep, wait_for_copy=False)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
-        """Restores a checkpoint, which any world size and strategy may have written.
+        """Restores the checkpoint of a step.
 
         Args:
             step: None for the newest.
             checkpointer: None for the run's durable checkpoints.
+        """
+        source = checkpointer or self.checkpoints.durable
+        return self.restore_found(Found(source, source.open_step(step)))
+
+    def restore_found(self, found: Found) -> str:
+        """Restores a checkpoint, which any world size and strategy may have written.
 
         Returns:
             The settings that have changed since then, as text.
         """
         self.checkpoints.copied()
-        source = checkpointer or self.checkpoints.durable
-        meta, changes = restore(source, step, self.strategy, self.optimizer, self.description)
+        changes = restore(found, self.strategy, self.optimizer, self.description)
+        meta = found.opened.meta
         self.description = {**self.description, "start": meta.get("start")}
         self.state.load_state_dict(meta["state"])
         if "faults" in meta:
@@ -437,11 +443,11 @@ class Trainer:
         return state_tensors(self.strategy.parameters, self.optimizer, frozen)
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and (self.state.step % every == 0 or self._at_end)
+        return every is not None and (self.state.step % every == 0 or self._at_last_step)
 
     @property
-    def _at_end(self) -> bool:
-        return self.state.step == self.config.steps
+    def _at_last_step(self) -> bool:
+        return self.state.step >= self.config.steps
 
     def _log_training(self, phase: Phase) -> None:
         """Writes a row: means since the last row, and the state after it. Waits for the device."""

@@ -32,11 +32,12 @@ from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import ConfigError, SamestepError
 from samestep.examples import LoaderState
 from trainer.checkpoint.manager import Checkpointer
+from trainer.checkpoint.meta import OpenedStep
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.partition import whole_norms
 from trainer.strategies import BuildOptimizer, Replica, Strategy
-from trainer.training.checkpoints import capture, restore
+from trainer.training.checkpoints import Found, capture, restore
 from trainer.training.compose import (
     only_writer_of,
     open_checkpointer,
@@ -86,6 +87,7 @@ class Batches:
         phase = self.phase
         if self.step >= phase.end:  # beyond it, where training.steps was lowered since the save
             raise StopIteration
+        # A training loader is endless, and `iter` does not restart it.
         micro_batches = next(iter(self._loaders.train(phase)))
         self.step += 1
         if self.step == phase.end:
@@ -121,6 +123,7 @@ class Batches:
         Raises:
             CheckpointError, DataError: the data or its order has changed.
         """
+        # The position is of one data order; a phase of another length begins another one.
         data: LoaderState = state["data"]
         self._loaders.resume(state["step"], state["order"], data)
         self.step = state["step"]
@@ -170,8 +173,8 @@ def open_batches(
 def _loaders(
     experiment: Experiment, dataset: AnyDataset, replica: Replica, **options: Any
 ) -> PhaseLoaders:
-    opening = partial(open_loader, experiment, dataset, replica, **options)
-    return PhaseLoaders(experiment.resolved_phases(), opening)
+    open_split = partial(open_loader, experiment, dataset, replica, **options)
+    return PhaseLoaders(experiment.resolved_phases(), open_split)
 
 
 class LoopCheckpoints:
@@ -215,7 +218,9 @@ class LoopCheckpoints:
         step, order, data = position["step"], position["order"], position["data"]
         if self._is_saved(step, notes):
             return
+        # Before the state is copied: a useless checkpoint would push out a valid one.
         self._require_finite(step)
+        # A checkpoint has the whole state, which some optimizers create in their first step.
         groups.prime(self._optimizer)
         tensors, meta = capture(self._strategy, self._optimizer, self._description, order, data)
         self._checkpointer.save(step, tensors, {**meta, "notes": dict(notes or {})})
@@ -230,6 +235,7 @@ class LoopCheckpoints:
         """
         if self._last is None or self._last[0] != step:
             return False
+        # Its save may still be running, and only a complete one counts.
         self._checkpointer.settle()
         if self._checkpointer.failed is not None:
             return False
@@ -248,16 +254,18 @@ class LoopCheckpoints:
         Raises:
             CheckpointError: there is none, or it belongs to another model or data order.
         """
-        self._load(step)
+        # Read first: if it is damaged, the later checkpoints stay.
+        self._load(self._checkpointer.open_step(step))
         if step is not None:
             self._checkpointer.discard_after(step)
 
-    def _load(self, step: int | None) -> None:
+    def _load(self, opened: OpenedStep) -> None:
+        meta = opened.meta
+        # Tensors are filled in place, so the state must exist, also before the first step.
         groups.prime(self._optimizer)
         try:
-            meta, changes = restore(
-                self._checkpointer, step, self._strategy, self._optimizer, self._description
-            )
+            found = Found(self._checkpointer, opened)
+            changes = restore(found, self._strategy, self._optimizer, self._description)
             self._batches.load_state_dict(meta)
             self._description = {**self._description, "start": meta.get("start")}
             self._last = (meta["step"], _as_json(meta.get("notes")))
@@ -285,6 +293,7 @@ class LoopCheckpoints:
         """Stops a loop before valid checkpoints are replaced by useless ones."""
         parameters = self._strategy.parameters.items()
         trained = {name: each for name, each in parameters if each.requires_grad}
+        # One collective for all of them; the ranks decide alike.
         norms = whole_norms(trained.values(), next(iter(trained.values()))).tolist()
         for name, norm in zip(trained, norms, strict=True):
             if not math.isfinite(norm):
@@ -352,8 +361,8 @@ def open_parts(
             )
         dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world, lease)
-        newest = checkpointer.latest()
-        checkpointer.continue_from(newest)
+        newest = checkpointer.open_latest()
+        checkpointer.continue_from(None if newest is None else newest.step)
         weights = experiment.init_from if newest is None or experiment.freezes else None
         prepared = prepare(
             experiment, dataset, strategy, weights, newest is not None, build_optimizer

@@ -12,11 +12,10 @@ from samestep.errors import DataError
 from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch
-from trainer.partition import exact
 from trainer.strategies import Strategy
 
-Batch: TypeAlias = Mapping[str, Tensor]
-MicroBatches: TypeAlias = Sequence[Batch]
+MicroBatch: TypeAlias = Mapping[str, Tensor]
+MicroBatches: TypeAlias = Sequence[MicroBatch]
 """A replica's examples of one step, in host memory."""
 
 Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
@@ -145,6 +144,8 @@ def global_weights(
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
     by_term = [[found[name] for found in weights] for name in weights[0]]
     if strategy.exact:
+        from trainer.partition import exact
+
         each = torch.tensor(by_term, dtype=torch.float64)  # [terms, micro-batches]
         totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
     else:
@@ -179,7 +180,7 @@ def forward(
     model: nn.Module,
     objective: Objective,
     strategy: Strategy,
-    host_batch: Batch,
+    host_batch: MicroBatch,
     totals: Mapping[str, Tensor],
     own: Mapping[str, Tensor],
 ) -> Loss:
@@ -193,7 +194,7 @@ def forward(
         return objective.loss(model, batch, totals)
 
 
-def on_device(strategy: Strategy, host_batch: Batch) -> Mapping[str, Tensor]:
+def on_device(strategy: Strategy, host_batch: MicroBatch) -> Mapping[str, Tensor]:
     """The columns of a micro-batch that are for the device."""
     columns = {name: column for name, column in host_batch.items() if name not in HOST_COLUMNS}
     # Without segments, attention needs no mask and takes its fastest kernel. So they are left out

@@ -123,6 +123,8 @@ def examples_after(phases: tuple[Phase, ...], order: int, step: int) -> int:
 
     Steps after the run's end count as steps of its last phase: the run may be continued.
     """
+    # With phases of steps [0, 4) and [4, 10), batches of 10 and 20, and one order, step 6 is
+    # after 4 * 10 + 2 * 20 examples.
     return sum(
         ((step if phase is phases[-1] else min(step, phase.end)) - phase.first_step)
         * phase.global_batch_size
@@ -146,6 +148,7 @@ def resolve(
     Raises:
         ConfigError: the phases' steps do not add up to the run's, or a warm-up is too long.
     """
+    # A run without phases is one phase, so that nothing else has two cases.
     phases = phases or (Config(steps),)
     total = sum(phase.steps for phase in phases)
     if total != steps:
@@ -170,6 +173,7 @@ def resolve(
                 micro_batch_size=phase.micro_batch_size or micro_batch_size,
                 lr=phase.lr,
                 schedule=own or schedule,
+                # The run's own schedule goes on through phases that have none: it counts all steps.
                 schedule_start=first if own else 0,
                 schedule_steps=phase.steps if own else steps,
                 objective=phase.objective or objective,
@@ -202,4 +206,5 @@ def without_probe(most: int, positions: int) -> int:
         most: examples of a device in a step.
         positions: of an example.
     """
+    # With 512 positions an example: 8 examples, or fewer if the step has fewer.
     return max(1, min(most, _POSITIONS // positions))

@@ -84,6 +84,7 @@ class StopRequest:
         self._step = 0
         self._checkpointer: Checkpointer | None = None
         self._config = config
+        # A group of its own, as the sum runs beside collectives of the training step.
         self._group: dist.ProcessGroup | None = None
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
@@ -105,6 +106,7 @@ class StopRequest:
             # A shell's background jobs ignore Ctrl-C, and those under nohup the terminal's end.
             if not (number in _OF_TERMINAL and signal.getsignal(number) is signal.SIG_IGN)
         }
+        # A full socket loses only repeated signals, so a warning would be noise.
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
 
@@ -171,6 +173,7 @@ class StopRequest:
         if first is None:
             return
         self.asked, since = first, time.monotonic()
+        # Main thread and ranks may hang in a rendezvous, and nothing has to be saved.
         if self._is_waiting:
             logger.info("stopping     on %s: training has not begun", first.name)
             log.exit_now(self.exit_code)
@@ -187,6 +190,7 @@ class StopRequest:
                 break
             if number is None:
                 return
+            # Schedulers often signal the group and each process: these count as one.
             if time.monotonic() > since + TOGETHER_SECONDS:
                 logger.info(
                     "stopping     at once: a second signal (%s); %s", number.name, self._lost()
@@ -212,5 +216,6 @@ class StopRequest:
             if not received:
                 self._receiver.close()
                 return None
+            # The descriptor reports all signals that have a handler in Python.
             if received[0] in self._config.numbers:
                 return signal.Signals(received[0])

@@ -102,6 +102,7 @@ class Recorder:
         position = ("example", "excluded", "corrupt")
         order = {name: value for name, value in loader.items() if name not in position}
         basis = {"objective": objective, "sequence_length": phase.sequence_length, "data": order}
+        # A row of the ledger has examples of one order only.
         if self.ledger.must_close_row(phase.order, basis, phase.global_batch_size):
             self._close_row(self._over_replicas(self._digest)[0])
         self.ledger.enter(step, phase.order, basis, loader.get("excluded", ()))
@@ -110,6 +111,7 @@ class Recorder:
         """Adds the data of a step: the loader's global examples, this replica's row hashes."""
         self.ledger.add_step(step, loader.consumed, loader.corrupt)
         for batch in micro_batches:
+            # On the host, where batches are until they are copied: the device is not waited for.
             self._digest += int(batch["digest"].sum())
             self._filled += int(batch["filled"].sum())
 
@@ -134,6 +136,7 @@ class Recorder:
             positions = state.tokens - self._logged_tokens
             rates |= self._throughput.measure(state.step, positions, filled, reading)
         accelerator, loss_scale = self._strategy.accelerator, self._strategy.loss_scale
+        # A number that keeps growing means that shapes change.
         if accelerator.compiles:
             rates["perf/compilations"] = float(sum(accelerator.compilations.values()))
         elif self._compiles:
@@ -184,6 +187,7 @@ class Recorder:
 
     def release(self) -> None:
         """Writes the rows that are held."""
+        # Forgotten first: a tracker that fails must not get rows twice.
         rows, self._held = self._held, []
         for step, metrics in rows:
             for tracker in self._trackers:
@@ -224,6 +228,7 @@ class Recorder:
         self._held = [(step, metrics) for step, metrics in state.get("held_rows", ())]
         if "ledger" in state:  # older versions have none
             self.ledger.load_state_dict(state["ledger"], state["step"])
+        # The window goes on where it was, so a row is the same with and without an interruption.
         self.meter = Meter(
             self._strategy.accelerator.to_device, state["window"], self._strategy.exact
         )

@@ -12,7 +12,6 @@ import torch
 
 from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import EXIT_DONE, DataError, SamestepError
-from trainer.checkpoint.manager import Checkpointer
 from trainer.monitoring import Tracker
 from trainer.training import forecast, run_folder
 from trainer.training.checkpoints import Checkpoints, open_snapshots
@@ -29,6 +28,7 @@ from trainer.training.loop import Trainer
 from trainer.training.observers import Observer
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import Destinations
+from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def train(experiment: Experiment) -> int:
     ):
         # Before the lock makes the run's folder, so that a typo in data.path leaves none behind.
         dataset = experiment.data.open()
+        # Before looking for checkpoints: see rule 2 of `trainer.checkpoint.lease`.
         lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
             from trainer.monitoring import wandb
@@ -56,9 +57,10 @@ def train(experiment: Experiment) -> int:
         stop.join(strategy.world)
         checkpointer = open_checkpointer(experiment, strategy.world, lease)
         snapshots = open_snapshots(experiment, strategy.world)
-        source, step = Checkpoints(checkpointer, snapshots).newest()
+        found = Checkpoints(checkpointer, snapshots).newest()
+        step = None if found is None else found.opened.step
         checkpointer.continue_from(step)
-        if step is not None and (reason := _reason_to_end(experiment, source, step)):
+        if found is not None and (reason := _reason_to_end(experiment, found.opened.meta)):
             logger.info("nothing to do: %s %s", experiment.output, reason)
             if strategy.world.rank == 0:
                 try:
@@ -81,8 +83,8 @@ def train(experiment: Experiment) -> int:
 
                 readers = build_probes(experiment, dataset, strategy.replica, strategy.largest)
                 trainer.observers += (Probes(readers, trainer.model, strategy),)
-            if step is not None:
-                changes = trainer.restore(step, source)
+            if found is not None:
+                changes = trainer.restore_found(found)
                 changed = f" with {changes}" if changes else ""
                 logger.info("continuing   at step %d%s", step, changed)
             strategy.world.tell_progress(trainer.state.step)
@@ -107,14 +109,14 @@ def train(experiment: Experiment) -> int:
                 trainer.close()
 
 
-def _reason_to_end(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
-    """Says why nothing is left to do after the step of a checkpoint; None if there is."""
+def _reason_to_end(experiment: Experiment, meta: Meta) -> str | None:
+    """Says why nothing is left to do after a checkpoint; None if there is."""
     from trainer.training.finished import check_origin, check_settings, reason_to_end
 
-    check_origin(experiment, source, step)
-    reason = reason_to_end(experiment, source, step)
+    check_origin(experiment, meta)
+    reason = reason_to_end(experiment, meta)
     if reason is not None:
-        check_settings(experiment, source, step)
+        check_settings(experiment, meta)
     return reason
 
 

@@ -59,6 +59,7 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
     start = _record_start(folder, experiment, driver)
     tracking, description = experiment.tracking, to_tree(experiment)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
+    # Rows that a checkpoint held back may have been written before the process ended.
     driver.recorder.drop_written(read_rows(folder / "metrics.jsonl"))
     scores = folder / "scores.jsonl"
     if scores.exists():  # removes the scores of checkpoints that will be written again
@@ -72,6 +73,7 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
 
         listed = partial(_checkpoints, driver.checkpoints.durable.folder)
         trackers.append(WandbTracker(tracking.wandb, folder, description, listed, start))
+    # Last, so a line on the terminal says that the row is stored.
     trackers.append(ProgressTracker(step, experiment.training.steps))
     for tracker in trackers:
         if fault is not None:
@@ -142,6 +144,7 @@ def _record_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict
     start["nodes"] = os.environ.get("SAMESTEP_NODES") or platform.node()
     start["restarts"] = sum(1 for _ in read_rows(folder / "starts.jsonl"))
     strategy = driver.strategy
+    # No row is cut off: also a start whose steps are repeated has happened.
     starts = JsonlTracker(folder / "starts.jsonl", resume_step=sys.maxsize)
     starts.log(
         driver.state.step,

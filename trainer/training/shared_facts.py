@@ -26,6 +26,7 @@ from samestep.untrusted import regular
 from samestep.version import __version__
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.meta import newest_meta
 from trainer.training.experiment import Experiment
 from trainer.training.weights.places import checkpoints_of, is_step, resolve
 
@@ -139,7 +140,7 @@ def _weights(location: str) -> str:
     if is_step(folder) and Path(location).name != "best":
         return integrity.identity(folder)[:12]
     root = folder.parent if is_step(folder) else checkpoints_of(folder)
-    return _hash(json.dumps(integrity.newest_meta(root).get("start")))
+    return _hash(json.dumps(newest_meta(root).get("start")))
 
 
 def _tensor_files(folder: str) -> str:

@@ -15,6 +15,7 @@ from samestep.errors import ConfigError
 from samestep.storage import is_url
 from samestep.untrusted import read_stored
 from trainer.checkpoint import files, integrity
+from trainer.checkpoint.meta import newest_meta
 from trainer.models import Model, ModelConfig
 from trainer.models.config import FEWEST_LABELS
 from trainer.training.compatibility import check_dataset
@@ -98,7 +99,7 @@ def _run_before(tree: Tree, offline: bool) -> Tree:
     if settings.is_file():
         return read_stored(settings)
     # Checkpoints in an object store, on a new machine.
-    stored: Tree = integrity.newest_meta(location).get("config", {})
+    stored: Tree = newest_meta(location).get("config", {})
     return stored
 
 

@@ -76,6 +76,7 @@ class WordVectors:
         check(folder)
         try:
             description: dict[str, Any] = dict(read_json(folder / DESCRIPTION, _Description))
+            # Only \n: a word may hold a character that splitlines() takes for a line's end.
             words = read_regular(folder / "words.txt").decode().split("\n")[:-1]
             tensors = load_file(regular(folder / _TENSORS))
             vectors = tensors["vectors"]
@@ -83,6 +84,7 @@ class WordVectors:
             raise DataError(
                 f"cannot read the word vectors in {folder}: {error}. Copy the folder again."
             ) from error
+        # Three files that may come from different folders.
         if vectors.shape != (len(words), description["settings"]["dimensions"]):
             raise DataError(
                 f"{folder} has {len(words)} words and vectors of the shape "
@@ -189,6 +191,7 @@ def nearest(
     unit = table / table.norm(dim=1, keepdim=True).clamp(min=torch.finfo(table.dtype).tiny)
     vector = table[rows].mean(0)
     cosines = unit @ (vector / vector.norm())
+    # The nearest to a word is that word.
     cosines[excluded] = -torch.inf
     found, ids = cosines.topk(min(top, len(cosines)))
     return [(c, i) for c, i in zip(found.tolist(), ids.tolist(), strict=True) if c > -torch.inf]

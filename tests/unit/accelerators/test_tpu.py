@@ -16,9 +16,9 @@ import torch
 
 from samestep.errors import ConfigError
 from samestep.findings import Finding
-from trainer.accelerators import chips, detect, trial
+from trainer.accelerators import chips, detect
 from trainer.accelerators.kinds import cpu, tpu, xla
-from trainer.inspect import doctor
+from trainer.inspect.doctor import checks, devices
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="is about machines where torch finds no GPU"
@@ -168,7 +168,7 @@ def test_chips_without_software_are_named(machine: Path, caplog: pytest.LogCaptu
     assert isinstance(detect.detect(), cpu.CpuAccelerator)
     (warning,) = caplog.messages
     assert "this machine has TPUs: pip install 'torch==2.9.*'" in warning
-    (finding,) = trial.devices(None)
+    (finding,) = devices.available(None)
     assert (finding.state, finding.fix) == (
         "failed",
         "pip install 'torch==2.9.*' 'torch-xla[pallas,tpu]==2.9.*', in an environment of its own",
@@ -200,8 +200,8 @@ def test_the_doctor_multiplies_on_the_chip(monkeypatch: pytest.MonkeyPatch):
     def tried(on, subject, precision):
         yield Finding(subject, "ok", f"{precision} on {on.description}")
 
-    monkeypatch.setattr(trial, "product", tried)
-    found = {finding.subject: finding.found for finding in doctor.examine(None, None)}
+    monkeypatch.setattr(devices, "product", tried)
+    found = {finding.subject: finding.found for finding in checks.examine(None, None)}
     assert found["devices"] == "a chip"
     assert found["device"] == "bf16 on a chip"
     assert "all-reduce" not in found

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError, ConfigError
-from trainer.checkpoint import Checkpointer, Config, files, integrity, read_meta, retention
+from trainer.checkpoint import Checkpointer, Config, files, integrity, read_meta
+from trainer.checkpoint.meta import best_step
 
 
 def tensors(value: float = 0.0) -> dict[str, Tensor]:
@@ -106,7 +107,7 @@ def test_retention_keeps_the_best_until_another_one_is_committed(tmp_path: Path)
         checkpointer.save(step, tensors(step), {"best": record}, kept=best)
         checkpointer.wait()
         assert checkpointer.holds(best)
-        assert retention.best_step(tmp_path) == best
+        assert best_step(tmp_path) == best
         assert checkpointer.steps() == sorted({max(1, step - 1), step, best})
 
 
@@ -330,7 +331,7 @@ def test_another_model_leaves_the_tensors_alone(tmp_path: Path) -> None:
 def test_a_format_from_the_future_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.checkpoint.integrity.FORMAT", 2)
+    monkeypatch.setattr("trainer.checkpoint.writer.FORMAT", 2)
     save(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(

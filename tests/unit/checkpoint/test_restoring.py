@@ -18,6 +18,7 @@ from tests.faulty_proxy import FaultyProxy
 from trainer.checkpoint import files, integrity, layout, restoring, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import Piece
+from trainer.checkpoint.meta import open_step, read_meta
 
 SHAPES = {"matrix": (64, 3), "uneven": (37, 2), "short": (5, 4), "bias": (64,), "scalar": ()}
 
@@ -236,7 +237,7 @@ def test_a_description_is_read_with_one_get_for_each_file(faulty_s3, s3_folder) 
     folder = files.location(s3_folder)
     save(folder, 1)
     faulty_s3.behave()
-    assert integrity.read_meta(folder)["world_size"] == 1
+    assert read_meta(folder)["world_size"] == 1
     assert len([each for each in faulty_s3.requests if each.startswith("GET")]) == 3
 
 
@@ -252,7 +253,7 @@ def test_requests_of_a_restore_do_not_depend_on_the_number_of_ranks(faulty_s3, s
             writer.write_step(folder, content, meta, rank=rank, world_size=ranks, peer_timeout=30.0)
         faulty_s3.behave()
         integrity.check_content(folder, ranks - 1, ranks)
-        _, paths = integrity.open_step(folder)
+        paths = open_step(folder).files
         result = torch.zeros(ranks, 4)
         wanted = by_rows({"matrix": result}, ranks - 2, ranks)
         restoring.StoredFiles(paths).fill(wanted, ranks - 2, ranks)

@@ -23,6 +23,7 @@ from samestep.errors import CheckpointError, SupersededError
 from samestep.storage import attempts, objects
 from trainer.checkpoint import Checkpointer, Config, files, integrity, lease
 from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.meta import read_meta
 from trainer.checkpoint.urls import Url
 
 Line = list[list[Any]]
@@ -218,7 +219,7 @@ def check(root: Url, trainings: list[Training]) -> None:
     for step in reader.steps():
         folder = integrity.step_folder(root, step)
         integrity.check_content(folder)
-        lines.append(integrity.read_meta(folder)["line"])
+        lines.append(read_meta(folder)["line"])
     lines += [line for training in trainings for line in training.relied_on]
     longest: Line = lines[reader.steps().index(newest)] if newest is not None else []
     for line in lines:
@@ -281,7 +282,7 @@ def test_three_in_any_order(store: Store, seeds: range) -> None:
 
 
 def without_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lease, "check", lambda _: None)
+    monkeypatch.setattr(Lease, "check", lambda held: files.names(held.root))
 
 
 def without_own_folders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,9 @@ from samestep.config import load
 from samestep.findings import Finding, report, tried
 from samestep.storage import objects
 from samestep.terminal import Console
-from trainer.accelerators import trial as device_trial
 from trainer.accelerators.kinds import cuda
 from trainer.accelerators.kinds.cpu import CpuAccelerator
-from trainer.inspect import doctor
-from trainer.strategies import trial
+from trainer.inspect.doctor import checks, devices, measurements
 from trainer.training.experiment import Experiment
 
 
@@ -40,7 +38,7 @@ def states(findings: Iterator[Finding]) -> dict[str, str]:
 
 
 def test_a_healthy_machine_has_no_failures_and_processes_really_meet():
-    found = {finding.subject: finding for finding in doctor.examine(None, 2)}
+    found = {finding.subject: finding for finding in checks.examine(None, 2)}
     assert "failed" not in {finding.state for finding in found.values()}
     assert torch.__version__ in found["software"].found
     assert (
@@ -54,7 +52,7 @@ def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: s
     experiment = load(
         Experiment, experiment_file, [f"output={tmp_path / 'new' / 'run'}", "data.path=/nowhere"]
     )
-    found = {finding.subject: finding for finding in doctor.examine(experiment, 1)}
+    found = {finding.subject: finding for finding in checks.examine(experiment, 1)}
     assert found["dataset"].state == "failed"
     assert "/nowhere" in found["dataset"].found
     assert found["devices"].found == "the CPU, as the experiment asks for it"
@@ -62,7 +60,7 @@ def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: s
     assert not (tmp_path / "new").exists()
     small = load(Experiment, experiment_file, [f"output={tmp_path}", "model.vocab_size=100"])
     assert "set model.vocab_size to 600" in next(
-        f.found for f in doctor.examine(small, 1) if f.subject == "dataset"
+        f.found for f in checks.examine(small, 1) if f.subject == "dataset"
     )
 
 
@@ -75,7 +73,7 @@ def test_metrics_that_cannot_be_computed_are_found(
         "model.labels=[O,B-X]",
     ]
     experiment = load(Experiment, experiment_file, task)
-    ((_, check),) = (check for check in doctor._checks_of(experiment) if check[0] == "metrics")
+    ((_, check),) = (check for check in checks._checks_of(experiment) if check[0] == "metrics")
     assert states(tried("metrics", check)) == {"metrics": "ok"}
     monkeypatch.setitem(sys.modules, "seqeval.metrics.sequence_labeling", None)
     (found,) = tried("metrics", check)
@@ -93,9 +91,9 @@ def test_a_device_that_computes_wrongly_is_found():
                 result[3, 5] += 1
             return result
 
-    assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "ok"}
+    assert states(measurements.product(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "ok"}
     with Wrong():
-        assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {
+        assert states(measurements.product(CpuAccelerator(), "device 7", "bf16")) == {
             "device 7": "failed"
         }
 
@@ -103,8 +101,8 @@ def test_a_device_that_computes_wrongly_is_found():
 def test_processes_that_do_not_meet_in_time_are_explained_and_ended(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(trial, "_SPAWN_SECONDS", 0.0)
-    (finding,) = trial.all_reduce(0, 2)
+    monkeypatch.setattr(devices, "_SPAWN_SECONDS", 0.0)
+    (finding,) = devices.all_reduce(0, 2)
     assert finding.state == "failed"
     assert "did not reduce a tensor over gloo" in finding.found
     assert not [
@@ -115,7 +113,7 @@ def test_processes_that_do_not_meet_in_time_are_explained_and_ended(
 def test_gpus_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "unusable", lambda: "the driver is too old")
-    (finding,) = device_trial.devices(None)
+    (finding,) = devices.available(None)
     assert (finding.state, finding.found) == (
         "failed",
         "training would run on the CPU: the driver is too old",
@@ -129,7 +127,7 @@ def test_an_experiment_gets_the_devices_and_disks_that_it_names(
     named = ["accelerator=cuda", f"output={tmp_path}", "checkpoint.folder=/proc/checkpoints"]
     found = {
         finding.subject: finding
-        for finding in doctor.examine(load(Experiment, experiment_file, named), 1)
+        for finding in checks.examine(load(Experiment, experiment_file, named), 1)
     }
     assert found["devices"].state == "failed"
     assert "cuda was asked for" in found["devices"].found
@@ -138,10 +136,10 @@ def test_an_experiment_gets_the_devices_and_disks_that_it_names(
 
 
 def test_a_disk_that_is_full_or_read_only_is_found(tmp_path: Path):
-    (full,) = doctor._disk("output", tmp_path, needed=1e18)
+    (full,) = checks._disk("output", tmp_path, needed=1e18)
     assert full.state == "failed"
     assert "lower checkpoint.keep_last" in full.fix
-    (closed,) = doctor._disk("output", Path("/proc/run"), 0)
+    (closed,) = checks._disk("output", Path("/proc/run"), 0)
     assert closed.state == "failed"
     assert "cannot write in /proc" in closed.found
     assert list(tmp_path.iterdir()) == []
@@ -149,11 +147,11 @@ def test_a_disk_that_is_full_or_read_only_is_found(tmp_path: Path):
 
 def test_an_object_store_is_written_to_and_left_clean(s3_folder: str, experiment_file: str):
 
-    assert states(doctor._object_store(s3_folder)) == {"checkpoints": "ok"}
+    assert states(checks._object_store(s3_folder)) == {"checkpoints": "ok"}
     assert objects.names(s3_folder) == []
     wrong = load(Experiment, experiment_file, ["checkpoint.folder=s3://no-such-bucket/run"])
     found = next(
-        finding for finding in doctor.examine(wrong, 1) if finding.subject == "checkpoints"
+        finding for finding in checks.examine(wrong, 1) if finding.subject == "checkpoints"
     )
     assert found.state == "failed"
     assert "no-such-bucket" in found.found
@@ -167,17 +165,17 @@ def test_wandb_is_asked_where_it_is_and_waited_for_briefly(monkeypatch: pytest.M
         def log_message(self, *_: object) -> None:
             """Keeps the test's output clean."""
 
-    (offline,) = doctor._wandb(None)
+    (offline,) = checks._wandb(None)
     assert (offline.state, offline.found) == ("ok", "offline; no API key was found")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    (silent,) = doctor._wandb(None)
+    (silent,) = checks._wandb(None)
     assert silent.state == "warning"
     assert "WANDB_MODE=offline" in silent.fix
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        (there,) = doctor._wandb(None)
+        (there,) = checks._wandb(None)
     assert there.state == "ok"
 
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PACKAGES = {"deepspeed", "jax", "libtpu", "torch_tpu", "torch_xla", "triton"}
 IN_TORCH = {"cuda", "cudnn", "mps", "xla", "xpu"}
-INSIDE = ("trainer/accelerators/", "trainer/strategies/")
+INSIDE = ("trainer/accelerators/", "trainer/strategies/", "trainer/inspect/doctor/")
 DEVICE_QUESTIONS = {"is_cpu", "is_cuda", "is_xla"}
 
 

@@ -42,15 +42,16 @@ JOINS: dict[str, tuple[str, ...]] = {
     "data_pipeline/reading/packed_split.py": ("self._dataset.path / name",),
     "samestep/untrusted.py": ("folder / name",),
     # A name that a folder's own listing has, to read or remove it there.
-    "trainer/checkpoint/collective.py": ("folder / name",),
+    "trainer/checkpoint/collective.py": (
+        *("folder / gather(f'{_TOKEN}{uuid.uuid4().hex}', world_size)[0]", "folder / name"),
+    ),
     "trainer/checkpoint/holding.py": ("self._root / name",),
     "trainer/checkpoint/files.py": (
         *("folder / name", "source / name", "target / name", "temporary / name"),
     ),
     "trainer/checkpoint/lease.py": ("self.root / name",),
     "trainer/checkpoint/manager.py": (
-        "self.folder / gather(f'{_TOKEN}{uuid.uuid4().hex}', self._world_size)[0]",
-        *("self.folder / gather(folder.name, self._world_size)[0]", "self.folder / name"),
+        *("self.folder / gather(folder.name, self._world_size)[0]", "self.folder / names[step]"),
     ),
     "trainer/elastic/host.py": ("self._folder / name",),
     "trainer/inspect/housekeeping.py": ("folder / name",),

@@ -40,6 +40,7 @@ UNUSED = {
     "trainer.accelerators.kinds.cuda": "a GPU",
     "trainer.accelerators.kinds.tpu": "a TPU",
     "trainer.accelerators.kinds.xla": "XLA",
+    "trainer.accelerators.traces": "a profile",
     "trainer.checkpoint.huggingface": "init_from",
     "trainer.elastic.agent": "several processes",
     "trainer.models.cache": "generation",
@@ -51,9 +52,11 @@ UNUSED = {
     "trainer.monitoring.tensorboard": "tracking.tensorboard",
     "trainer.monitoring.wandb": "tracking.wandb",
     "trainer.optim.plain_adamw": "an exact run",
+    "trainer.partition.exact": "training.exact=bitwise",
     "trainer.strategies.exact": "training.exact=bitwise",
     "trainer.strategies.kinds.ddp": "strategy=ddp",
     "trainer.strategies.loss_scale": "training.precision=fp16",
+    "trainer.strategies.neighbor": "several processes",
     "trainer.training.compute.compiled": "training.compile",
     "trainer.training.compute.fused_attention": "a GPU",
     "trainer.training.compute.micro_batch": "a device with memory of its own",
@@ -68,7 +71,7 @@ UNUSED = {
     "trainer.training.weights.teacher": "distillation",
     "trainer.vectors.folder": "init_embeddings",
 }
-MOST_MODULES = 160
+MOST_MODULES = 156
 """Of this project, that a run has imported; each feature used to add to them."""
 
 CODE = """

@@ -132,14 +132,11 @@ def test_phases_that_have_begun_keep_their_steps(
         changes_since(stored, with_phases(now))
 
 
-def test_a_finished_run_is_trained_on_by_a_change_that_is_accepted(
-    experiment_file: str, tmp_path: Path
-) -> None:
-    durable = checkpoints(tmp_path, None).durable
+def test_a_finished_run_is_trained_on_by_a_change_that_is_accepted(experiment_file: str) -> None:
     for settings, fix in (("[]", "raise training.steps"), ("[{steps: 12}]", "add a phase")):
         experiment = load_experiment(experiment_file, [f"phases={settings}"])
-        assert reason_to_end(experiment, durable, 12) == f"is at step 12; {fix} to train on"
-        assert reason_to_end(experiment, durable, 11) is None
+        assert reason_to_end(experiment, {"step": 12}) == f"is at step 12; {fix} to train on"
+        assert reason_to_end(experiment, {"step": 11}) is None
 
 
 def test_excluded_examples_are_those_of_the_first_data_order(experiment_file: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from samestep.errors import ConfigError
-from trainer.training.observers.profiler import Profiler, communication
+from trainer.accelerators.traces import communication
+from trainer.training.observers.profiler import Profiler
 from trainer.training.observers.settings import Profile as Config
 
 

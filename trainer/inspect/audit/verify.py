@@ -23,7 +23,7 @@ from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.reading.length_groups import GROUPS
 from samestep.progress import Progress
 from samestep.terminal import Console
-from trainer.checkpoint import integrity
+from trainer.checkpoint.meta import newest_meta
 from trainer.inspect.audit.batches import Columns, Run, columns
 from trainer.inspect.audit.tally import Int64, Tally
 from trainer.training.compose import checkpoint_folder
@@ -99,7 +99,7 @@ def _broken_chain(run: Run) -> Iterator[str]:
 
 def _forgotten_head(run: Run) -> Iterator[str]:
     """Compares with the newest readable checkpoint; of later rows there is no other record."""
-    meta = integrity.newest_meta(checkpoint_folder(run.experiment))
+    meta = newest_meta(checkpoint_folder(run.experiment))
     head = meta.get("ledger", {}).get("head", "")
     # A row of kind `lost` has the head that it replaced under `before`.
     if meta and not any(head in (row["head"], row.get("before")) for row in run.rows):

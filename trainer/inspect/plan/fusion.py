@@ -124,6 +124,7 @@ class _Graph:
             group.operators.append(number)
             for use in operator.writes:
                 group.writes[use.value] = use
+        # After all writes are known: a value made in the group is not read from memory.
         for number, operator in enumerate(operators):
             group = self._groups[self._root(number)]
             for use in operator.reads:
@@ -162,11 +163,13 @@ class _Graph:
             level = max((level_of.get(use.value, 0) for use in operator.reads), default=0)
             alone = region is None
             for use in operator.writes:
+                # Behind a kernel of its own comes the next level.
                 level_of[use.value] = level + alone
             if alone:
                 continue
             if isinstance(region, tuple):  # a fused attention, products included
                 self._unite(number, whole.setdefault(region, number))
+                # Its readers run in a later kernel, as behind a product.
                 for use in operator.writes:
                     level_of[use.value] = level + 1
                 continue
@@ -201,6 +204,7 @@ class _Graph:
                 continue
             # A fused attention stores no scores, however small they are.
             group_call = self._operators[group.operators[0]].scope.call
+            # A list, as the reads change meanwhile.
             for use in list(group.reads.values()):
                 producer = self._producer.get(use.value)
                 if producer is None:
@@ -253,6 +257,7 @@ class _Graph:
             if self._is_fused(group) and not group.writes:
                 continue  # every reader computes it again
             members = [self._operators[number] for number in group.operators]
+            # A kernel is of the class of its largest part.
             main = max(members, key=lambda each: (each.flops, each.nbytes))
             whole = isinstance(self._region(main), tuple)
             flops, hashes = sum(each.flops for each in members), 0.0

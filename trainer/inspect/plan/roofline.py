@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.accelerators import Precision
-from trainer.accelerators.datasheets import DataSheet
+from trainer.inspect.plan.datasheets import DataSheet
 from trainer.inspect.plan.fusion import Implementation, Kernel
 from trainer.inspect.plan.operators import Kind
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from samestep.errors import ConfigError
-from trainer.accelerators.datasheets import DEVICES, DataSheet
 from trainer.inspect.plan import host
 from trainer.inspect.plan.batch import example, stand_in
+from trainer.inspect.plan.datasheets import DEVICES, DataSheet
 from trainer.inspect.plan.fusion import EAGER, IMPLEMENTATIONS, Implementation, Kernel, kernels
 from trainer.inspect.plan.operators import Operator
 from trainer.inspect.plan.plan import Plan, Planner, divide

@@ -69,7 +69,7 @@ def show(
         price: of a device for an hour; None prints no cost.
     """
     from samestep.terminal import Console
-    from trainer.accelerators.datasheets import DEVICES
+    from trainer.inspect.plan.datasheets import DEVICES
 
     names = list(DEVICES) if device == ALL else [device]
     predictor = Predictor(experiment, step, devices, strategy)

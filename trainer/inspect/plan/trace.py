@@ -114,17 +114,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         outputs = func(*args, **(kwargs or {}))
         kind = 0
+        # Autocast copies weights to 16 bits by this operator.
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):
             kind = self._kinds.get(args[0].untyped_storage(), 0)
         for tensor in tree_leaves(outputs):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
+            # Views and in-place operators return a known storage.
             if storage not in self._known:
                 self._known.add(storage)
                 nbytes = storage.nbytes()
                 self.live[kind] += nbytes
+                # Python frees a fake tensor when the real one would be freed.
                 weakref.finalize(storage, self._free, kind, nbytes)
+                # Of [a, b, c], the peaks of a, a + b and a + b + c.
                 self.peaks = list(map(max, self.peaks, accumulate(self.live)))
         return outputs
 
@@ -164,6 +168,7 @@ class Step:
             for parameter in named.values():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
+            # Only temporary tensors of the update count below.
             state = [value for each in optimizer.state.values() for value in each.values()]
             with LiveBytes([*_with_gradients(named.values()), *state]) as live:
                 optimizer.step()
@@ -269,6 +274,7 @@ class Step:
             cast(Taught, objective).attach(self.teacher)
         with self._fake, mode:
             batch = {
+                # An example is one row, and its shape that of each row of a micro-batch.
                 name: torch.empty((size, *column.shape[1:]), dtype=torch.from_numpy(column).dtype)
                 for name, column in example.items()
             }

@@ -32,6 +32,7 @@ class Work:
 
 def flops(experiment: Experiment) -> float:
     """Returns the FLOPs of all steps of a run."""
+    # FLOPs follow from shapes, so the model needs no memory.
     with torch.device("meta"):
         model = experiment.build_model()
     vocabulary = stand_in(experiment.model.vocab_size)
@@ -46,5 +47,6 @@ def work(experiment: Experiment, devices: int, device: Device, settings: costs.C
     """Estimates the costs of a run on a number of devices."""
     of_run = flops(experiment)
     seconds = of_run / (devices * device.tflops * 1e12 * device.utilization)
+    # Energy of all devices: watts are joules per second.
     used = costs.Usage(device_joules=seconds * devices * device.watts)
     return Work(of_run, seconds / 3600, settings.kwh(used), settings.grams(used) / 1000)

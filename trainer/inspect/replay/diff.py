@@ -81,6 +81,7 @@ def diff(folders: Sequence[str], most_steps: int) -> Diff:
         raise DataError(
             "no step has a row in both runs. Train them with the same training.digest_every."
         )
+    # Rows of different tensors would differ in all steps, which says nothing.
     names = [set(each[min(common)]["state"]) for each in rows]
     if names[0] != names[1]:
         other = sorted(names[0] ^ names[1])[0]
@@ -95,6 +96,7 @@ def diff(folders: Sequence[str], most_steps: int) -> Diff:
         try:
             for folder, own in zip(folders, rows, strict=True):
                 recomputed[folder] = _recompute(folder, own, found, most_steps)
+        # What was found without recomputing is a result, too.
         except SamestepError as error:
             reason = str(error)
         if len(recomputed) == 2:
@@ -139,6 +141,7 @@ def _recompute(folder: str, rows: Rows, found: Difference, most_steps: int) -> R
         raise ConfigError(
             "training.exact is tolerance, so one process would not compute the same bits"
         )
+    # Without faults: a step that was recomputed in the run is computed once here.
     training = replace(experiment.training, digest_every=1, faults=Faults())
     experiment = replace(experiment, training=training, strategy=single.Config())
     with open_past(experiment, found.equal) as past:
@@ -164,10 +167,12 @@ def _repeats(computed: Rows, rows: Rows, found: Difference) -> bool | None:
     after = min((step for step in rows if step >= found.step), default=None)
     if after is None:
         return True if own else None
+    # A row has the norms of all steps since the row before it, the newest last.
     norms = rows[after]["norms"]
     back = after - found.step
     if back >= len(norms):
         return True if own else None
+    # By repr, as NaN differs from itself.
     return repr(norms[-1 - back]) == repr(computed[found.step]["norms"][-1])
 
 

@@ -19,6 +19,7 @@ from samestep.examples import LoaderState
 from samestep.untrusted import read_stored
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
+from trainer.checkpoint.meta import read_meta
 from trainer.partition.digest import hexadecimal
 from trainer.training.compose import build_trainer, checkpoint_folder, open_loader, open_strategy
 from trainer.training.experiment import Experiment
@@ -57,7 +58,7 @@ def settings_at(folder: str, step: int, overrides: Sequence[str]) -> Tree:
     # Settings of the first checkpoint at or after the step were in force when it was taken.
     for since in integrity.committed_steps(root):
         if since >= step:
-            tree = integrity.read_meta(integrity.step_folder(root, since))["config"]
+            tree = read_meta(integrity.step_folder(root, since))["config"]
             return {**merge_overrides(tree, overrides), "output": folder}
     return tree
 

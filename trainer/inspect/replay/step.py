@@ -94,6 +94,7 @@ def replay(
         if exact:
             for _ in past.train(step - 1):
                 pass
+        # Without the last exclusion, the loader gives what the step had before it.
         loss, examples = _score(past, step, excluded[:-1] if skipped else excluded)
         weights_of = past.trainer.state.step
     return Replayed(
@@ -131,6 +132,7 @@ def _score(
     """Returns the loss of a step and its examples, highest loss first."""
     trainer = past.trainer
     objective = trainer.objectives[phase_of(trainer.phases, step - 1).index]
+    # Dropout as in training: its keys come with the rows.
     trainer.model.train()
     # One example per micro-batch gives one loss per example; dropout is keyed by example, so
     # the masks do not change.
@@ -142,6 +144,7 @@ def _score(
     losses = score_each(trainer.model, objective, trainer.strategy, rows)
     examples: list[ScoredExample] = []
     for number, row, loss, sources in zip(numbers, rows, losses, documents, strict=True):
+        # As the model reads them, masks included.
         tokens = row["tokens"][row["segments"] > 0][:_TEXT_TOKENS]
         examples.append(
             {

@@ -103,6 +103,7 @@ def zero_section(tree: Tree) -> Tree:
     section: Tree = {}
     for key, value in _flat(tree):
         if key in _TAKEN:
+            # "offload_param.pin_memory" becomes a nested section again.
             *parents, name = key.removeprefix(f"{_ZERO}.").split(".")
             place = section
             for parent in parents:
@@ -122,6 +123,7 @@ def check(path: str, tree: Tree, experiment: Tree) -> None:
     Raises:
         ConfigError: naming all such keys.
     """
+    # Three classes of keys: those that the experiment decides, harmless ones, and all others.
     expected = _expected(experiment)
     wrong = []
     for key, value in _flat(tree):
@@ -145,6 +147,7 @@ def check(path: str, tree: Tree, experiment: Tree) -> None:
 def _expected(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
     """DeepSpeed's keys that an experiment determines: the name of the setting, and valid values."""
     training, strategy = experiment["training"], experiment["strategy"]
+    # A run without phases has the sizes of `training` alone.
     precision = training["precision"]
     phases = experiment["phases"] or [{}]
 

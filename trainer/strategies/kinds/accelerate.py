@@ -91,6 +91,7 @@ class Config(strategies.Config):
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Strategy:
         with self._environment():
             kind = _requested()
+            # Made for every kind, as it rejects what Accelerate cannot do here.
             made = _make(kind, accelerator, world)
             if kind == "FSDP":
                 return _fsdp(made, world).build(accelerator, world, precision)
@@ -131,6 +132,7 @@ class Accelerated(Strategy):
         return wrapped
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
+        # Before the last micro-batch, gradients stay on their rank.
         if last:
             return nullcontext()
         return cast(AbstractContextManager[object], self._made.no_sync(self._module))
@@ -176,6 +178,7 @@ def _settings_of(file: str) -> dict[str, str]:
             f"samestep runs {', '.join(_KINDS)} on LOCAL_MACHINE. Write one of these with "
             "`accelerate config`."
         )
+    # Without addresses and ranks: the launcher of this run has set these.
     return {name: value for name, value in found.items() if name.startswith(_PREFIXES)}
 
 
@@ -225,6 +228,7 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accel
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
     device = accelerator.device
+    # accelerate launch sets both for several processes, but no RANK on CPUs.
     launched = "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ
     if launched and "RANK" not in os.environ:
         raise ConfigError(

@@ -67,11 +67,13 @@ class FlashAttention:
             and length % _BLOCKS[-1] == 0
             and (width < _LANES or width % _LANES == 0)
         )
+        # A mask that is no segments, such as a bias, is left to XLA.
         if alike and fits and attn_mask is segments:
             factor = width**-0.5 if scale is None else scale
             call = _Call(tuple(query.shape), segments is not None, is_causal, factor, self._mesh)
             return _operation()(query, key, value, segments, _register(call))[0]
         if segments is not None:
+            # PyTorch takes a mask or is_causal, so both become one mask.
             attn_mask = segments[:, None, :, None] == segments[:, None, None, :]
             attn_mask, is_causal = attn_mask.tril() if is_causal else attn_mask, False
         return F.scaled_dot_product_attention(
@@ -157,6 +159,7 @@ def _lowered(call: _Call) -> _Kernel:
         query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
         out, pullback = jax.vjp(partial(_attention, call, segments), query, key, value)
+        # Between the passes, torch keeps the residuals as plain tensors.
         residuals, tree = jax.tree.flatten(pullback)
         structure[:] = [tree]
         return out, *residuals
@@ -186,6 +189,7 @@ def _attention(
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
+    # The largest block that divides the sequence: fewer steps of the kernel's grid.
     block = next(size for size in _BLOCKS if call.shape[2] % size == 0)
     names = [field.name for field in fields(pallas.BlockSizes) if field.name != "block_b"]
     return pallas.flash_attention(
@@ -260,6 +264,7 @@ def _operation() -> Callable[[Tensor, Tensor, Tensor, Tensor | None, int], list[
     def attention(
         query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, call: int
     ) -> list[Tensor]:
+        # The computation has as many inputs as the call that it was lowered for.
         tensors = [query, key, value, *([] if segments is None else [segments])]
         return _run(
             _kernel(call).forward,
@@ -293,6 +298,7 @@ def _operation() -> Callable[[Tensor, Tensor, Tensor, Tensor | None, int], list[
         ctx.save_for_backward(*output[1:])
 
     def backward(ctx: _Context, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        # None for segments and the number of the call, which have no gradient.
         return (*gradients(list(ctx.saved_tensors), grads[0].contiguous(), ctx.call), None, None)
 
     attention.register_autograd(backward, setup_context=keep)

@@ -102,6 +102,7 @@ class ScannedLayers:
         count = group.stop - group.start - apart
         if count:
             keys = context.keys
+            # Each round gets the dropout key of its layer: the masks are those without a loop.
             own = replace(
                 context, keys=None if keys is None else keys[group.start : group.start + count]
             )
@@ -148,6 +149,7 @@ class ScannedLayers:
         }
         if context.keys is not None:
             stacked["keys"] = context.keys
+        # Activation checkpointing: only the inputs of each round are kept for the backward pass.
         partition = _keep_nothing if recomputed else default_partition
         carried, _ = self._loops.scan(
             self._body(layer, context, carried), carried, stacked, partition
@@ -157,6 +159,7 @@ class ScannedLayers:
 
     def _body(self, layer: nn.Module, context: Context, carried: Mapping[str, Any]) -> Body:
         dtypes = {name: column.dtype for name, column in context.columns.items()}
+        # Everything that decides which operations the body has.
         key = (layer, layer.training, context.causal, context.sites, *carried, *dtypes.items())
         if key not in self._bodies:
             self._bodies[key] = _body(layer, context.causal, context.sites, dtypes)

@@ -93,6 +93,7 @@ class XlaSpmd(Strategy):
         self._flash_from = flash_attention_from if flash.usable(accelerator) else None
         self._parts = devices // replicas
         self._mesh = Mesh(self._devices(), (replicas, self._parts), ("replicate", "shard"))
+        # Custom operators take numbers only, so they find the mesh by one.
         self._number = register(self._mesh)
         self._host: dict[str, Tensor] = {}
         self._group = self._group_of(min(self._parts // accelerator.devices or 1, world.size))
@@ -147,6 +148,7 @@ class XlaSpmd(Strategy):
                 names = tuple(
                     f"{group.name}.{number}.{own}" for number in range(group.start, group.stop)
                 )
+                # The first name stands for the stack; `to_host` gives each layer its own again.
                 equal[own] = self._stack(names, each, initial_values)
                 self.parameters[names[0]] = equal[own]
                 stacked.update(names)
@@ -171,6 +173,7 @@ class XlaSpmd(Strategy):
             if runs and self._flash_from is not None and isinstance(module, UsesKernel):
                 module.kernel = flash.FlashAttention(self._number, self._flash_from)
         self._optimizer = build_optimizer(self.parameters.items())
+        # After the update, within its graph, so no later graph sees a parameter without a sharding.
         self._optimizer.register_step_post_hook(lambda *_: self._keep_split())
         return model, self._optimizer
 
@@ -179,6 +182,7 @@ class XlaSpmd(Strategy):
             whole = values(name, 0, parameter.numel()).view(parameter.shape)
             on_devices = self._place(whole, (None,) * whole.ndim)
             _put(model, name, nn.Parameter(on_devices, requires_grad=False))
+        # Its outputs meet those of the trained model, which are sharded by examples.
         self._split_activations(model)
         return model.eval()
 
@@ -259,6 +263,7 @@ class XlaSpmd(Strategy):
         """Copies the rows of this machine's devices to host memory, which later calls reuse."""
         import torch_xla.core.xla_model as xm
 
+        # The graph that computes them may still be running.
         xm.wait_device_ops()
         return {
             own: part
@@ -270,6 +275,7 @@ class XlaSpmd(Strategy):
         from torch_xla import _XLAC
 
         shape, (first, stop), dim = layer_shape(tensor), self._held(tensor), _rows_dim(tensor)
+        # Kept for later saves, as new memory costs page faults.
         if name not in self._host:
             self._host[name] = torch.empty(
                 *tensor.shape[:dim], stop - first, *shape[1:], dtype=tensor.dtype
@@ -283,6 +289,7 @@ class XlaSpmd(Strategy):
         stacked = isinstance(tensor, StackedParameter)
         names = tensor.members if isinstance(tensor, StackedParameter) else (name,)
         for own, part in zip(names, host if stacked else (host,), strict=True):
+            # This machine holds a range of rows: as a segment, a partition that any reader knows.
             if stop - first < shape[0]:
                 segment = Segment(shape, first * math.prod(shape[1:]), self._group)
                 part = SegmentParameter(part.view(-1), segment, requires_grad=False)
@@ -306,6 +313,7 @@ class XlaSpmd(Strategy):
                 shard.narrow(dim, 0, count).copy_(host.narrow(dim, rows.start - first, count))
                 shards.append(shard)
             _XLAC._load_local_shards(tensor, shards, _XLAC._xla_get_runtime_devices())
+        # Whole tensors need no shards: one graph copies all of them.
         with self.accelerator.graph("restore"), torch.no_grad():
             for tensor, values in whole:
                 tensor.copy_(values)
@@ -344,6 +352,7 @@ class XlaSpmd(Strategy):
     def _rows(self, shape: Sequence[int]) -> Split:
         """Shards the rows of a matrix if every device gets some; vectors are replicated."""
         each = -(-shape[0] // self._parts)
+        # Rounded up, 5 rows on 4 devices are 2, 2, 1 and 0: such a matrix is replicated.
         splits = len(shape) > 1 and 0 < (self._parts - 1) * each < shape[0]
         return ("shard" if splits else None, *[None] * (len(shape) - 1))
 

@@ -76,12 +76,14 @@ def _tested_kernel(
     modules: list[Attention], accelerator: Accelerator, dtype: torch.dtype
 ) -> tuple[FusedAttention | None, float, str | None]:
     """The kernel (None: there is none), its largest error, and what is wrong with it."""
+    # Each head width and version of dropout is a kernel of its own.
     widths = sorted({module.inner // module.heads for module in modules})
     versions = sorted({module.dropout_version for module in modules})
     kernel: FusedAttention | None = None
     error = 0.0
     try:
         for width, version in product(widths, versions):
+            # All or none: a model that is fused in part would not be worth its other rounding.
             if (kernel := accelerator.fused_attention(width, dtype)) is None:
                 return None, error, None
             found = largest_error(kernel, width, accelerator.device, dtype, version)
@@ -137,6 +139,7 @@ def _errors(
         inputs.append(random(heads, queries + keys - 1))
     segments, key_segments = (_segments(batch, length).to(device) for length in (queries, keys))
     prefix = (torch.arange(keys, device=device) % 60 < 9).expand(batch, -1)
+    # Keys use all 32 bits, so some are negative.
     dropout_keys = torch.tensor([7, -5], dtype=torch.int32, device=device)
 
     def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -168,6 +171,7 @@ def _errors(
     def unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         scores = width**-0.5 * query @ key.mT
         if bias is not None:
+            # A bias for each distance column - row, from -(queries - 1) on.
             scores = scores + bias[:, column - row + queries - 1]
         probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         return attention_dropout(probabilities, 0.1, dropout_keys, version) @ value
@@ -185,6 +189,7 @@ def _segments(batch: int, length: int) -> Tensor:
     """Packed sequences: the first row has two, the second one and padding."""
     segments = torch.ones(batch, length, dtype=torch.int32)
     segments[0, length // 3 :] = 2
+    # Padding is segment 0, and attends to itself: a row without any position would be NaN.
     segments[1, length - 10 :] = 0
     return segments
 

@@ -46,10 +46,10 @@ def build_probes(
         objective = probes.build_objective(probed)
         check_dataset(probed, objective, config.sequence_length)
         probes.check(name, config, probed, dataset, experiment.model, model)
-        opening = partial(_open_probed, experiment, data, probed, objective, replica, largest)
+        open_split = partial(_open_probed, experiment, data, probed, objective, replica, largest)
         for split in ("train", "heldout"):
-            opening(split).close()  # an error now, rather than at the first score
-        found[name] = probes.ProbeReader(config, experiment.model, opening)
+            open_split(split).close()  # an error now, rather than at the first score
+        found[name] = probes.ProbeReader(config, experiment.model, open_split)
     return found
 
 

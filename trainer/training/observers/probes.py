@@ -85,6 +85,7 @@ class ProbeReader:
         rows = min(self.config.rows, loader.examples)
         outputs: list[Tensor] = []
         columns: list[tuple[Tensor, ...]] = []
+        # All replicas take equally many batches, so their collectives correspond.
         for micro_batches in itertools.islice(loader, -(-rows // batch_size(strategy.replica))):
             with strategy.accelerator.graph(work):
                 for batch in micro_batches:
@@ -95,6 +96,7 @@ class ProbeReader:
         loader.close()
         number, digest, labels = (torch.cat(parts) for parts in zip(*columns, strict=True))
         # Without rows that only pad a batch.
+        # Padding rows have number -1 and rows of skipped shards digest 0; the limit cuts the rest.
         own = (number >= 0) & (number < rows) & (digest != 0)
         found = torch.cat(strategy.rows_on_host(outputs)).float()
         # Each row is on one replica, which fills it in, and the sum over replicas is complete. The
@@ -111,6 +113,7 @@ class ProbeReader:
         """The features of a micro-batch: float32 [B, D]."""
         tokens = batch["tokens"]
         real = batch["segments"] > 0 if "segments" in batch else torch.ones_like(tokens).bool()
+        # All positions of a row see each other, as in the prefix of pre-training.
         if self._is_prefix:
             batch = {**batch, "prefix": real}
         # The row's label tells which positions a head reads, and there is no head.
@@ -118,6 +121,7 @@ class ProbeReader:
         states: Tensor = model(Inputs.of(batch), frozenset({self._output}))[self._output].float()
         if self.config.pool == "first":
             return states[:, 0]
+        # Padding has states too, and must not count.
         weights = real[..., None].float()
         return (states * weights).sum(1) / weights.sum(1)
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 from pathlib import Path
-from typing import TypedDict
 
-import numpy as np
 import torch
 
-from trainer.accelerators.events import is_collective, is_compute, on_device
 from trainer.training.observers import Observer
 from trainer.training.observers.settings import Profile
 
@@ -19,15 +14,6 @@ logger = logging.getLogger(__name__)
 
 # Larger compressed traces are not analyzed: that takes about fifty times their size in memory.
 _MOST_BYTES = 32 * 2**20
-
-
-class Event(TypedDict, total=False):
-    """An event of a Chrome trace with a duration; times in microseconds."""
-
-    name: str
-    cat: str
-    ts: float
-    dur: float
 
 
 class Profiler(Observer):
@@ -75,34 +61,11 @@ class Profiler(Observer):
             path.parent.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(path))
             logger.info("profiled     %s; open it at https://ui.perfetto.dev", path)
-            return communication(path) if path.stat().st_size < _MOST_BYTES else {}
+            if path.stat().st_size >= _MOST_BYTES:
+                return {}
+            from trainer.accelerators.traces import communication
+
+            return communication(path)
         except Exception as error:  # a failed profile must not end the run
             logger.warning("cannot write the profile %s: %s", path, error)
             return {}
-
-
-def communication(trace: Path) -> dict[str, float]:
-    """Returns the metrics of `Profiler.end_step` for a trace; empty without a collective."""
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    # Events without a duration ("ph" other than X), such as counters, take no time.
-    collectives = [event for event in events if is_collective(event)]
-    if not collectives:
-        return {}
-    devices = any(map(on_device, events))
-    computing = [event for event in events if is_compute(event, devices)]
-    # Sweep over the begins and ends of all events. Between two of them, the running sums count the
-    # open collectives and computations: begins at 0 and 2 and ends at 3 and 5 give 1, 2, 1, 0.
-    # Columns: the time, and the changes of the number of open collectives and computations.
-    edges = [(event["ts"], 1, 0) for event in collectives]
-    edges += [(event["ts"] + event["dur"], -1, 0) for event in collectives]
-    edges += [(event["ts"], 0, 1) for event in computing]
-    edges += [(event["ts"] + event["dur"], 0, -1) for event in computing]
-    at, *changes = np.array(sorted(edges)).T
-    lasts = np.diff(at)
-    communicates, computes = np.cumsum(changes, axis=1)[:, :-1] > 0
-    total = at[-1] - at[0]
-    return {
-        "time/communication": float(lasts[communicates].sum() / total),
-        "time/communication_exposed": float(lasts[communicates & ~computes].sum() / total),
-    }

@@ -92,6 +92,7 @@ def stored_values(
             f"are missing or of another shape and {len(unknown)} are unknown, first "
             f"{(wrong + unknown)[0]}; {_fix(weights.config, model.config)}"
         )
+    # Everything that is not taken over is said, so a mistaken init_from shows in the log.
     if unused:
         logger.info("left out, because %s: %s", start.reason, ", ".join(unused))
     moved = [source for name, source in sources.items() if source != name]
@@ -230,6 +231,7 @@ def with_encoder(weights: Weights, encoder: Weights) -> Weights:
         CheckpointError: the parameters outside of the heads do not correspond.
         ConfigError: the models have different tokenizers.
     """
+    # Names and shapes suffice: both are models of ours, with the same names for the same parts.
     own, other = (_shapes_outside_heads(each) for each in (weights, encoder))
     # A name is here if only one has it, or if the shapes differ.
     if differ := sorted(dict(own.items() ^ other.items())):
@@ -240,6 +242,7 @@ def with_encoder(weights: Weights, encoder: Weights) -> Weights:
             f"{encoder.folder} is of another architecture than {weights.folder}: {differ[0]} has "
             f"another shape, or only one of them has it{hint}"
         )
+    # Equal shapes say nothing about which id is which word.
     if encoder.load_tokenizer().fingerprint != weights.load_tokenizer().fingerprint:
         raise ConfigError(
             f"{encoder.folder} was trained with another tokenizer than {weights.folder}, so its "
@@ -286,6 +289,7 @@ def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
                 f"numbered from 0; use 0 to {place.depth - 1}"
             )
         for number, chosen in enumerate(layers):
+            # A layer may be chosen twice, and then gives its values to both.
             if chosen == place.number:
                 pieces[place.at(number)] = own
     numbers = ", ".join(map(str, layers))

@@ -7,7 +7,6 @@ rest is read from the weights that the training started from, the base.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -26,10 +25,12 @@ from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.meta import read_meta
 from trainer.models import Model, ModelConfig, Outputs, Stored
 from trainer.models.capabilities import give_spellings
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.peft.huggingface import import_adapter
+from trainer.training.weights.claimed_size import check_elements, check_layers, check_size
 from trainer.training.weights.label_order import is_reordered, with_label_order
 from trainer.training.weights.places import (
     checkpoints_of,
@@ -50,10 +51,6 @@ BASE = "base"
 """Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
 _MODELS = Kinds("trainer.models.families")
-# Settings that are numbers of modules, each with tensors of its own; but a model that shares its
-# layers, as ALBERT does, has few tensors for many of them.
-_COUNTS = ("layers", "decoder_layers", "generator_layers", "groups", "head_lstm")
-_FEW_LAYERS = 200
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     base = None
     with raise_on_all_ranks(world_size):
         if "base" not in meta:
-            _check_size(config, tensors, folder)
+            check_size(config, tensors, folder)
     if "base" in meta:
         base = _load_base(folder, root / BASE, meta["base"], rank, world_size)
         tensors = _add_base(config, tensors, base)
@@ -332,7 +329,7 @@ def _load_base(
 def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
     """Returns all parameters of a model: the trained ones, and the frozen ones of the base."""
     base = base.in_label_order(config.labels)
-    _check_layers(config, len(trained) + len(base.tensors), base.folder)
+    check_layers(config, len(trained) + len(base.tensors), base.folder)
     with torch.device("meta"):
         model = config.build()
     names = [name for name, _ in model.named_parameters()]
@@ -353,43 +350,8 @@ def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> Sto
             "checkpoint. Restore the original ones."
         )
     whole = StoredTensors({name: pieces[name] for name in names})
-    _check_elements(model, whole, base.folder)
+    check_elements(model, whole, base.folder)
     return whole
-
-
-def _check_size(config: ModelConfig, tensors: StoredTensors, place: Location) -> None:
-    """Rejects a stored model that is larger than its tensors, before memory is allocated for it.
-
-    Its description may be a stranger's.
-
-    Raises:
-        CheckpointError: the description is of another model.
-    """
-    _check_layers(config, len(tensors), place)
-    with huggingface.wrong_settings_explained(place), torch.device("meta"):
-        model = config.build()
-    _check_elements(model, tensors, place)
-
-
-def _check_layers(config: ModelConfig, tensors: int, place: Location) -> None:
-    """Rejects more layers than a number of tensors can be of: building them could take hours."""
-    for name in _COUNTS:
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count > max(_FEW_LAYERS, tensors):
-            raise CheckpointError(
-                f"the settings in {place} have {name} {count}, which its {tensors} tensors cannot "
-                "have. Use those that belong to them"
-            )
-
-
-def _check_elements(model: Model, tensors: StoredTensors, place: Location) -> None:
-    needed = sum(parameter.numel() for parameter in model.parameters())
-    stored = sum(math.prod(tensors.shape(name)) for name in tensors)
-    if needed > stored:
-        raise CheckpointError(
-            f"the settings in {place} are of a model with {needed} parameters, and its tensors "
-            f"have {stored} elements. Use those that belong to them"
-        )
 
 
 def load_config(path: str | Location) -> ModelConfig:
@@ -410,7 +372,7 @@ def load_config(path: str | Location) -> ModelConfig:
         check_weights(folder)
         root = checkpoints_of(folder)
         folder = integrity.step_folder(root, max(integrity.committed_steps(root)))
-    model = integrity.read_meta(folder)["config"]["model"]
+    model = read_meta(folder)["config"]["model"]
     config: ModelConfig = decode(Annotated[Any, _MODELS], model, f"{folder}: model")
     return config
 
@@ -456,7 +418,7 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
     schema = _MODELS.schema(family, f"{folder / 'config.json'}: model_type")
     with huggingface.wrong_settings_explained(folder):
         config: ModelConfig = read_config(schema, content, tensors)
-    _check_layers(config, len(tensors), folder)
+    check_layers(config, len(tensors), folder)
     return config, tensors
 
 

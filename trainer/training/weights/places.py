@@ -8,9 +8,10 @@ from typing import TypeGuard
 from samestep.errors import CheckpointError
 from samestep.storage.urls import is_hub_path
 from samestep.untrusted import read_stored
-from trainer.checkpoint import files, huggingface, integrity, retention
+from trainer.checkpoint import files, huggingface, integrity
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
+from trainer.checkpoint.meta import best_step
 
 
 def resolve_together(path: str | Location, world_size: int) -> Location:
@@ -46,7 +47,7 @@ def resolve_best(path: Location) -> Location:
     if path.name != "best" or files.names(path):
         return path
     root = checkpoints_of(path.parent)
-    if (step := retention.best_step(root)) is None:
+    if (step := best_step(root)) is None:
         raise CheckpointError(
             f"{path.parent} has no best checkpoint: it was trained without training.best; name "
             "the run, or a step"

@@ -20,8 +20,8 @@ from data_pipeline.cli import _verify
 from data_pipeline.dedup.kinds import exact
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.remote import TOKENIZER_FILES
 from data_pipeline.sources.kinds import classification, jsonl
+from data_pipeline.tokenizers.settings import SAVED_FILES
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import DataError
 from samestep.storage import objects
@@ -80,7 +80,7 @@ def test_every_flipped_bit_is_seen(built, tmp_path):
     assert verify(built) == unsealed(str(built)) == []
     folder = Path(shutil.copytree(built, tmp_path / "copy"))
     names = files_of(folder)
-    assert {MANIFEST, *(f"tokenizer/{name}" for name in TOKENIZER_FILES[1:])} < set(names)
+    assert {MANIFEST, *(f"tokenizer/{name}" for name in SAVED_FILES[1:3])} < set(names)
     if built.parent.name.startswith("bpe"):
         assert {"rejected.jsonl", "duplicates.jsonl"} < set(names)
     cached = [name for name in names if name.startswith(".cache")]

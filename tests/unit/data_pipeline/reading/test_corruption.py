@@ -22,7 +22,7 @@ from data_pipeline.reading.corruption import CorruptShards
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.packed_split import PackedSplit
-from data_pipeline.reading.remote import TOKENIZER_FILES
+from data_pipeline.tokenizers.settings import SAVED_FILES
 from samestep.errors import DataError
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import (
@@ -170,7 +170,7 @@ def test_a_shard_that_stays_corrupt_on_a_server_is_passed_over(
 ) -> None:
     expected, at_end = take([corrupt], STEPS)
     (corrupt / "tokenizer").mkdir()
-    for name in TOKENIZER_FILES:
+    for name in SAVED_FILES[:3]:
         (corrupt / "tokenizer" / name).write_text("{}")
     with closing(WebServer(corrupt)) as web:
         cache = ShardCache(tmp_path / "cache" / "shards", 10**9)

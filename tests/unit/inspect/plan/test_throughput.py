@@ -11,7 +11,7 @@ from benchmarks.throughput import ANCHORS
 from samestep.config import load
 from samestep.errors import ConfigError
 from tests.integration.commands import Samestep
-from trainer.accelerators.datasheets import DEVICES
+from trainer.inspect.plan.datasheets import DEVICES
 from trainer.inspect.plan.fusion import COMPILED, EAGER, FUSED, Kernel
 from trainer.inspect.plan.host import HostRates
 from trainer.inspect.plan.roofline import ENQUEUE, GAP, INTEGER, SheetRates, estimate

@@ -22,7 +22,7 @@ def test_an_override_that_a_later_one_drops_is_refused(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     older = {**tree, "optimizer": {"kind": "adamw"}}
     monkeypatch.setattr(past.integrity, "committed_steps", lambda _: [4])
-    monkeypatch.setattr(past.integrity, "read_meta", lambda _: {"config": older})
+    monkeypatch.setattr(past, "read_meta", lambda _: {"config": older})
     found = past.settings_at(str(tmp_path), 3, ["optimizer=lamb", "optimizer.lr=0.001"])
     assert found["optimizer"] == {"kind": "lamb", "lr": 0.001}
     with pytest.raises(ConfigError, match=r"optimizer=lamb comes after optimizer.lr and drops it"):

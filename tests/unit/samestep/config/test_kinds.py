@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from samestep.config import Kinds, decode
+from samestep.config import Kinds, decode, kind_name
 from samestep.errors import ConfigError
 from tests.distributions import write_distribution
 
@@ -44,6 +44,18 @@ def test_a_kind_of_an_installed_package_is_decoded_and_listed() -> None:
     decoded = decode(Annotated[Any, kinds], {"kind": "slow", "rate": 0.5}, "optimizer")
     assert (type(decoded).__module__, decoded.rate) == ("plugin_slow", 0.5)
     assert kinds.kind_of(decoded) == "slow"  # so a stored experiment can be read again
+    assert kind_name(decoded) == "slow"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_messages_name_a_kind_as_its_user_has_written_it(tmp_path: Path) -> None:
+    kinds = Kinds("trainer.optim.kinds")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "fast.py").write_text(SCHEDULE)
+    for kind in ("mine.fast", "slow"):
+        decoded = decode(Annotated[Any, kinds], {"kind": kind, "rate": 0.5}, "optimizer")
+        assert kind_name(decoded) == kind
+    assert kind_name(kinds.schema("adamw-scale", "optimizer")(lr=0.5)) == "adamw_scale"
 
 
 @pytest.mark.usefixtures("plugin")

@@ -1,21 +1,97 @@
-"""What `samestep doctor` tries out on the devices of XLA.
-
-Their products, and a sum over all devices of the slice.
-"""
+"""The checks of `samestep doctor` on XLA's devices: products, attention, a sum over all."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samestep.findings import Finding, tried
 from trainer.accelerators import DTYPES, Precision
-from trainer.accelerators.kinds.xla import XlaAccelerator
-from trainer.strategies.xla.flash import FlashAttention
+from trainer.accelerators.kinds import xla
+from trainer.inspect.doctor.measurements import REDUCE_BYTES, compared, exact, reduced
+from trainer.strategies import Config
+from trainer.strategies.kinds import xla_spmd
+from trainer.strategies.xla import flash
 from trainer.strategies.xla.split import register
+
+_ATTENTION_ERROR = 0.02  # of numbers with 8 bits
+
+
+def examine(
+    config: xla.Config, strategy: Config | None, precision: Precision | None
+) -> Iterator[Finding]:
+    """Tries out the devices; all machines of a slice have to do so together.
+
+    Args:
+        config: the accelerator.
+        strategy: the experiment's; None takes the default settings of `xla_spmd`.
+        precision: the experiment's; None takes the fastest.
+    """
+    accelerator = config.build()
+    trial = XlaTrial(accelerator)
+    yield Finding("devices", "ok", accelerator.description)
+    strategy = strategy or xla_spmd.Config()
+    if not isinstance(strategy, xla_spmd.Config):
+        yield Finding(
+            "topology",
+            "failed",
+            f"{trial.topology}; the strategy is for other devices",
+            "strategy=xla_spmd",
+        )
+    # Found here, before a slice of many machines has compiled anything.
+    elif trial.devices % strategy.replicas:
+        fix = f"use a divisor of {trial.devices}"
+        yield Finding(
+            "topology", "failed", f"strategy.replicas={strategy.replicas} on {trial.topology}", fix
+        )
+    else:
+        mesh = f"{strategy.replicas} (replicate) x {trial.devices // strategy.replicas} (shard)"
+        yield Finding("topology", "ok", f"{trial.topology}; mesh {mesh}")
+    chosen: Precision = precision or ("bf16" if accelerator.peak_flops("bf16") else "fp32")
+    peak = accelerator.peak_flops(chosen)
+    yield from tried(
+        "products", lambda: _products(trial, chosen, peak and peak / accelerator.devices)
+    )
+    if flash.usable(accelerator):
+        yield from tried("attention", lambda: _attention(trial))
+    # Large where there is a peak to compare with; on a CPU the sum is only checked.
+    if trial.devices > 1:
+        yield from tried(
+            "all-reduce", lambda: _sum(trial, 4 * REDUCE_BYTES if peak else REDUCE_BYTES // 16)
+        )
+
+
+def _products(trial: XlaTrial, precision: Precision, peak: float | None) -> Iterator[Finding]:
+    left, expected = exact().to(DTYPES[precision]), exact() @ exact().T
+    if wrong := ", ".join(trial.wrong(left, left.T.contiguous(), expected)):
+        yield Finding("products", "failed", f"wrong on {wrong}", "take this machine out of use")
+        return
+    speed = trial.product_speed(8192 if peak else 512, precision, 1.0 if peak else 0.2)
+    found = f"right results, {speed / 1e12:.3g} TFLOP/s in {precision} on each device"
+    yield compared("products", found, speed, peak, "compare with another machine of its kind")
+
+
+def _attention(trial: XlaTrial) -> Iterator[Finding]:
+    error = trial.attention_error(640, 64)
+    found = f"by JAX's kernel, gradients included: within {error:.1%} of fp32 on the host"
+    if error < _ATTENTION_ERROR:
+        yield Finding("attention", "ok", found)
+    else:
+        yield Finding(
+            "attention",
+            "failed",
+            found,
+            "strategy.flash_attention_from=null does without the kernel",
+        )
+
+
+def _sum(trial: XlaTrial, size: int) -> Iterator[Finding]:
+    right, speed = trial.sum_speed(size)
+    yield reduced(f"{trial.devices} devices by XLA", right, speed)
 
 
 class XlaTrial:
@@ -28,7 +104,7 @@ class XlaTrial:
         machines: that drive them.
     """
 
-    def __init__(self, accelerator: XlaAccelerator) -> None:
+    def __init__(self, accelerator: xla.XlaAccelerator) -> None:
         import numpy as np
         import torch_xla.runtime
         from torch_xla.distributed.spmd import Mesh
@@ -103,6 +179,7 @@ class XlaTrial:
             Whether the sum was right on all devices of this machine, and the bus bandwidth as
             nccl-tests define it.
         """
+        # Device i has i + 1 in all elements, so the sum tells whether all took part.
         numbers = torch.arange(1, self.devices + 1, dtype=torch.float32).to(self._device)
         parts = self._computed(numbers.unsqueeze(1).expand(-1, size // 4) * 1, "shard")
         expected = self.devices * (self.devices + 1) / 2
@@ -149,7 +226,7 @@ class XlaTrial:
             attn_mask=mask.tril() if causal else mask,
         )
         found = results(
-            FlashAttention(register(self._mesh), shortest=1),
+            flash.FlashAttention(register(self._mesh), shortest=1),
             [self._on_each(each) for each in inputs],
             attn_mask=self._on_each(segments) if packed else None,
             is_causal=causal,
@@ -174,6 +251,7 @@ class XlaTrial:
         from torch_xla.distributed.spmd import mark_sharding
 
         mark_sharding(tensor, self._mesh, (rows, *[None] * (tensor.ndim - 1)))
+        # Marks the end of a graph, starts it, and waits: otherwise nothing is computed yet.
         torch_xla.sync()
         wait_device_ops()
         return tensor

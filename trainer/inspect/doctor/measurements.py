@@ -1,4 +1,4 @@
-"""What `samestep doctor` checks on one device: that it is available, and matrix products."""
+"""Matrix products and sums on devices: checked for exact results, and compared in speed."""
 
 from __future__ import annotations
 
@@ -6,60 +6,13 @@ import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import install_command
 from samestep.findings import Finding
-from trainer import accelerators
-from trainer.accelerators import DTYPES, Accelerator, Precision, chips, detect, version_of
-from trainer.accelerators.kinds import cpu, cuda
-
-OWN_ENVIRONMENT = ("tpu",)
-"""Extras of samestep that need another torch, and so an environment of their own."""
+from trainer.accelerators import DTYPES, Accelerator, Precision
 
 REDUCE_BYTES = 64 * 2**20
 """The size of the tensor that devices sum."""
-
-
-def software() -> str:
-    """The versions of PyTorch and of the packages that drive devices."""
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        build += f", NCCL {'.'.join(map(str, nccl))}"
-    versions = f"torch {torch.__version__} ({build})"
-    for package in ("torch-xla", "torch_tpu", "libtpu", "jax"):
-        if version := version_of(package):
-            versions += f", {package} {version}"
-    return versions
-
-
-def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
-    """Reports the devices that a training run would use.
-
-    Args:
-        wanted: the experiment's accelerator; None: the best device.
-    """
-    if isinstance(wanted, cpu.Config):
-        yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
-    elif torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            gpu = cuda.CudaAccelerator(index)
-            major, minor = torch.cuda.get_device_capability(index)
-            found = f"{gpu.description}, {gpu.memory() / 2**30:.0f} free, sm_{major}{minor}"
-            yield Finding(f"device {index}", "ok", found)
-    elif not isinstance(config := wanted or detect.best(), cpu.Config):
-        # `build` raises the reason if the device is not available.
-        yield Finding("devices", "ok", config.build().description)
-    elif reason := cuda.unusable():
-        yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
-    elif chips.count():
-        found = "training would run on the CPU, although this machine has TPUs"
-        fix = f"{install_command('tpu')}, in an environment of its own"
-        yield Finding("devices", "failed", found, fix)
-    else:
-        yield Finding("devices", "ok", "no GPU: training would run on the CPU")
 
 
 def exact() -> Tensor:

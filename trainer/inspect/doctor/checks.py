@@ -1,4 +1,4 @@
-"""`samestep doctor`: tries the parts of this machine that a run will need."""
+"""Everything that `samestep doctor` checks, in order; what a run needs beside its devices."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from data_pipeline.reading.cache import ShardCache
 from samestep import storage
@@ -25,16 +26,16 @@ from samestep.findings import Check, Finding, State, tried
 from samestep.storage import objects
 from samestep.version import __version__
 from trainer.accelerators import version_of
-from trainer.accelerators.trial import OWN_ENVIRONMENT, software
 from trainer.inspect import preflight
+from trainer.inspect.doctor import devices
 from trainer.metrics import check_installed
 from trainer.monitoring import wandb
-from trainer.strategies import trial
 from trainer.training.experiment import Experiment
 
 _DISK_BYTES = 64 * 2**20
 _SLOW_DISK = 50e6  # bytes per second
 _NETWORK_SECONDS = 5.0
+_OWN_ENVIRONMENT = ("tpu",)  # extras that need another torch
 _BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and Adam's two moments in fp32
 
 
@@ -48,11 +49,11 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
     # Lazy, so findings appear one by one, and a check that hangs is the one after the last line.
     checks: list[Check] = [("software", _software)]
     if experiment is None:
-        checks += trial.checks(None, None, None, processes)
+        checks += devices.checks(None, None, None, processes)
         checks.append(("disk", lambda: _disk("disk", Path.cwd(), 0)))
     else:
         precision = experiment.training.precision
-        checks += trial.checks(experiment.accelerator, experiment.strategy, precision, processes)
+        checks += devices.checks(experiment.accelerator, experiment.strategy, precision, processes)
         checks += _checks_of(experiment)
     checks += [("W&B", lambda: _wandb(experiment)), ("Hugging Face", _hugging_face)]
     for check in checks:
@@ -86,7 +87,7 @@ def _checks_of(experiment: Experiment) -> list[Check]:
 
 
 def _software() -> Iterator[Finding]:
-    versions = f"samestep {__version__}, {software()}, Python {platform.python_version()}"
+    versions = f"samestep {__version__}, {_versions()}, Python {platform.python_version()}"
     yield Finding("software", "ok", versions)
     # A requirement of an extra reads, for example: wandb>=0.18; extra == "wandb". Without an
     # installed package, samestep runs from its source folder, and has no such list.
@@ -95,7 +96,7 @@ def _software() -> Iterator[Finding]:
     for requirement in requirements:
         if match := re.match(r"([\w.-]+).*; *extra *== *['\"](\w+)", requirement):
             extras.setdefault(match[2], []).append(match[1])
-    for extra in ("dev", *OWN_ENVIRONMENT):
+    for extra in ("dev", *_OWN_ENVIRONMENT):
         extras.pop(extra, None)
     if not extras:
         return
@@ -106,6 +107,19 @@ def _software() -> Iterator[Finding]:
         found += f"; not installed: {', '.join(missing)}"
         fix = f"if you need them: {install_command(*missing)}"
     yield Finding("extras", "ok", found, fix)
+
+
+def _versions() -> str:
+    """The versions of PyTorch and of the packages that drive devices."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        build += f", NCCL {'.'.join(map(str, nccl))}"
+    versions = f"torch {torch.__version__} ({build})"
+    for package in ("torch-xla", "torch_tpu", "libtpu", "jax"):
+        if version := version_of(package):
+            versions += f", {package} {version}"
+    return versions
 
 
 def _dataset(experiment: Experiment) -> Iterator[Finding]:

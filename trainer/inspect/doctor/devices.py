@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from samestep.errors import install_command
 from samestep.findings import Check, Finding
 from trainer import accelerators, strategies
-from trainer.accelerators import Accelerator, Precision, detect, trial
+from trainer.accelerators import Accelerator, Precision, chips, detect
 from trainer.accelerators.kinds import cpu, cuda, tpu, xla
-from trainer.accelerators.trial import REDUCE_BYTES
+from trainer.inspect.doctor import xla_devices
+from trainer.inspect.doctor.measurements import REDUCE_BYTES, product, reduced
 from trainer.strategies.world import World
-from trainer.strategies.xla import checks as xla_checks
 
 _SPAWN_SECONDS = 120.0
 
@@ -41,23 +42,49 @@ def checks(
     """
     config = wanted or detect.best()
     if isinstance(config, xla.Config):
-        return [("devices", lambda: xla_checks.examine(config, strategy, precision))]
-    found: list[Check] = [("devices", lambda: trial.devices(wanted))]
+        return [("devices", lambda: xla_devices.examine(config, strategy, precision))]
+    found: list[Check] = [("devices", lambda: available(wanted))]
     if isinstance(config, tpu.Config):
-        return [*found, ("device", lambda: trial.product(config.build(), "device", "bf16"))]
+        return [*found, ("device", lambda: product(config.build(), "device", "bf16"))]
     gpus = 0 if isinstance(wanted, cpu.Config) else torch.cuda.device_count()
     chosen: Precision = precision or ("bf16" if gpus else "fp32")
     if not gpus:
-        found.append(
-            ("processor", lambda: trial.product(cpu.CpuAccelerator(), "processor", chosen))
-        )
+        found.append(("processor", lambda: product(cpu.CpuAccelerator(), "processor", chosen)))
     for index in range(gpus):
         found.append((f"device {index}", partial(_product_on_gpu, index, chosen)))
     return [*found, ("all-reduce", lambda: all_reduce(gpus, processes or gpus or 2))]
 
 
+def available(wanted: accelerators.Config | None) -> Iterator[Finding]:
+    """Reports the devices that a training run would use.
+
+    Args:
+        wanted: the experiment's accelerator; None: the best device.
+    """
+    if isinstance(wanted, cpu.Config):
+        yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
+    elif torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            gpu = cuda.CudaAccelerator(index)
+            major, minor = torch.cuda.get_device_capability(index)
+            found = f"{gpu.description}, {gpu.memory() / 2**30:.0f} free, sm_{major}{minor}"
+            yield Finding(f"device {index}", "ok", found)
+    elif not isinstance(config := wanted or detect.best(), cpu.Config):
+        # `build` raises the reason if the device is not available.
+        yield Finding("devices", "ok", config.build().description)
+    # GPUs that torch cannot use: without this, training would be slow and say nothing.
+    elif reason := cuda.unusable():
+        yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
+    elif chips.count():
+        found = "training would run on the CPU, although this machine has TPUs"
+        fix = f"{install_command('tpu')}, in an environment of its own"
+        yield Finding("devices", "failed", found, fix)
+    else:
+        yield Finding("devices", "ok", "no GPU: training would run on the CPU")
+
+
 def _product_on_gpu(index: int, precision: Precision) -> Iterator[Finding]:
-    return trial.product(cuda.CudaAccelerator(index), f"device {index}", precision)
+    return product(cuda.CudaAccelerator(index), f"device {index}", precision)
 
 
 def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
@@ -71,6 +98,7 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
         return
     backend = "nccl" if gpus else "gloo"
     with socket.socket() as free:
+        # Port 0 lets the system choose one that is free.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results: SimpleQueue[tuple[bool, float]] = mp.get_context("spawn").SimpleQueue()
@@ -79,6 +107,7 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
     )
     deadline = time.monotonic() + _SPAWN_SECONDS
     try:
+        # A collective that hangs has no end of its own.
         while not workers.join(timeout=1):
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -97,7 +126,7 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
             worker.kill()
             worker.join()
     right, speed = results.get()
-    yield trial.reduced(f"{processes} processes over {backend}", right, speed)
+    yield reduced(f"{processes} processes over {backend}", right, speed)
 
 
 def _reduce(
@@ -114,6 +143,7 @@ def _reduce(
     world = World.start(_SPAWN_SECONDS)
     world.connect(accelerator.collective_backend, accelerator.collective_device)
     tensor = torch.full((REDUCE_BYTES // 4,), float(rank + 1), device=accelerator.device)
+    # The first all-reduce connects the processes, and is checked but not timed.
     dist.all_reduce(tensor)
     # 1 + 2 + ... + processes: exact in fp32.
     right = bool((tensor == processes * (processes + 1) / 2).all())
