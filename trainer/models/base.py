@@ -65,6 +65,7 @@ class TransformerModel(Model):
         """Adds optional parts, after the parameters that the model has."""
         self.extras = tuple(extras)
         for extra in extras:
+            # In this order optimizers and checkpoints list the parameters.
             extra.add_to(self)
             self.offers |= extra.offers
             self.trains = {**self.trains, **extra.trains}
@@ -231,11 +232,13 @@ class TransformerModel(Model):
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         before = stored.config
+        # Which parts the stored names belong to, the configuration of their model says.
         with torch.device("meta"):
             extras = before.build_extras() if isinstance(before, TransformerConfig) else ()
         # A later line overrides an earlier one: own names, then new heads, then what peft adds.
         sources: dict[str, str | None] = {name: name for name in shapes}
         sources |= self._new_head(stored, shapes, extras)
+        # A part that a setting has added since begins anew.
         own = {name for name in shapes if self._extra(name) is not None}
         sources |= dict.fromkeys(own - stored.shapes.keys())
         if (peft := self.config.peft) is not None:
@@ -272,6 +275,7 @@ class TransformerModel(Model):
         labeled = tuple(extra.name for extra in self.extras if extra.has_labels)
         begin = ("head." if config.head != before.head else "head.classifier.", *labeled)
         found: dict[str, str | None] = {name: None for name in shapes if name.startswith(begin)}
+        # "nsp_head.pooler.weight" becomes "head.pooler.weight", if the shapes are the same.
         for ours, theirs in (pair for extra in extras for pair in extra.lends.items()):
             for name in found:
                 lent = name.replace(ours, theirs, 1) if name.startswith(ours) else ""

@@ -217,6 +217,7 @@ class TransformerConfig(ModelConfig):
     @property
     def classes(self) -> int:
         """C, the outputs of a task's head."""
+        # A score for each choice; one for the first and one for the last token of an answer.
         return {"multiple_choice": 1, "question_answering": 2}.get(self.head, len(self.labels))
 
     @property
@@ -224,6 +225,7 @@ class TransformerConfig(ModelConfig):
         """The output of the model's head; see `trainer.models.Outputs`."""
         if self.head != "language_model":
             return self.head
+        # A name for each way to attend, so that no objective gets the logits of another way.
         if self.encoder_decoder:
             return "target_tokens"
         if self.prefix_lm:
@@ -338,6 +340,7 @@ class TransformerConfig(ModelConfig):
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
         heads: tuple[Head, ...] = (*get_args(TaskHead), "embedding")
+        # An objective of a task needs the output of its head; all others need predicted tokens.
         head = next((head for head in heads if head in needs), "language_model")
         # Facts that a family has turned into settings can be changed; the others cannot.
         settings = {field.name for field in fields(self)}

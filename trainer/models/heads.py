@@ -79,6 +79,7 @@ def answer(
         target: the tokens that the output should predict, if they are given.
         vocabulary: V.
     """
+    # A head for a task has few classes, so its logits are small.
     if target is None or not isinstance(head, VocabularyHead):
         return {name: head(hidden, matrix, *columns)}
     is_fast = vocabulary % product_multiple(hidden.device) == 0
@@ -152,6 +153,7 @@ class PooledHead(nn.Module):
 
     def forward(self, hidden: Tensor, _embedding: Tensor, key: Tensor | None = None) -> Tensor:
         """[B, P, D] -> logits [B, P, C]; key: int32 [B], None means no dropout."""
+        # The last two keys: an LSTM below the head takes the ones before.
         before, after = (None, None) if key is None else split_key(key, self.below + 2)[-2:]
         if self.dropout_first:
             hidden = dropout(hidden, self.dropout, before)

@@ -121,6 +121,7 @@ class Transformer(TransformerModel):
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
         hidden = self._finish(hidden, keys.final, read)
+        # The head reads what the last of them returns.
         for extra in self.extras:
             hidden = extra.below_head(hidden, list(shown.values()), segments, keys.final)
         return found | self._answers(inputs, outputs, hidden, matrix, read, keys.final)

@@ -128,5 +128,6 @@ def _codec(family: type[ModelConfig]) -> type[Codec[Any]]:
         raise ConfigError(
             f"{family.__module__} has no Hugging Face format. Use the checkpoint with samestep."
         )
+    # By name, so that a run without such files imports no codec.
     found: type[Codec[Any]] = importlib.import_module(family.codec).Codec
     return found

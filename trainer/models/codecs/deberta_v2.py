@@ -39,6 +39,7 @@ class Codec(deberta.Codec[C]):
     def from_huggingface(
         cls, family: type[C], config: ConfigJson, tensors: Iterable[str] = ()
     ) -> C:
+        # Of transformers: files of version 1 have none of these keys.
         defaults = {
             "position_buckets": -1,
             "conv_kernel_size": 0,

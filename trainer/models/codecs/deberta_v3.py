@@ -31,6 +31,7 @@ class Codec(deberta_v2.Codec[deberta_v3.Config]):
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {name: each for name, each in parameters.items() if not name.startswith(GENERATOR)}
+        # Without its generator, the discriminator has one table: the sum of both.
         below = parameters.get(GENERATOR + _TABLE)
         if below is not None:
             own[_TABLE] = own[_TABLE] + below

@@ -61,6 +61,7 @@ class Codec(bert.Codec[distilbert.Config]):
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "transformer.")
 
     def to_huggingface(self) -> ConfigJson:
+        # A constant in the code of transformers, which no config.json can change.
         if self.config.norm_eps != 1e-12:
             raise ConfigError(
                 f"norm_eps {self.config.norm_eps} cannot be exported: distilbert in transformers "

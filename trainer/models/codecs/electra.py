@@ -36,6 +36,7 @@ class Codec(bert.Codec[electra.Config]):
         **{ours: name for ours, name in bert.Codec.their_settings.items() if ours != "causal"},
         "embedding_width": "embedding_size",
     }
+    # How the heads of transformers drop and pool, of which ours has one way.
     their_constants: ClassVar[Mapping[str, object]] = {
         **bert.Codec.their_constants,
         "is_decoder": False,

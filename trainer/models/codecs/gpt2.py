@@ -75,6 +75,7 @@ class Codec(codecs.Codec[C]):
         }
         names = _FIELDS | {"activation": cls.activation_key}
         fields = settings.read_settings(config, names, fixed, cls.activations)
+        # Null stands for four times the width.
         ffn_width = config.get("n_inner") or 4 * config["n_embd"]
         head, labels = settings.read_task(
             config, tuple(tensors), {"classification": (cls._task_architecture(), "score.weight")}
@@ -100,6 +101,7 @@ class Codec(codecs.Codec[C]):
                 f"a multiple_choice head cannot be exported: transformers' {self.model_type} has "
                 "none. Export the model that it was fine-tuned from."
             )
+        # Rates of embeddings and of branches are one setting here, and two there.
         fields = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
         is_task = config.head != "language_model"
         architecture = self._task_architecture() if is_task else self.architecture

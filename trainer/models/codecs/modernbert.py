@@ -117,6 +117,7 @@ class Codec(bert.Codec[modernbert.Config]):
                 "causal is true, but transformers has no causal modernbert. Use the checkpoint "
                 "with samestep."
             )
+        # Dropout after attention has no key: transformers does not apply it.
         fields = {theirs: getattr(config, ours) for ours, theirs in self.their_settings.items()}
         names = {ours: theirs for theirs, ours in self.their_activations.items()}
         architecture = self.architecture

@@ -15,6 +15,7 @@ class Codec(bert.Codec[roberta.Config]):
     model_type: ClassVar[str] = "roberta"
     architecture: ClassVar[str] = "RobertaForMaskedLM"
     causal_architecture: ClassVar[str] = "RobertaForCausalLM"
+    # The first entries of fairseq's dictionary, whatever the tokenizer.
     special_ids: ClassVar[Mapping[str, int]] = {
         "bos_token_id": 0,
         "pad_token_id": 1,

@@ -47,6 +47,7 @@ def read_settings(
         raise ConfigError(
             f"config.json lacks {', '.join(missing)}. Use the config.json of a transformers model."
         )
+    # The name of an activation is a value, and has its own table.
     key = fields["activation"]
     if str(config[key]) not in activation:
         raise ConfigError(

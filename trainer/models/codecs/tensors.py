@@ -41,6 +41,7 @@ def split_tensors(
     Raises:
         CheckpointError: parameters are missing, unexpected or have another shape.
     """
+    # Before any name is translated, so that a message has our names.
     _check(parameters, _shapes(config), config)
     exported: dict[str, Tensor] = {}
     for ours, theirs in names.items():

@@ -63,6 +63,7 @@ class Codec(bert.Codec[xlnet.Config]):
         "activation": "ff_activation",
         "initializer_range": "initializer_range",
     }
+    # Variants of attention and of distances that no released model has.
     their_constants: ClassVar[Mapping[str, object]] = {
         "attn_type": "bi",
         "bi_data": False,

@@ -25,6 +25,7 @@ class TagTransitions(Extra):
 
     def __init__(self, tags: int) -> None:
         super().__init__()
+        # One more for the beginning and the end of a text.
         self.shape = (tags + 1, tags + 1)
 
     def add_to(self, model: nn.Module) -> None:

@@ -49,6 +49,7 @@ class HeadLstm(Extra):
             key: int32 [B], of dropout; None: no dropout.
         """
         layers = len(self.forward_layers)
+        # Each layer drops other elements in each direction.
         keys = None if key is None else split_key(key, 2 * layers)
         for index in range(layers):
             read = []

@@ -102,6 +102,7 @@ class Config(Family):
                     "false, or leave head out."
                 )
         self.check_task(*get_args(TaskHead), "embedding")
+        # A head that reads each position can be causal: fine-tuned, it predicts from the left.
         if self.causal and self.head not in ("language_model", "tagging", "question_answering"):
             raise ConfigError(
                 f"causal is true, but a {self.head} head pools the first position, which sees no "
@@ -111,6 +112,7 @@ class Config(Family):
 
     @property
     def causal_outputs(self) -> frozenset[str]:
+        # One head for both directions: only the mask differs.
         offered = self.also_causal and self.predicts == "tokens"
         return frozenset({"next_tokens"} if offered else ())
 
@@ -141,6 +143,7 @@ class Config(Family):
         return {"nsp": "next_sentence" in needs, "span_boundary": "span_boundary" in needs}
 
     def build_extras(self) -> Sequence[Extra]:
+        # The order is the order of parameters in checkpoints: new extras come last.
         extras = build_task_parts(self)
         if self.nsp:
             from trainer.models.extras.next_sentence import NextSentence
@@ -164,6 +167,7 @@ class Config(Family):
             return MaskedLMHead(self, self.head_activation)
         if self.head == "embedding":
             return EmbeddingHead()
+        # BERT pools [CLS] by the pooler that next-sentence prediction has trained.
         if self.head in POOLED:
             drops_first = self.head == "classification" and self.classification_drops_first
             activation = self.pooler_activation

@@ -130,6 +130,7 @@ class Config(bert.Config):
     def build_base(self) -> Transformer:
         if self.head == "language_model" and not self.masked_lm:
             return Electra(self)
+        # A generator alone, or a discriminator that is fine-tuned: one model, as BERT.
         return Discriminator(self, self._build_head(), self.build_extras())
 
 
@@ -150,6 +151,7 @@ class Electra(WithGenerator):
         )
         self.copy_head: nn.Module | None = None
         if config.main_head == "tokens_or_copy":
+            # After the generator: parameters keep their order in checkpoints.
             self.copy_head = nn.Linear(config.width, 1)
             self.offers |= {"copied"}
             self.trains = {**self.trains, "copied": "model.main_head=tokens"}
@@ -161,6 +163,7 @@ class Electra(WithGenerator):
         if "copied" not in outputs:
             return super().main(inputs, outputs)
         assert self.copy_head is not None
+        # The choice to copy is made at every position, from the same states.
         found = super().main(inputs, outputs - {"copied"} | {"hidden"})
         return found | {"copied": self.copy_head(found["hidden"])[..., 0]}
 

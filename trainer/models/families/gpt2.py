@@ -70,6 +70,7 @@ class Config(Family):
     def build_extras(self) -> Sequence[Extra]:
         if self.head == "language_model":
             return ()
+        # Fine-tuning may go on predicting tokens (Radford et al. 2018, section 3.2).
         from trainer.models.extras.auxiliary_lm import AuxiliaryLanguageModel
 
         return (AuxiliaryLanguageModel(self),)

@@ -78,12 +78,14 @@ class Config(Family):
         self.check_positive("head_width")
         if self.decoder_layers is not None:
             self.check_positive("decoder_layers")
+        # Layers that both stacks share, or a decoder alone, have one number.
         one_stack = self.architecture != "encoder_decoder"
         if one_stack and self.decoder_layers not in (None, self.layers):
             raise ConfigError(
                 f"decoder_layers is {self.decoder_layers}, but architecture {self.architecture} "
                 f"has one stack of {self.layers} layers. Leave decoder_layers out."
             )
+        # Half of the buckets are for each direction, and half of those for single distances.
         if self.relative_buckets < 4 or self.relative_buckets % 4:
             raise ConfigError(
                 f"relative_buckets is {self.relative_buckets}. Use a multiple of 4, such as 32."
@@ -140,6 +142,7 @@ class Config(Family):
 
     @property
     def decoder(self) -> bool:
+        # Tags are read off the encoder, which sees both sides of a word.
         return self.head != "tagging"
 
     @property
@@ -191,8 +194,10 @@ class Config(Family):
 
     def _build_head(self) -> nn.Module:
         if self.head == "language_model":
+            # Embeddings begin with a deviation of 1, which is too large for an output matrix.
             return LanguageModelHead(self, scale=self.width**-0.5)
         if self.head in ("classification", "multiple_choice"):
+            # The last position of the decoder, which has seen the whole text.
             return PooledHead(self, self.classes, dropout_first=True)
         drops = self.head == "tagging"
         return TokenHead(self.width, self.classes, self.head_dropout if drops else 0.0)

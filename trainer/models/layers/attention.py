@@ -216,6 +216,7 @@ class SelfAttention(Attention):
             near = replace(context.fused, window=self.window)
             mixed = self.attend_fused(query, key, value, near, bias, context.key("attention"))
         else:
+            # Cached keys, a window or a prefix change what a position sees.
             key, value, mask = self._visible(query, key, value, hidden, bias, context)
             # A four-dimensional mask contains the direction. One of two dimensions is segments, for
             # kernels that take them, without the direction.
