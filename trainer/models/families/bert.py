@@ -13,7 +13,6 @@ from trainer.models import Outputs
 from trainer.models.base import POOLED
 from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead
 from trainer.models.extras import Extra
-from trainer.models.extras.task_parts import build_task_parts, check_task_parts
 from trainer.models.family import Family
 from trainer.models.heads import (
     EmbeddingHead,
@@ -108,7 +107,14 @@ class Config(Family):
                 f"causal is true, but a {self.head} head pools the first position, which sees no "
                 "other. Set causal to false: the weights of a left-to-right model fit."
             )
-        check_task_parts(self)
+        if self._has_task_parts:
+            from trainer.models.extras.task_parts import check_task_parts
+
+            check_task_parts(self)
+
+    @property
+    def _has_task_parts(self) -> bool:
+        return self.scalar_mix or self.head_lstm != 0 or self.crf
 
     @property
     def causal_outputs(self) -> frozenset[str]:
@@ -144,7 +150,11 @@ class Config(Family):
 
     def build_extras(self) -> Sequence[Extra]:
         # The order is the order of parameters in checkpoints: new extras come last.
-        extras = build_task_parts(self)
+        extras: list[Extra] = []
+        if self._has_task_parts:
+            from trainer.models.extras.task_parts import build_task_parts
+
+            extras += build_task_parts(self)
         if self.nsp:
             from trainer.models.extras.next_sentence import NextSentence
 
