@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import entry_points
+from typing import NoReturn
 
 from samestep import environment, log
 from samestep.errors import (
@@ -196,5 +198,14 @@ def _run(arguments: list[str] | None) -> int:
     return code
 
 
+def command() -> NoReturn:
+    """The program `samestep`: runs a sub-command, and ends the process with its exit code."""
+    code = main()
+    if log.ends_at_once():
+        atexit._run_exitfuncs()
+        log.exit_now(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -13,6 +13,7 @@ from samestep.addresses import shown
 from samestep.environment import visible
 
 FILES = "SAMESTEP_LOGS"
+_at_once: list[bool] = []  # not empty after `end_at_once`
 """Environment variable with a folder for a log file of each rank, INFO included."""
 
 
@@ -64,6 +65,20 @@ def set_up(rank: int | None = None, verbose: bool = False) -> None:
         # C++ stack traces of this process when another one has died.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def end_at_once() -> None:
+    """Has the program `samestep` end without the cleanup of Python and of C++ libraries.
+
+    For libraries whose threads abort the process in it, now and then, so that its exit code says
+    nothing. What was registered with `atexit` still runs.
+    """
+    _at_once.append(True)
+
+
+def ends_at_once() -> bool:
+    """Whether `end_at_once` was called."""
+    return bool(_at_once)
 
 
 def exit_now(code: int) -> NoReturn:

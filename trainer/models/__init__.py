@@ -4,7 +4,7 @@
 `torch.device("meta")`: parameters get their values later, from `Model.initial_values` or a
 checkpoint, after a strategy has partitioned them. Parameter names are the names in checkpoints.
 
-A new architecture is one module, here or in another package, with a `Config` that extends
+A new architecture is one module, in `families` or in another package, with a `Config` that extends
 `ModelConfig` and builds a `Model`. Strategies, objectives and the trainer use nothing else.
 """
 

@@ -204,7 +204,8 @@ class TransformerModel(Model):
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         config, shape = self.config, self.get_parameter(name).shape
         added = None if config.peft is None else config.peft.initial_std(name, shape)
-        if (extra := self._extra(name)) is not None:
+        extra = self._extra(name)
+        if added is None and extra is not None:
             added = extra.initial_std(shape)
         stds = config.initial_std(name) if added is None else (added,)
         # Fused parameters have several parts with different distributions (T5's queries and keys).
@@ -232,7 +233,7 @@ class TransformerModel(Model):
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         before = stored.config
-        # Which parts the stored names belong to, the configuration of their model says.
+        # The stored model's configuration says which extras its names belong to.
         with torch.device("meta"):
             extras = before.build_extras() if isinstance(before, TransformerConfig) else ()
         # A later line overrides an earlier one: own names, then new heads, then what peft adds.
@@ -246,12 +247,14 @@ class TransformerModel(Model):
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)
             }
         # Stored weights that the model does not use must be expected, or they point to an error.
-        parts = {extra.name: extra.pretraining for extra in extras if extra.pretraining}
-        reason = " and ".join(f"{setting} is not set" for setting in parts.values())
+        settings = {extra.name: extra.pretraining for extra in extras if extra.pretraining}
+        parts = set(settings)
+        reason = " and ".join(f"{setting} is not set" for setting in settings.values())
         if self.config.head != "language_model":
-            parts["head"], reason = "", f"model.head is {self.config.head}"
+            parts.add("head")
+            reason = f"model.head is {self.config.head}"
             if not any(name.startswith("decoder") for name in shapes):  # T5's taggers
-                parts |= dict.fromkeys(("decoder", "decoder_norm", "decoder_bias"), "")
+                parts |= {"decoder", "decoder_norm", "decoder_bias"}
         unused = {name for name in stored.shapes if name.partition(".")[0] in parts}
         if self.config.type_vocab == 0:  # a DistilBERT that starts from a BERT
             unused |= {"embeddings.types.weight"} & stored.shapes.keys()

@@ -79,7 +79,7 @@ class TransformerConfig(ModelConfig):
             kernels in training, samestep's own allows any rate.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
-        peft: parameter-efficient fine-tuning (a module of trainer/models/peft): trains added
+        peft: parameter-efficient fine-tuning (a module of trainer/models/peft/kinds): trains added
             parameters and a task's head, and freezes the rest; None trains all.
     """
 

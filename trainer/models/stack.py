@@ -139,7 +139,7 @@ class Stack(nn.ModuleList):
             positions: int [B, P], the positions that the last layer computes; None: all.
             cache: keys and values of earlier positions.
         """
-        # As under XLA, which would compile each layer by itself.
+        # XLA's runner is one loop in the graph; called one by one, each layer would be compiled.
         if self.runner is not None:
             return self.runner(self, hidden, memory, bias, context, positions, cache)
         for index in range(len(self)):

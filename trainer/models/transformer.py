@@ -39,7 +39,7 @@ class _Inner(NamedTuple):
     """Values of single layers that the outputs need, by number.
 
     Attributes:
-        states: hidden states; all for a scalar mix.
+        states: hidden states; all if an extra needs the layers.
         attention: the outputs `attention.N`.
         alone: the outputs are nothing else.
         through: the highest layer that has to run.
@@ -121,7 +121,7 @@ class Transformer(TransformerModel):
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
         hidden = self._finish(hidden, keys.final, read)
-        # The head reads what the last of them returns.
+        # Extras run in order, and the head reads the last one's result.
         for extra in self.extras:
             hidden = extra.below_head(hidden, list(shown.values()), segments, keys.final)
         return found | self._answers(inputs, outputs, hidden, matrix, read, keys.final)
@@ -350,7 +350,7 @@ class Transformer(TransformerModel):
         for_predicted = matrix_flops(self.layers[-1], without="qkv")
         positions = sequence_length + self.config.virtual_tokens
         attention = 12 * len(self.layers) * positions * self.config.heads * self.config.head_width
-        # An extra below the head reads all positions.
+        # LSTM layers below the head need the last layer at all positions.
         if below := sum(matrix_flops(each) for each in self.extras if each.is_below_head):
             matrices += below
             for_predicted = 0

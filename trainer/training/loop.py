@@ -179,8 +179,8 @@ class Trainer:
                 self.skip_examples(self.loader.consumed, fault)
                 continue
             if self.state.step == begin + 1:
-                # The optimizer creates its state in the first update, so memory for saves can be
-                # reserved only now.
+                # A program's own optimizer creates its state in the first update, so memory for
+                # saves can be reserved only now.
                 self.checkpoints.reserve(self.strategy.to_host(self.tensors(), copy=False))
             for observer in self.observers:
                 if metrics := observer.end_step(self.state.step):

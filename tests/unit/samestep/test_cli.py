@@ -132,3 +132,26 @@ def test_commands_start_without_slow_imports(arguments: tuple[str, ...], slow: s
     imported = set(done.stderr.split())
     assert "samestep.cli" in imported
     assert not imported & slow
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_library_may_ask_for_an_end_without_cleanup(at_once: bool) -> None:
+    """Functions of atexit still run, and the output is whole; the end of Python is skipped."""
+    code = f"""
+import atexit, sys
+from samestep import log
+from samestep.cli import command
+class Last:
+    def __del__(self):
+        print("cleaned up", flush=True)
+last = Last()
+atexit.register(print, "at exit")
+if {at_once}:
+    log.end_at_once()
+sys.argv[1:] = ["config", "no-such-file.yaml"]
+command()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no-such-file.yaml" in done.stderr
+    assert done.stdout == "at exit\n" + "cleaned up\n" * (not at_once)

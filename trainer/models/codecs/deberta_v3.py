@@ -35,7 +35,7 @@ class Codec(deberta_v2.Codec[deberta_v3.Config]):
         below = parameters.get(GENERATOR + _TABLE)
         if below is not None:
             own[_TABLE] = own[_TABLE] + below
-        alone = Codec(replace(self.config, generator_layers=0, mask_decoder=False))
+        alone = type(self)(replace(self.config, generator_layers=0, mask_decoder=False))
         exported = super(Codec, alone).export_tensors(own)
         # transformers has no head that detects replaced tokens of a DeBERTa.
         return {name: each for name, each in exported.items() if not name.startswith(_HEAD)}

@@ -76,7 +76,7 @@ class Codec(bert.Codec[electra.Config]):
         # As if it had been built without these, whose tensors would be missing.
         # With and without the choice to copy, the head for tokens is the same.
         head: electra.MainHead = "detector" if self.config.main_head == "detector" else "tokens"
-        alone = Codec(replace(self.config, generator_divisor=0, main_head=head))
+        alone = type(self)(replace(self.config, generator_divisor=0, main_head=head))
         return super(Codec, alone).export_tensors(own)
 
     def export_parts(self) -> dict[str, tuple[ModelConfig, str]]:

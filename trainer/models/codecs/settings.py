@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from samestep.errors import ConfigError
 from trainer.models.codecs import ConfigJson
@@ -23,7 +24,7 @@ def read_settings(
     fields: Mapping[str, str],
     fixed: Mapping[str, object],
     activation: Mapping[str, str],
-) -> ConfigJson:
+) -> dict[str, Any]:
     """Reads the settings of a `config.json`, under our names.
 
     Args:

@@ -43,7 +43,7 @@ class Extra(nn.Module):
         trains: see `trainer.models.Model`.
         columns: of `Inputs.extra` that its outputs need.
         needs_positions: the positions whose hidden states it needs after the last layer.
-        is_below_head: whether it computes the head's input; then it runs whenever the head does.
+        is_below_head: whether it overrides `below_head`, which computes what the head reads.
         needs_layers: whether it needs the states of all layers.
         pretraining: the setting that adds it, if fine-tuning leaves it out.
         has_labels: whether its parameters belong to the labels of a task's head.
@@ -66,7 +66,7 @@ class Extra(nn.Module):
         model.add_module(self.name, self)
 
     def is_needed(self, outputs: Outputs) -> bool:
-        """Whether these outputs need it, if they need the head."""
+        """Whether these outputs use this part."""
         return self.is_below_head or not self.offers.isdisjoint(outputs)
 
     def below_head(
@@ -76,11 +76,11 @@ class Extra(nn.Module):
         segments: Tensor | None,
         dropout_key: Tensor | None,
     ) -> Tensor:
-        """Computes what the head reads, [B, S, D], from the states after the last layer.
+        """Computes what the head reads from the states after the last layer; of the same shape.
 
         Args:
-            hidden: [B, S, D].
-            layers: states of all layers, from the embeddings on, if it needs them.
+            hidden: [B, n + S, D], with the n positions of a prompt.
+            layers: [B, S, D] each, states of all layers from the embeddings on, if it needs them.
             segments: int [B, S], see `trainer.models.inputs`.
             dropout_key: int32 [B]; None: no dropout.
         """
@@ -90,7 +90,7 @@ class Extra(nn.Module):
         """Projects the states of a layer, [B, S, D], for the output `compared.N`."""
         return hidden
 
-    def answer(self, model: nn.Module, read: HeadInput) -> dict[str, Tensor]:
+    def answer(self, model: nn.Module, head_input: HeadInput) -> dict[str, Tensor]:
         """Computes its outputs among those that are asked for."""
         return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from trainer.models.config import TransformerConfig
 from trainer.models.extras import Extra, HeadInput
 from trainer.models.heads import LanguageModelHead, answer
 
@@ -15,8 +16,14 @@ class AuxiliaryLanguageModel(LanguageModelHead, Extra):
     offers = frozenset({"next_tokens"})
     needs_positions = "all"
 
-    def answer(self, model: nn.Module, read: HeadInput) -> dict[str, Tensor]:
-        if "next_tokens" not in read.outputs:
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.vocabulary = config.vocab_size
+
+    def answer(self, model: nn.Module, head_input: HeadInput) -> dict[str, Tensor]:
+        if "next_tokens" not in head_input.outputs:
             return {}
-        target, size = read.inputs.targets.get("next_tokens"), len(read.matrix)
-        return answer("next_tokens", self, target, size, read.hidden[:, :-1], read.matrix)
+        target, size = head_input.inputs.targets.get("next_tokens"), self.vocabulary
+        return answer(
+            "next_tokens", self, target, size, head_input.hidden[:, :-1], head_input.matrix
+        )

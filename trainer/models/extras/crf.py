@@ -31,8 +31,8 @@ class TagTransitions(Extra):
     def add_to(self, model: nn.Module) -> None:
         model.register_parameter(self.name, nn.Parameter(torch.empty(self.shape)))
 
-    def answer(self, model: nn.Module, read: HeadInput) -> dict[str, Tensor]:
-        if self.name not in read.outputs:
+    def answer(self, model: nn.Module, head_input: HeadInput) -> dict[str, Tensor]:
+        if self.name not in head_input.outputs:
             return {}
         # A copy, as a strategy may free the gathered parameter after this pass.
         return {self.name: model.get_parameter(self.name).clone()}

@@ -32,7 +32,7 @@ class NextSentence(Extra):
         logits: Tensor = self.classifier(self.pooler(first).tanh())
         return logits
 
-    def answer(self, model: nn.Module, read: HeadInput) -> dict[str, Tensor]:
-        if "next_sentence" not in read.outputs:
+    def answer(self, model: nn.Module, head_input: HeadInput) -> dict[str, Tensor]:
+        if "next_sentence" not in head_input.outputs:
             return {}
-        return {"next_sentence": self(read.whole[:, 0])}
+        return {"next_sentence": self(head_input.whole[:, 0])}

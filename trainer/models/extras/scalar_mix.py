@@ -28,7 +28,7 @@ class ScalarMix(Extra):
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.scores = nn.Parameter(torch.empty(layers))
-        self.gain = nn.Parameter(torch.empty(1))  # minus 1, so that it begins with 0
+        self.gain = nn.Parameter(torch.empty(1))  # the gain minus 1, so it starts at 0
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
         """The hidden states of all layers, [B, S, D] each -> [B, S, D]."""

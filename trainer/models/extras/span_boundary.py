@@ -53,10 +53,10 @@ class SpanBoundary(VocabularyHead, Extra):
         inner = self.first_norm(F.gelu(self.first(read)))
         return self.second_norm(F.gelu(self.second(inner))), embedding, None
 
-    def answer(self, model: nn.Module, read: HeadInput) -> dict[str, Tensor]:
-        if "span_boundary" not in read.outputs:
+    def answer(self, model: nn.Module, head_input: HeadInput) -> dict[str, Tensor]:
+        if "span_boundary" not in head_input.outputs:
             return {}
-        target = read.inputs.targets.get("span_boundary")
-        columns = [read.inputs.extra[name] for name in self.columns]
-        size, hidden, matrix = self.vocabulary, read.hidden, read.matrix
+        target = head_input.inputs.targets.get("span_boundary")
+        columns = [head_input.inputs.extra[name] for name in self.columns]
+        size, hidden, matrix = self.vocabulary, head_input.hidden, head_input.matrix
         return answer("span_boundary", self, target, size, hidden, matrix, *columns)
