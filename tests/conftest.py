@@ -25,7 +25,7 @@ import pytest
 
 from samestep.cli import main
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
-from tests.integration.commands import SAMESTEP, Process, Result, Samestep, Start
+from tests.integration.commands import SAMESTEP, UNFORKED, Process, Result, Samestep, Start
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -306,12 +306,17 @@ def _logging_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts commands in the background; kills what is left of them in the end."""
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts commands in the background; kills what is left of them in the end.
+
+    Those of `UNFORKED` are forked, except in the tests that it names.
+    """
     started: list[Process] = []
+    test = request.node.nodeid.partition("[")[0]
 
     def run(*arguments: object, command: tuple[str, ...] = SAMESTEP) -> Process:
-        started.append(Process(command, arguments, tmp_path))
+        forked = command == SAMESTEP and UNFORKED.get(str(arguments[0]), test) != test
+        started.append(Process(command, arguments, tmp_path, forked))
         return started[-1]
 
     yield run

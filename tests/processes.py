@@ -17,10 +17,36 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["trainer.training.run", "trainer.publish.export", "torch._dynamo"]
-)  # the last one for FSDP2
+CONTEXT = multiprocessing.get_context("forkserver")
+# What ranks and commands import before and during a short run. `torch._dynamo` is for FSDP2.
+CONTEXT.set_forkserver_preload(
+    [
+        "data_pipeline.packing.bins",
+        "data_pipeline.reading.loader",
+        "data_pipeline.tokenizers.huggingface",
+        "encodings.idna",
+        "numpy.ma",
+        "samestep.cli",
+        "torch._dynamo",
+        "torch.profiler._cupti_monitor",
+        "trainer.elastic.command",
+        "trainer.models.families.bert",
+        "trainer.models.families.t5",
+        "trainer.objectives.kinds.mlm",
+        "trainer.objectives.kinds.span_corruption",
+        "trainer.optim.kinds.adafactor",
+        "trainer.optim.kinds.adamw",
+        "trainer.publish.export",
+        "trainer.strategies.kinds.ddp",
+        "trainer.strategies.kinds.fsdp",
+        "trainer.strategies.kinds.single",
+        "trainer.training.observers.heartbeat",
+        "trainer.training.observers.profiler",
+        "trainer.training.observers.stacks",
+        "trainer.training.observers.state_check",
+        "trainer.training.run",
+    ]
+)
 
 
 def run_ranks(
@@ -48,8 +74,8 @@ def run_ranks(
     pipes: list[Connection] = []
     processes = []
     for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(
             target=_child,
             args=(sender, {**environment, "RANK": str(rank)}, function, arguments),
             daemon=True,
