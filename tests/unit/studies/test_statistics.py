@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from trainer.studies.row_scores import RowScore
 from trainer.studies.statistics import (
@@ -17,6 +16,8 @@ from trainer.studies.statistics import (
 
 
 def test_without_rows_it_is_the_paired_t_test() -> None:
+    from scipy import stats
+
     one, other = [0.81, 0.84, 0.79, 0.86], [0.80, 0.80, 0.78, 0.83]
     found = estimate([a - b for a, b in zip(one, other, strict=True)])
     interval = stats.ttest_rel(one, other).confidence_interval(0.95)
@@ -26,6 +27,8 @@ def test_without_rows_it_is_the_paired_t_test() -> None:
 
 
 def test_variance_over_rows_has_many_degrees_of_freedom() -> None:
+    from scipy import stats
+
     values = [0.1, 0.2, 0.3]  # variance of the mean: 0.01 / 3
     seeds, both = estimate(values), estimate(values, rows_variance=0.09 / 3)
     assert seeds.high == pytest.approx(0.2 + stats.t.ppf(0.975, 2) * np.sqrt(0.01 / 3))
