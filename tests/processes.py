@@ -93,6 +93,30 @@ def run_ranks(
         del store  # a failure's traceback would keep it, and its thread
 
 
+class FastSpawn:
+    """In place of `multiprocessing` in a module, whose spawned processes come from the server."""
+
+    parent_process = staticmethod(multiprocessing.parent_process)
+
+    def get_context(self, method: str) -> FastSpawn:
+        assert method == "spawn"
+        return self
+
+    def Pipe(self) -> tuple[Connection, Connection]:
+        return CONTEXT.Pipe()
+
+    def Process(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
+        return CONTEXT.Process(
+            target=_spawned, args=(dict(os.environ), target, args), daemon=daemon
+        )
+
+
+def _spawned(environment: dict[str, str], target: Callable[..., None], args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
+
+
 def fork() -> int:
     """`os.fork` for tests: the child does not collect the garbage of former ones, some of which had
     threads there.
