@@ -72,7 +72,7 @@ def test_the_cases_cover_every_pair() -> None:
     [
         1,
         2,
-        3,
+        pytest.param(3, marks=pytest.mark.long),
         pytest.param(4, marks=pytest.mark.exhaustive),
         pytest.param(5, marks=pytest.mark.long),
     ],

@@ -234,6 +234,7 @@ def test_the_end_of_the_terminal_saves(
     assert f"continuing   at step {saved}" in continued.err
 
 
+@pytest.mark.long
 def test_under_nohup_a_run_outlives_its_terminal(
     start: Start, experiment_file: str, tmp_path: Path
 ) -> None:
