@@ -134,6 +134,8 @@ def _set_up(environment: dict[str, str], folder: str, streams: list[_Descriptor]
     import torch
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    # Where a build has started the server, it has what is blocked while workers start.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for target, stream in enumerate(streams):
         os.dup2(stream.number, target)
         os.close(stream.number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -106,12 +107,16 @@ class FastSpawn:
         return CONTEXT.Pipe()
 
     def Process(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         return CONTEXT.Process(
-            target=_spawned, args=(dict(os.environ), target, args), daemon=daemon
+            target=_spawned, args=(dict(os.environ), blocked, target, args), daemon=daemon
         )
 
 
-def _spawned(environment: dict[str, str], target: Callable[..., None], args: Any) -> None:
+def _spawned(
+    environment: dict[str, str], blocked: set[int], target: Callable[..., None], args: Any
+) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     os.environ.clear()
     os.environ.update(environment)
     target(*args)
