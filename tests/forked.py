@@ -1,4 +1,4 @@
-"""Runs Python commands as processes that are forked from a server which has torch and our modules.
+"""Runs commands as processes that are forked from a server which has torch and our modules.
 
 A new interpreter spends two seconds of its CPU on imports before a command does anything.
 """
@@ -27,7 +27,7 @@ class ForkedProcess:
     """What `subprocess.Popen` is for a new interpreter; the leader of a session of its own.
 
     Args:
-        command: `samestep`, a script of Python, or `python` with `-c` or `-m`, and arguments.
+        command: `samestep`, or `python` with `-m samestep.cli` or `-c CODE`, and arguments.
         folder: where it is started.
         environment: all its variables.
         stdout: file for its output; nothing keeps it if None.
