@@ -10,6 +10,9 @@ OTHER_BENCHMARKS := span_corruption step step_t5 step_encoders generation
 XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
 XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
+# Tests start hundreds of processes, each of which would compile our modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Tests wait for a third of their time, so there are more workers than cores.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -43,10 +46,10 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check  ## format, lint, types, import contracts and tests (10 minutes)
+test: check  ## format, lint, types, import contracts and tests (8 minutes)
 	$(PYTEST) --ignore tests/kernels
 
-test-long: install  ## the slower tests, of several seconds each (15 minutes)
+test-long: install  ## the slower tests, of three seconds of CPU and more (17 minutes)
 	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m 'long and not exhaustive and not chaos'
 
 test-all: test test-long  ## test and test-long

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,8 @@ import pytest
 
 from samestep.cli import main
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
-from tests.integration.commands import SAMESTEP, Process, Result, Samestep, Start
+from tests.integration.commands import SAMESTEP, UNFORKED, Process, Result, Samestep, Start
+from tests.processes import FastSpawn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -62,6 +64,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     if late := sum(NO_TIME in str(report.longrepr) for report in skipped):
         terminalreporter.write_line(f"skipped: {late}, {NO_TIME}", yellow=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quicker() -> Iterator[None]:
+    """Builds take their workers from the tests' fork server, and the same YAML is parsed once.
+
+    Commands that run in an interpreter of their own spawn their workers and parse what they read.
+    """
+    from data_pipeline.building import pool
+    from samestep.config import tree
+
+    parse, parsed = tree._parse, dict[tuple[str, str], bytes]()
+
+    def parse_once(text: str, where: str) -> object:
+        if (text, where) not in parsed:
+            parsed[text, where] = pickle.dumps(parse(text, where))
+        return pickle.loads(parsed[text, where])  # noqa: S301 what was dumped above
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "_parse", parse_once)
+        patch.setattr(pool, "multiprocessing", FastSpawn())
+        yield
 
 
 def make_dataset(
@@ -306,12 +330,17 @@ def _logging_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts commands in the background; kills what is left of them in the end."""
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts commands in the background; kills what is left of them in the end.
+
+    Those of `UNFORKED` are forked, except in the tests that it names.
+    """
     started: list[Process] = []
+    test = request.node.nodeid.partition("[")[0]
 
     def run(*arguments: object, command: tuple[str, ...] = SAMESTEP) -> Process:
-        started.append(Process(command, arguments, tmp_path))
+        forked = command == SAMESTEP and UNFORKED.get(str(arguments[0]), test) != test
+        started.append(Process(command, arguments, tmp_path, forked))
         return started[-1]
 
     yield run

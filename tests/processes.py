@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -17,10 +18,36 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["trainer.training.run", "trainer.publish.export", "torch._dynamo"]
-)  # the last one for FSDP2
+CONTEXT = multiprocessing.get_context("forkserver")
+# What ranks and commands import before and during a short run. `torch._dynamo` is for FSDP2.
+CONTEXT.set_forkserver_preload(
+    [
+        "data_pipeline.packing.bins",
+        "data_pipeline.reading.loader",
+        "data_pipeline.tokenizers.huggingface",
+        "encodings.idna",
+        "numpy.ma",
+        "samestep.cli",
+        "torch._dynamo",
+        "torch.profiler._cupti_monitor",
+        "trainer.elastic.command",
+        "trainer.models.families.bert",
+        "trainer.models.families.t5",
+        "trainer.objectives.kinds.mlm",
+        "trainer.objectives.kinds.span_corruption",
+        "trainer.optim.kinds.adafactor",
+        "trainer.optim.kinds.adamw",
+        "trainer.publish.export",
+        "trainer.strategies.kinds.ddp",
+        "trainer.strategies.kinds.fsdp",
+        "trainer.strategies.kinds.single",
+        "trainer.training.observers.heartbeat",
+        "trainer.training.observers.profiler",
+        "trainer.training.observers.stacks",
+        "trainer.training.observers.state_check",
+        "trainer.training.run",
+    ]
+)
 
 
 def run_ranks(
@@ -48,8 +75,8 @@ def run_ranks(
     pipes: list[Connection] = []
     processes = []
     for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(
             target=_child,
             args=(sender, {**environment, "RANK": str(rank)}, function, arguments),
             daemon=True,
@@ -65,6 +92,34 @@ def run_ranks(
             process.kill()
             process.join()
         del store  # a failure's traceback would keep it, and its thread
+
+
+class FastSpawn:
+    """In place of `multiprocessing` in a module, whose spawned processes come from the server."""
+
+    parent_process = staticmethod(multiprocessing.parent_process)
+
+    def get_context(self, method: str) -> FastSpawn:
+        assert method == "spawn"
+        return self
+
+    def Pipe(self) -> tuple[Connection, Connection]:
+        return CONTEXT.Pipe()
+
+    def Process(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return CONTEXT.Process(
+            target=_spawned, args=(dict(os.environ), blocked, target, args), daemon=daemon
+        )
+
+
+def _spawned(
+    environment: dict[str, str], blocked: set[int], target: Callable[..., None], args: Any
+) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
 
 
 def fork() -> int:

@@ -169,6 +169,7 @@ def test_collective_that_drops_an_element(tmp_path: Path) -> None:
     assert "fp32 passes" not in found
 
 
+@pytest.mark.long
 def test_collectives_take_the_memory_of_one_rank() -> None:
     """Not of all ranks on each, whose size would grow with the square of their number."""
     assert run_ranks(2, _check_collectives, (1, 1000)) == [2 * 1000] * 2

@@ -37,6 +37,7 @@ def test_t5_with_adafactor(t5_experiment: str, tmp_path: Path) -> None:
     assert_same_bits(t5_experiment, tmp_path, layouts, *task("span_corruption", "bf16"))
 
 
+@pytest.mark.long
 def test_scattered_after_each_unit(experiment_file: str, tmp_path: Path) -> None:
     scattering = "{kind: fsdp, reduce_each_micro_batch: true}"
     assert_same_bits(experiment_file, tmp_path, [(2, scattering)], *task("mlm_lamb", "fp32"))

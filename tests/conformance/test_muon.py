@@ -56,7 +56,11 @@ def test_every_strategy_takes_the_same_steps(
 
 @pytest.mark.parametrize(
     ("step", "world_size", "strategy"),
-    [(4, 1, "single"), (8, 2, "{kind: deepspeed, stage: 1}"), (8, 2, "ddp")],
+    [
+        (4, 1, "single"),
+        pytest.param(8, 2, "{kind: deepspeed, stage: 1}", marks=pytest.mark.long),
+        (8, 2, "ddp"),
+    ],
 )
 def test_momentum_moves_to_other_strategies(
     experiment_file: str,

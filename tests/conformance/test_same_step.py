@@ -70,9 +70,9 @@ def test_the_cases_cover_every_pair() -> None:
 @pytest.mark.parametrize(
     "world_size",
     [
-        1,
+        pytest.param(1, marks=pytest.mark.long),
         2,
-        3,
+        pytest.param(3, marks=pytest.mark.long),
         pytest.param(4, marks=pytest.mark.exhaustive),
         pytest.param(5, marks=pytest.mark.long),
     ],

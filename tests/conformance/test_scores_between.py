@@ -99,7 +99,11 @@ def reference(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) ->
     ("world_size", "strategies"),
     [
         (1, ["ddp", "fsdp", "keeps"]),
-        (2, ["ddp", "fsdp", "keeps", "hsdp", "keeps-hsdp", "accelerate"]),
+        pytest.param(
+            2,
+            ["ddp", "fsdp", "keeps", "hsdp", "keeps-hsdp", "accelerate"],
+            marks=pytest.mark.long,
+        ),
         pytest.param(2, ["zero-1", "zero-2", "zero-3"], marks=pytest.mark.long),
     ],
 )

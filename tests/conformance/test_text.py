@@ -41,9 +41,8 @@ def references(
     return {(case.packing, case.task): record for case, record in zip(cases, records, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_same_batches_and_losses(
     t5_experiment: str, tmp_path: Path, references: dict[tuple[str, str], Record], world_size: int
 ) -> None:

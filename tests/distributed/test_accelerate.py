@@ -75,6 +75,7 @@ def losses_of(file: str, runs: list[list[str]], gpu: bool = False) -> list[list[
     return found
 
 
+@pytest.mark.long
 def test_losses_are_those_of_one_process(experiment_file: str, tmp_path: Path) -> None:
     """With uneven shares of a batch, several micro-batches in one, and clipping."""
 

@@ -238,6 +238,7 @@ def run_ranks(folder: Path, *scenarios: str) -> None:
     assert script.returncode == 0, script.stdout
 
 
+@pytest.mark.long
 def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
     run_ranks(tmp_path / "saved", "save:4", "restore:3", "save:3", "restore:4")
 
@@ -254,6 +255,7 @@ def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
+@pytest.mark.long
 def test_one_rank_s_trouble_is_everyone_s(tmp_path: Path) -> None:
     run_ranks(
         tmp_path / "runs",

@@ -82,7 +82,8 @@ def losses(rows: list[dict[str, float]]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy", "optimizer"), [(2, "ddp", LAMB), (3, "fsdp", ADAM)]
+    ("world_size", "strategy", "optimizer"),
+    [(2, "ddp", LAMB), pytest.param(3, "fsdp", ADAM, marks=pytest.mark.long)],
 )
 def test_skipped_alike_and_resumed_elsewhere(
     experiment_file: str, tmp_path: Path, world_size: int, strategy: str, optimizer: str
@@ -112,6 +113,7 @@ def test_skipped_alike_and_resumed_elsewhere(
     np.testing.assert_allclose(losses(resumed), losses(rows)[8:], rtol=1e-3)
 
 
+@pytest.mark.long
 def test_the_loss_scale_at_which_gradients_overflow_does_not_grow_with_replicas(
     experiment_file: str, tmp_path: Path
 ) -> None:

@@ -47,7 +47,9 @@ def gradients_after_the_first_micro_batch(file: str, overrides: list[str]) -> li
     return list(found[0])
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "{kind: fsdp, replicas: 2}"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", pytest.param("{kind: fsdp, replicas: 2}", marks=pytest.mark.long)]
+)
 def test_bf16_is_that_of_ddp(experiment_file: str, tmp_path: Path, strategy: str) -> None:
     """Norms gathered in bf16 have weights of 8 bits, and losses that are off by 1e-4."""
     settings = [*STEPS, "training.precision=bf16"]
@@ -60,7 +62,9 @@ def test_bf16_is_that_of_ddp(experiment_file: str, tmp_path: Path, strategy: str
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["kind: fsdp", "kind: fsdp, replicas: 2"])
+@pytest.mark.parametrize(
+    "strategy", ["kind: fsdp", pytest.param("kind: fsdp, replicas: 2", marks=pytest.mark.long)]
+)
 def test_gradients_may_be_reduced_in_each_micro_batch(
     experiment_file: str, tmp_path: Path, strategy: str
 ) -> None:

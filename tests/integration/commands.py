@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from tests.forked import ForkedProcess
+
 SAMESTEP = (str(Path(sys.executable).with_name("samestep")),)
+
+UNFORKED = {"train": "tests/integration/test_failures.py::test_ctrl_c_saves"}
+"""Commands that tests start as forks (see `tests.forked`), each with a test that runs it in an
+interpreter of its own, as do tests of all other commands."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,20 @@ Samestep: TypeAlias = Callable[..., Result]
 
 
 class Process:
-    """A command with the processes it starts, in a session of their own."""
+    """A command with the processes it starts, in a session of their own.
+
+    Args:
+        forked: whether it is forked from a server that has our modules.
+    """
+
+    popen: subprocess.Popen[bytes] | ForkedProcess
 
     def __init__(
-        self, command: tuple[str, ...], arguments: tuple[object, ...], folder: Path
+        self,
+        command: tuple[str, ...],
+        arguments: tuple[object, ...],
+        folder: Path,
+        forked: bool = False,
     ) -> None:
         self.stderr = folder / f"stderr-{time.monotonic_ns()}"
         self.temporary = folder / "temporary"
@@ -53,9 +69,13 @@ class Process:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
         }
+        words = [*command, *map(str, arguments)]
         with self.stderr.open("w") as stderr:
+            if forked:
+                self.popen = ForkedProcess(words, environment, Path.cwd(), stderr)
+                return
             self.popen = subprocess.Popen(
-                [*command, *map(str, arguments)],
+                words,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 env=environment,

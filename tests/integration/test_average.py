@@ -120,6 +120,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.long
 def test_of_two_processes_with_one_folder_the_first_writes_it(
     run: Path, tmp_path: Path, samestep: Samestep, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_plain_deepspeed_run_is_taken_over(
     assert continued(tmp_path / "checkpoints") == pytest.approx(following, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_masters_of_a_bf16_run_are_taken_over(
     plain: Plain, reference: dict[str, dict[str, Tensor]], stage: int
@@ -216,6 +217,7 @@ def test_masters_of_a_bf16_run_are_taken_over(
             assert (found[name] - tensor).norm() <= 0.4 * tensor.norm(), (kind, name)
 
 
+@pytest.mark.long
 def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
     plain: Plain, samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:
@@ -261,6 +263,7 @@ def test_a_run_is_handed_over_to_deepspeed(
     assert "already exists" in samestep("checkpoint", "convert", run, back).message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -325,6 +328,7 @@ def change(folder: Path, rank: int, how: Callable[[dict[str, Any]], object]) -> 
     torch.save(content, path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

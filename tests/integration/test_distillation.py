@@ -106,7 +106,7 @@ def test_a_student_learns_what_its_teacher_says(
     assert samestep("replay", run, 70, "--exact").code == 0
 
 
-@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.parametrize("task", [pytest.param("classification", marks=pytest.mark.long), "mlm"])
 def test_any_number_of_processes_makes_the_same_steps(
     task: str, taught: Path, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:

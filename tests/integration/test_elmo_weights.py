@@ -164,6 +164,7 @@ def test_features_are_those_of_the_published_program(
     np.testing.assert_allclose(np.load(output), np.concatenate(expected), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_training_goes_on_from_them(
     convert: Convert, weights: dict[str, Any], tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from sentence_transformers import SentenceTransformer
 
 from samestep.cli import main
 from tests.conformance.worker import run_once
@@ -100,6 +99,8 @@ def test_embeddings_are_learned_and_exported(
     assert samestep("replay", run, 10, "--exact").code == 0
 
     assert samestep("export", run, tmp_path / "hf").code == 0
+    from sentence_transformers import SentenceTransformer  # takes seconds, so not in every worker
+
     theirs = SentenceTransformer(str(tmp_path / "hf"), device="cpu")
     dev = pairs(60, 240)
     first, second = (theirs.encode([row[column] for row in dev]) for column in "ab")

@@ -53,7 +53,7 @@ def extended(finished_run: Path, tmp_path: Path, samestep: Samestep) -> Path:
     ("processes", "strategy"),
     [
         (1, "single"),
-        (2, "fsdp"),
+        pytest.param(2, "fsdp", marks=pytest.mark.long),
         pytest.param(2, "ddp", marks=pytest.mark.long),
         pytest.param(3, "{kind: deepspeed, stage: 3}", marks=pytest.mark.long),
     ],

@@ -63,7 +63,10 @@ def without(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> I
     return make
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "ddp"), (3, "fsdp")])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(1, "single"), (2, "ddp"), pytest.param(3, "fsdp", marks=pytest.mark.long)],
+)
 def test_skip(
     experiment_file: str, tmp_path: Path, without: Any, world_size: int, strategy: str
 ) -> None:

@@ -236,6 +236,7 @@ def test_files_with_another_content_are_fetched_again(
         assert path.stat().st_mtime_ns == large[path], f"{path} was downloaded again"
 
 
+@pytest.mark.long
 def test_frozen_weights_are_fetched_with_what_was_trained(
     hub, s3_folder, samestep, experiment_file, tmp_path, monkeypatch
 ):

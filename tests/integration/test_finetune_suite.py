@@ -177,6 +177,7 @@ def test_runs_start_from_the_best_of_another_task(
     assert result["scores"]["accuracy"] == max(found)
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_named_with_its_log(
     finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

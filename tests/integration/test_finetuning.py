@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from seqeval.metrics import f1_score
 
 from data_pipeline.sources import fault
 from samestep.cli import main
@@ -131,6 +130,8 @@ def check_choices(rows: Lines, given: Lines, threshold: float) -> dict[str, floa
 
 
 def check_tags(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
+    from seqeval.metrics import f1_score
+
     assert [(row["words"], row["label"]) for row in rows] == [
         (row["tokens"], row["ner"]) for row in given
     ]

@@ -20,7 +20,7 @@ from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.meta import read_meta
 
 
-@pytest.fixture(params=["folder", "store"])
+@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.long)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Checkpoints of steps 1 to 4, all kept, and a save of step 5 that was cut short."""
     folder = tmp_path / "run" / "checkpoints"

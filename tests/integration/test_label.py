@@ -216,6 +216,7 @@ cli.main()
 """
 
 
+@pytest.mark.long
 def test_one_that_is_killed_goes_on(
     teacher: Path, tmp_path: Path, samestep: Samestep, start: Start
 ) -> None:

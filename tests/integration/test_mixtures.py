@@ -109,7 +109,10 @@ def test_skipped_examples_are_not_lost_where_a_mixture_changes(
     assert excluded > 50  # half of the 130
 
 
-@pytest.mark.parametrize("action", ["{action: skip}", "{action: rewind, around: 1}"])
+@pytest.mark.parametrize(
+    "action",
+    ["{action: skip}", pytest.param("{action: rewind, around: 1}", marks=pytest.mark.long)],
+)
 def test_a_skipped_step_delays_a_change_that_is_still_to_come(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path, action: str
 ) -> None:

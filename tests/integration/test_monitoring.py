@@ -42,6 +42,7 @@ def train_here(file: str, overrides: list[str]) -> None:
     train(load(Experiment, file, overrides))
 
 
+@pytest.mark.long
 def test_rows_add_up_and_are_the_same_for_any_number_of_processes(
     experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ def test_optimizers_begin_and_resume_as_without_checkpoints(
     assert loop.losses == plain.losses
 
 
-@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("threads", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_going_back_across_phases(experiment_file: str, tmp_path: Path, threads: int) -> None:
     """After the last step, too; and a restart does not take what was given up."""
     settings = (PHASES, f"data.threads={threads}")

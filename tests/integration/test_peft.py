@@ -215,6 +215,7 @@ def run_all(
     return found
 
 
+@pytest.mark.long
 def test_what_is_frozen_has_no_gradients_and_no_state(
     short: dict[str, Path], tmp_path: Path
 ) -> None:

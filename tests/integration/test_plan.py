@@ -163,6 +163,7 @@ def test_what_processes_hold_is_what_was_planned(
         ), (name, most)
 
 
+@pytest.mark.long
 def test_what_processes_exchange_is_what_was_planned(
     experiment_file: str, bert: list[Measured], strategies: dict[str, str]
 ) -> None:

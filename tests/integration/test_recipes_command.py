@@ -50,6 +50,7 @@ def test_copies_have_the_same_settings(samestep: Samestep, tmp_path: Path) -> No
         assert f"{copy} exists already" in refused.message
 
 
+@pytest.mark.long
 def test_all_copies_are_read_in_another_folder(tmp_path: Path) -> None:
     with_bases = [name for name in recipes.names() if has_base(file_of(name))]
     assert len(with_bases) > 200

@@ -192,6 +192,7 @@ def test_bart_is_trained_exported_and_writes_what_transformers_writes(
     assert "targets of 49 tokens are over the model's position table of 48" in long.message
 
 
+@pytest.mark.long
 def test_long_texts_are_cut_for_training_and_compared_whole(
     samestep: Samestep, build, experiment: str, tmp_path: Path
 ) -> None:

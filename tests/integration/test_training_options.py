@@ -85,6 +85,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.long
 def test_every_variant_learns(experiment_file: str, tmp_path: Path) -> None:
     """All in one process, as each takes a second."""
     runs = [

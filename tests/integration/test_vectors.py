@@ -167,7 +167,7 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("method", ["cbow", "glove"])
+@pytest.mark.parametrize("method", ["cbow", pytest.param("glove", marks=pytest.mark.long)])
 def test_one_that_is_killed_goes_on(
     planted: Path,
     tmp_path: Path,

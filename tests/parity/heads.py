@@ -15,9 +15,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.outputs import fill, parameters, predict, published
-from trainer.checkpoint.huggingface import load_folder, save_folder
-from trainer.models.codecs import codec_of, read_config
+from tests.outputs import parameters, predict
+from tests.parity.pairs import assert_gradients_are_equal, close, exported, load
 from trainer.models.config import Head
 
 LENGTH = 24
@@ -104,19 +103,6 @@ def names_of(labels: tuple[str, ...]) -> dict[str, Any]:
     return names if labels else {}
 
 
-def load(schema: Any, folder: Path) -> tuple[Any, Any]:
-    """Our configuration and model of a folder, for a family's `Config`."""
-    tree, tensors = load_folder(folder)
-    config = read_config(schema, tree, tensors)
-    model = config.build().eval()
-    fill(model, codec_of(config).import_tensors(tensors))
-    return config, model
-
-
-def close(ours: object, theirs: object) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 def assert_logits_are_equal(pair: Pair, batch: dict[str, Tensor]) -> None:
     assert (pair.config.head, pair.config.labels) == (pair.head, TASKS[pair.task][2])
     ours, theirs = pair.ours(batch), pair.their_logits(batch)
@@ -151,10 +137,7 @@ def assert_losses_and_gradients_are_equal(
     close(ours, theirs)
     ours.backward()
     theirs.backward()
-    expected = codec_of(pair.config).import_tensors(
-        {name: p.grad for name, p in pair.reference.named_parameters()}
-    )
-    close({name: p.grad for name, p in pair.model.named_parameters()}, expected)
+    assert_gradients_are_equal(pair.config, pair.reference, pair.model)
 
 
 def assert_transformers_loads_what_we_export(
@@ -162,16 +145,14 @@ def assert_transformers_loads_what_we_export(
 ) -> PreTrainedModel:
     """Exports ours into the folder, and returns what transformers loads."""
     _, name, labels = TASKS[pair.task]
-    save_folder(folder, *published(pair.config, parameters(pair.model)))
     auto = getattr(transformers, f"AutoModelFor{name}")
-    theirs, report = auto.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
+    theirs = exported(auto, pair.config, pair.model, folder)
     assert type(theirs) is type(pair.reference)
     if labels:
         assert theirs.config.id2label == dict(enumerate(labels))
         assert theirs.config.label2id == {label: number for number, label in enumerate(labels)}
     assert theirs.config.problem_type == ("regression" if pair.task == "regression" else None)
-    close(pair.their_logits(batch, theirs.eval()), pair.their_logits(batch))
+    close(pair.their_logits(batch, theirs), pair.their_logits(batch))
     again, same = load(type(pair.config), folder)
     assert again == pair.config
     assert all(

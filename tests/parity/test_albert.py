@@ -10,9 +10,10 @@ import torch
 from transformers import AlbertConfig, AlbertForPreTraining, AutoModelForPreTraining
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, outputs, parameters, published
+from tests.outputs import fill, outputs, parameters
+from tests.parity.pairs import assert_gradients_are_equal, exported, saved
 from tests.unit.objectives.test_mlm_nsp import VOCABULARY, random_pairs
-from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.checkpoint.huggingface import load_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import albert
 from trainer.models.transformer import Transformer
@@ -42,12 +43,7 @@ def load(folder: Path) -> tuple[albert.Config, Transformer]:
 def reference(folder: Path) -> AlbertForPreTraining:
     """A random model of transformers, saved in a folder."""
     model = AlbertForPreTraining(AlbertConfig(**SHAPE)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
-    return model
+    return saved(model, folder)
 
 
 def test_logits_losses_and_gradients_are_equal(tmp_path: Path) -> None:
@@ -78,21 +74,13 @@ def test_logits_losses_and_gradients_are_equal(tmp_path: Path) -> None:
     torch.testing.assert_close(loss.total, found.loss, rtol=1e-5, atol=1e-5)
     loss.total.backward()
     found.loss.backward()
-    expected = codec_of(config).import_tensors(
-        {name: p.grad for name, p in theirs.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_gradients_are_equal(config, theirs, model)
 
 
 def test_transformers_loads_what_we_export(tmp_path: Path) -> None:
     reference(tmp_path / "theirs")
     config, model = load(tmp_path / "theirs")
-    save_folder(tmp_path / "ours", *published(config, parameters(model)))
-    theirs, report = AutoModelForPreTraining.from_pretrained(
-        tmp_path / "ours", output_loading_info=True
-    )
-    assert not any(report.values()), report
+    theirs = exported(AutoModelForPreTraining, config, model, tmp_path / "ours")
     assert type(theirs) is AlbertForPreTraining
     again, same = load(tmp_path / "ours")
     assert again == config

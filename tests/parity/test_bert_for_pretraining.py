@@ -18,11 +18,11 @@ from transformers import (
 from samestep.errors import ConfigError
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import mix
-from tests.outputs import fill, outputs, parameters, predict, published
-from trainer.checkpoint.huggingface import load_folder, save_folder
+from tests.outputs import outputs, parameters, predict
+from tests.parity.pairs import assert_gradients_are_equal, exported, load, saved
+from trainer.checkpoint.huggingface import load_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import bert, roberta
-from trainer.models.transformer import Transformer
 from trainer.objectives.kinds import mlm_nsp
 from trainer.training.weights.loading import load_weights
 
@@ -41,20 +41,7 @@ SHAPE = {
 def reference(tmp_path: Path) -> BertForPreTraining:
     """A random model of transformers, saved in tmp_path/reference."""
     model = BertForPreTraining(BertConfig(**SHAPE)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than at initialization, and biases not zero
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(tmp_path / "reference")
-    return model
-
-
-def load(folder: Path) -> tuple[bert.Config, Transformer]:
-    tree, tensors = load_folder(folder)
-    config = read_config(bert.Config, tree, tensors)
-    model = config.build().eval()
-    fill(model, codec_of(config).import_tensors(tensors))
-    return config, model
+    return saved(model, tmp_path / "reference")
 
 
 @pytest.fixture
@@ -98,7 +85,7 @@ def their_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
-    config, model = load(tmp_path / "reference")
+    config, model = load(bert.Config, tmp_path / "reference")
     assert config.nsp
     theirs = reference(**their_inputs(batch))
     logits, next_logits = outputs(model, "tokens", "next_sentence", **whole_rows(batch))
@@ -119,11 +106,7 @@ def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
 
     loss.total.backward()
     theirs.loss.backward()
-    expected = codec_of(config).import_tensors(
-        {name: p.grad for name, p in reference.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_gradients_are_equal(config, reference, model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -133,19 +116,15 @@ def test_transformers_loads_what_we_export(batch, tmp_path, tied):
     )
     config = replace(config, nsp=True)
     model = config.build().eval()
-    save_folder(tmp_path / "ours", *published(config, parameters(model)))
+    theirs = exported(AutoModelForPreTraining, config, model, tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [
         "BertForPreTraining"
     ]
-    theirs, report = AutoModelForPreTraining.from_pretrained(
-        tmp_path / "ours", output_loading_info=True
-    )
-    assert not any(report.values()), report
     assert type(theirs) is BertForPreTraining
     found = theirs.eval()(**their_inputs(batch))
     (next_logits,) = outputs(model, "next_sentence", **whole_rows(batch))
     torch.testing.assert_close(next_logits, found.seq_relationship_logits, rtol=1e-5, atol=1e-5)
-    again, same = load(tmp_path / "ours")
+    again, same = load(bert.Config, tmp_path / "ours")
     assert again == config
     assert all(
         torch.equal(parameters(same)[name], value) for name, value in parameters(model).items()

@@ -15,8 +15,9 @@ from transformers import DebertaConfig, DebertaV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import fill, outputs, parameters, published
-from trainer.checkpoint.huggingface import load_folder, save_folder
+from tests.outputs import fill, outputs, parameters
+from tests.parity.pairs import assert_gradients_are_equal, exported, load, saved
+from trainer.checkpoint.huggingface import load_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import deberta, deberta_v2
 from trainer.models.layers.disentangled import place_table
@@ -46,20 +47,7 @@ def make(kind: str, folder: Path, ending: str = "MaskedLM", **changes: Any) -> t
     module, config, prefix, settings = KINDS[kind]
     theirs = getattr(transformers, f"{prefix}For{ending}")(config(**SHAPE, **settings, **changes))
     theirs.eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    theirs.save_pretrained(folder)
-    return theirs, *load(module, folder)
-
-
-def load(module: Any, folder: Path) -> tuple[Any, Any]:
-    tree, tensors = load_folder(folder)
-    config = read_config(module.Config, tree, tensors)
-    model = config.build().eval()
-    fill(model, codec_of(config).import_tensors(tensors))
-    return config, model
+    return saved(theirs, folder, 0.1), *load(module.Config, folder)
 
 
 def rows(length: int = 40) -> dict[str, Tensor]:
@@ -67,12 +55,6 @@ def rows(length: int = 40) -> dict[str, Tensor]:
     real = torch.arange(length) < torch.tensor([length, 23, 5])[:, None]
     tokens = torch.randint(5, 100, real.shape, generator=generator)
     return {"tokens": torch.where(real, tokens, 0), "segments": real.int()}
-
-
-def same_gradients(config: Any, theirs: Any, ours: Any) -> None:
-    found = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
-    actual = {n: p.grad for n, p in ours.named_parameters()}
-    torch.testing.assert_close(actual, codec_of(config).import_tensors(found), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,15 +71,13 @@ def test_masked_lm(kind: str, legacy: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    same_gradients(config, theirs, ours)
+    assert_gradients_are_equal(config, theirs, ours)
 
     folder = tmp_path / "ours"
-    save_folder(folder, *published(config, parameters(ours)))
-    again, report = type(theirs).from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
+    again = exported(type(theirs), config, ours, folder)
     once_more = again(input_ids=columns["tokens"], attention_mask=columns["segments"]).logits
     torch.testing.assert_close(once_more[real], found[real], rtol=1e-6, atol=1e-6)
-    assert load(KINDS[kind][0], folder)[0] == config
+    assert load(KINDS[kind][0].Config, folder)[0] == config
 
 
 HEAD_OF_V3 = {
@@ -157,7 +137,7 @@ def test_heads(kind: str, ending: str, head: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits[real], expected[real], rtol=1e-5, atol=1e-5)
     logits[real].square().mean().backward()
     expected[real].square().mean().backward()
-    same_gradients(config, theirs, ours)
+    assert_gradients_are_equal(config, theirs, ours)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from transformers import AutoModel, DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
 from samestep.errors import ConfigError
-from tests.outputs import parameters, published
+from tests.outputs import parameters
+from tests.parity.pairs import exported
 from tests.parity.test_electra import randomized
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
-from trainer.checkpoint.huggingface import save_folder
 from trainer.models import Stored
 from trainer.models.codecs import codec_of
 from trainer.models.families import deberta_v2, deberta_v3
@@ -117,12 +117,9 @@ def test_the_discriminator_begins_with_the_generator_s_embeddings() -> None:
 
 def test_exports_have_one_table(tmp_path: Path) -> None:
     model = whole_model()
-    own = parameters(model)
     tokens = torch.randint(5, 100, (2, 20), generator=torch.Generator().manual_seed(1))
     expected = model(Inputs(tokens), frozenset({"hidden"}))["hidden"]
-    save_folder(tmp_path / "hf", *published(CONFIG, own))
-    again, report = AutoModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(report.values()), report
+    again = exported(AutoModel, CONFIG, model, tmp_path / "hf")
     found = again(input_ids=tokens).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, outputs, parameters, published
+from tests.outputs import fill, outputs, parameters
+from tests.parity.pairs import assert_gradients_are_equal, exported, load
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
-from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models import Stored
-from trainer.models.codecs import codec_of, read_config
+from trainer.models.codecs import codec_of
 from trainer.models.families import electra
 from trainer.models.sampling import sample
 from trainer.objectives.kinds import replaced_mlm, replaced_tokens
@@ -57,14 +57,6 @@ def randomized(model: torch.nn.Module, std: float = 0.05) -> None:
             parameter.copy_(1 + std * noise if parameter.ndim == 1 else 4 * std * noise)
 
 
-def load(folder: Path) -> tuple[electra.Config, Any]:
-    tree, tensors = load_folder(folder)
-    config = read_config(electra.Config, tree, tensors)
-    model = config.build().eval()
-    fill(model, codec_of(config).import_tensors(tensors))
-    return config, model
-
-
 def rows() -> tuple[replaced_tokens.ReplacedTokens, dict[str, Any], dict[str, torch.Tensor]]:
     objective = replaced_tokens.Config().build(VOCABULARY)
     assert isinstance(objective, replaced_tokens.ReplacedTokens)
@@ -82,7 +74,7 @@ def test_logits_loss_and_gradients_are_equal(kind: Any, embedding: int, tmp_path
     theirs = kind(ElectraConfig(**{**SHAPE, "embedding_size": embedding})).eval()
     randomized(theirs)
     theirs.save_pretrained(tmp_path / "theirs")
-    config, model = load(tmp_path / "theirs")
+    config, model = load(electra.Config, tmp_path / "theirs")
     generates = kind is ElectraForMaskedLM
     assert (config.masked_lm, config.generator_divisor) == (generates, 0)
     tokens = torch.randint(4, 100, (3, 30), generator=torch.Generator().manual_seed(1))
@@ -105,19 +97,13 @@ def test_logits_loss_and_gradients_are_equal(kind: Any, embedding: int, tmp_path
     torch.testing.assert_close(loss, found.loss, rtol=1e-5, atol=1e-5)
     loss.backward()
     found.loss.backward()
-    expected = codec_of(config).import_tensors(
-        {name: p.grad for name, p in theirs.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_gradients_are_equal(config, theirs, model)
 
     folder = tmp_path / "ours"
-    save_folder(folder, *published(config, parameters(model)))
     auto = AutoModelForMaskedLM if generates else AutoModelForPreTraining
-    again, report = auto.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
+    again = exported(auto, config, model, folder)
     assert type(again) is kind
-    assert load(folder)[0] == config
+    assert load(electra.Config, folder)[0] == config
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, OpenAIGPTConfig, PreT
 
 from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict, published
+from tests.parity.pairs import assert_gradients_are_equal, saved
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import gpt2, openai_gpt
@@ -30,13 +31,7 @@ def pair(
     reference = AutoModelForCausalLM.from_config(
         FAMILIES[request.param], attn_implementation="eager"
     ).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for (
-            parameter
-        ) in reference.parameters():  # larger than at initialization, and biases not zero
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    reference.save_pretrained(tmp_path / "reference")
+    saved(reference, tmp_path / "reference")
     weights = load_weights(tmp_path / "reference")
     model = weights.config.build().eval()
     model.load_state_dict(dict(weights.tensors))
@@ -73,11 +68,7 @@ def test_logits_loss_and_gradients_are_equal(pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = codec_of(config).import_tensors(
-        {name: p.grad for name, p in reference.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert_gradients_are_equal(config, reference, model, atol=1e-6)
 
 
 def test_packed_documents_get_the_logits_they_get_alone(pair):

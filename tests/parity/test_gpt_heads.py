@@ -19,6 +19,7 @@ from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import ConfigError
 from tests.outputs import outputs, predict
+from tests.parity.pairs import assert_gradients_are_equal, saved
 from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.codecs import codec_of, read_config
@@ -63,13 +64,7 @@ def make(family: str, task: str, folder: Path) -> Pair:
         }
     )
     reference = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for (
-            parameter
-        ) in reference.parameters():  # larger than at initialization, and biases not zero
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    reference.save_pretrained(folder)
+    saved(reference, folder)
     weights = load_weights(folder)
     model = weights.config.build().eval()
     model.load_state_dict(dict(weights.tensors))
@@ -114,11 +109,7 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-5)
     loss.backward()
     theirs.backward()
-    expected = codec_of(pair.config).import_tensors(
-        {name: p.grad for name, p in pair.reference.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in pair.model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_gradients_are_equal(pair.config, pair.reference, pair.model)
 
 
 def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):

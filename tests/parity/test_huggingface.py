@@ -24,6 +24,7 @@ from transformers import (
 
 from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import fill, parameters, predict, published
+from tests.parity.pairs import assert_gradients_are_equal, saved
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import albert, bert, distilbert, roberta
@@ -80,13 +81,7 @@ def make(family: str, folder: Path, **changes: object) -> Pair:
         reference_config(**{**SHAPE, **OWN_SHAPE.get(family, {}), **changes}),
         attn_implementation="eager",
     ).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for (
-            parameter
-        ) in reference.parameters():  # larger than at initialization, and biases not zero
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    reference.save_pretrained(folder)
+    saved(reference, folder)
     config, model = load(family, folder)
     return Pair(family, reference, config, model, pad)
 
@@ -139,11 +134,7 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = codec_of(pair.config).import_tensors(
-        {name: p.grad for name, p in pair.reference.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in pair.model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_gradients_are_equal(pair.config, pair.reference, pair.model)
 
 
 def test_parameters_are_as_many(pair: Pair):

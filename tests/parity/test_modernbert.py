@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import ModernBertConfig
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, parameters, predict, published
+from tests.outputs import fill, predict
 from tests.parity.heads import TASKS, names_of
-from trainer.checkpoint.huggingface import load_folder, save_folder
+from tests.parity.pairs import assert_gradients_are_equal, exported, load, saved
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import modernbert
 from trainer.objectives.kinds import mlm
@@ -44,20 +44,7 @@ def make(folder: Path, ending: str = "MaskedLM", **changes: Any) -> tuple[Any, A
     auto = getattr(transformers, f"AutoModelFor{ending}")
     config = ModernBertConfig(**{**SHAPE, **changes})
     theirs = auto.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    theirs.save_pretrained(folder)
-    return theirs, *load(folder)
-
-
-def load(folder: Path) -> tuple[modernbert.Config, Any]:
-    tree, tensors = load_folder(folder)
-    config = read_config(modernbert.Config, tree, tensors)
-    model = config.build().eval()
-    fill(model, codec_of(config).import_tensors(tensors))
-    return config, model
+    return saved(theirs, folder, 0.1), *load(modernbert.Config, folder)
 
 
 def rows(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
@@ -70,14 +57,6 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
         "segments": real.int(),
         "positions": torch.arange(width).expand(len(lengths), -1),
     }
-
-
-def same_gradients(config: Any, theirs: Any, ours: Any) -> None:
-    expected = codec_of(config).import_tensors(
-        {name: p.grad for name, p in theirs.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in ours.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -94,7 +73,7 @@ def test_logits_loss_and_gradients_are_equal(tied: bool, tmp_path: Path) -> None
     torch.testing.assert_close(loss, found.loss, rtol=1e-5, atol=1e-5)
     loss.backward()
     found.loss.backward()
-    same_gradients(config, theirs, model)
+    assert_gradients_are_equal(config, theirs, model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -103,16 +82,12 @@ def test_transformers_loads_what_we_export(tied: bool, tmp_path: Path) -> None:
     config = replace(config, global_theta=50_000.0)
     model = config.build().eval()
     fill(model, codec_of(config).import_tensors(dict(theirs.named_parameters())))
-    save_folder(tmp_path / "ours", *published(config, parameters(model)))
-    again, report = transformers.AutoModelForMaskedLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True
-    )
-    assert not any(report.values()), report
+    again = exported(transformers.AutoModelForMaskedLM, config, model, tmp_path / "ours")
     batch = rows()
     real = batch["segments"].bool()
     found = again.eval()(input_ids=batch["tokens"], attention_mask=batch["segments"]).logits
     torch.testing.assert_close(predict(model, **batch)[real], found[real], rtol=1e-5, atol=1e-5)
-    assert load(tmp_path / "ours")[0] == config
+    assert load(modernbert.Config, tmp_path / "ours")[0] == config
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -136,13 +111,11 @@ def test_heads_of_tasks(task: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     logits.square().mean().backward()
     expected.square().mean().backward()
-    same_gradients(config, theirs, model)
-    save_folder(tmp_path / "ours", *published(config, parameters(model)))
+    assert_gradients_are_equal(config, theirs, model)
     auto = getattr(transformers, f"AutoModelFor{ending}")
-    again, report = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(report.values()), report
+    again = exported(auto, config, model, tmp_path / "ours")
     assert type(again) is type(theirs)
-    assert load(tmp_path / "ours")[0] == config
+    assert load(modernbert.Config, tmp_path / "ours")[0] == config
 
 
 def test_packed_sequences_get_the_logits_they_get_alone(tmp_path: Path) -> None:

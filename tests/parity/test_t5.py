@@ -11,6 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import predict, published
+from tests.parity.pairs import assert_gradients_are_equal
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.encoder_decoder import EncoderDecoder
@@ -95,11 +96,7 @@ def test_logits_loss_and_gradients_are_equal(pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = codec_of(config).import_tensors(
-        {name: p.grad for name, p in reference.named_parameters()}
-    )
-    actual = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert_gradients_are_equal(config, reference, model, atol=1e-6)
 
 
 def test_packed_pairs_get_the_logits_they_get_alone(pair):

@@ -31,6 +31,7 @@ from tests.parity.heads import (
     load,
     names_of,
 )
+from tests.parity.pairs import saved
 from trainer.checkpoint.huggingface import load_folder
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import albert, bert, distilbert, electra, roberta
@@ -112,13 +113,7 @@ def make(family: str, task: str, folder: Path) -> Pair:
         .from_config(theirs(**SHAPE, **names_of(labels)))
         .eval()
     )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for (
-            parameter
-        ) in reference.parameters():  # larger than at initialization, and biases not zero
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    reference.save_pretrained(folder)
+    saved(reference, folder)
     return Pair(task, reference, *load(ours, folder), family=family)
 
 

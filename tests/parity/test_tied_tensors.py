@@ -21,6 +21,7 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError
 from tests.outputs import predict
+from tests.parity.pairs import add_noise
 from trainer.training.weights.loading import load_weights
 
 BERT = {
@@ -170,10 +171,7 @@ def references() -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
         if family not in made:
             kind = getattr(transformers, FAMILIES[family].name)
             model = kind(kind.config_class(**FAMILIES[family].settings)).eval()
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            add_noise(model, 0.1)
             made[family] = model, {n: each.clone() for n, each in model.state_dict().items()}
         return made[family]
 

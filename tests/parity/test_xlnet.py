@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from samestep.errors import ConfigError
-from tests.outputs import fill, outputs, parameters, published
+from tests.outputs import outputs, parameters, published
+from tests.parity.pairs import load, saved
 from tests.unit.objectives.test_mlm_sbo import VOCABULARY, examples
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.codecs import codec_of, read_config
@@ -29,20 +30,7 @@ CONFIG = xlnet.Config(vocab_size=100, layers=3, width=48, heads=4, ffn_width=96,
 def make(folder: Path, kind: Any = XLNetLMHeadModel, **changes: Any) -> tuple[Any, Any, Any]:
     """A random model of transformers, saved in the folder, and ours imported from it."""
     theirs = kind(XLNetConfig(**{**SHAPE, "summary_type": "first", **changes})).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    theirs.save_pretrained(folder)
-    return theirs, *load(folder)
-
-
-def load(folder: Path) -> tuple[xlnet.Config, Any]:
-    tree, tensors = load_folder(folder)
-    config = read_config(xlnet.Config, tree, tensors)
-    model = config.build().eval()
-    fill(model, codec_of(config).import_tensors(tensors))
-    return config, model
+    return saved(theirs, folder, 0.1), *load(xlnet.Config, folder)
 
 
 def rows(types: bool) -> dict[str, Tensor]:
@@ -100,7 +88,7 @@ def test_two_streams_are_those_of_transformers(types: bool, tmp_path: Path) -> N
     assert not any(report.values()), report
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    assert load(folder)[0] == config
+    assert load(xlnet.Config, folder)[0] == config
 
 
 @pytest.mark.parametrize(

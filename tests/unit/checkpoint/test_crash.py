@@ -156,7 +156,7 @@ def die_at_random(folder: Path, times: int) -> None:
     ("scenario", "times"),
     [
         (die_at_every_file_operation, 1),
-        (die_at_random, 10),
+        pytest.param(die_at_random, 10, marks=pytest.mark.long),
         pytest.param(die_at_random, 200, marks=pytest.mark.chaos),
     ],
 )

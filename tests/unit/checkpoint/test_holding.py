@@ -21,7 +21,7 @@ from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.urls import Url
 
 
-@pytest.fixture(params=["disk", "store"])
+@pytest.fixture(params=["disk", pytest.param("store", marks=pytest.mark.long)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Location]:
     if request.param == "disk":
         yield tmp_path

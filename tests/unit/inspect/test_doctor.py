@@ -37,6 +37,7 @@ def states(findings: Iterator[Finding]) -> dict[str, str]:
     return {finding.subject: finding.state for finding in findings}
 
 
+@pytest.mark.long
 def test_a_healthy_machine_has_no_failures_and_processes_really_meet():
     found = {finding.subject: finding for finding in checks.examine(None, 2)}
     assert "failed" not in {finding.state for finding in found.values()}

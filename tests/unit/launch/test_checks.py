@@ -44,6 +44,7 @@ def checklist(out: str) -> dict[str, str]:
     return {name: mark for mark, name in re.findall(r"^  (ok|refused) +([\w ]+)", out, re.M)}
 
 
+@pytest.mark.long
 def test_a_dry_run_ends_with_would_start(
     project: Path, samestep: Samestep, experiment_file: str
 ) -> None:

@@ -581,6 +581,7 @@ def test_what_the_real_gcloud_lists_is_understood(
     place.delete()  # there is nothing
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_can_be_started_again(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:
@@ -673,6 +674,7 @@ def test_a_request_without_capacity_is_made_again(
     until(lambda: plane.state(record.id) == "ACTIVE")
 
 
+@pytest.mark.long
 def test_machines_that_never_write_are_deleted(
     thin: Path,
     plane: ControlPlane,
@@ -700,6 +702,7 @@ def record_state(record: Record) -> Any:
     return records.cluster_of(record).states([record])[record.folder]
 
 
+@pytest.mark.long
 def test_states_are_googles_until_the_run_has_ended(
     thin: Path, project: Path, plane: ControlPlane
 ) -> None:
@@ -738,6 +741,7 @@ def test_a_slice_that_is_about_to_come_back_is_active(
     assert (state.active, state.restarts) == (True, 2)
 
 
+@pytest.mark.long
 def test_logs_come_from_the_machines_or_from_what_they_kept(
     thin: Path, project: Path, plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -766,6 +770,7 @@ def test_logs_come_from_the_machines_or_from_what_they_kept(
     assert "step 2" in "".join(cluster.logs(record, False))
 
 
+@pytest.mark.long
 def test_logs_are_followed_until_all_machines_have_ended(
     thin: Path, project: Path, plane: ControlPlane
 ) -> None:
@@ -792,6 +797,7 @@ def test_one_listing_without_a_slice_says_nothing(
     assert record_state(record).active
 
 
+@pytest.mark.long
 def test_cancel_lets_the_run_stop_and_leaves_nothing(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:
@@ -812,6 +818,7 @@ def test_cancel_lets_the_run_stop_and_leaves_nothing(
         records.cluster_of(record).cancel(record)
 
 
+@pytest.mark.long
 def test_cancel_of_what_waits_is_immediate(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:
@@ -822,6 +829,7 @@ def test_cancel_of_what_waits_is_immediate(
     assert '"ssh"' not in (thin / "calls").read_text()
 
 
+@pytest.mark.long
 def test_a_job_that_was_canceled_in_the_queue_is_not_asked_for_again(
     thin: Path, project: Path, plane: ControlPlane
 ) -> None:
@@ -833,6 +841,7 @@ def test_a_job_that_was_canceled_in_the_queue_is_not_asked_for_again(
     assert (thin / "calls").read_text() == calls
 
 
+@pytest.mark.long
 def test_cancel_between_deletion_and_request(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:

@@ -273,6 +273,7 @@ def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machi
     assert not any(SECRET in each for each in written)
 
 
+@pytest.mark.long
 def test_machines_of_a_slice_meet_at_the_first(machine: Machine) -> None:
     endpoints = ",".join(f"unknown:unknown:10.0.0.{i + 1}" for i in range(4))
     machine.plane.metadata |= {
@@ -345,6 +346,7 @@ def test_each_boot_has_a_log_of_its_own(machine: Machine) -> None:
     assert second.read_text().count("has booted") == 1
 
 
+@pytest.mark.long
 def test_the_run_is_a_unit_that_is_told_to_stop(machine: Machine) -> None:
     (machine.folder / "record.systemd").touch()
     assert machine.runs(0) == 0, "the service of startup scripts does not wait for the run"

@@ -165,7 +165,9 @@ def test_rate_of_attention_dropout(p: float):
         assert z.var() == pytest.approx(1, abs=7 * (2 / z.numel()) ** 0.5)
 
 
-@pytest.mark.parametrize("apart", [1, 3, 8, 64])
+@pytest.mark.parametrize(
+    "apart", [1, *(pytest.param(apart, marks=pytest.mark.long) for apart in (3, 8)), 64]
+)
 @pytest.mark.parametrize("axis", [2, 3])
 def test_neighboring_scores_are_independent(axis: int, apart: int):
     # Every pattern of dropped and kept among four in a row, in a column.

@@ -380,6 +380,7 @@ def test_stacked_matrices_are_named(config: t5.Config | bart.Config):
     }
 
 
+@pytest.mark.long
 def test_each_layer_compiles_to_one_graph(build: Build, batch: Batch):
     """As training.compile does it."""
     config = t5.Config(vocab_size=97, layers=1, width=32, heads=4, head_width=12, ffn_width=48)

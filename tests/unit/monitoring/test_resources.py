@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.monitoring.resources import Resources
@@ -20,6 +21,7 @@ class Metered(CpuAccelerator):
         return 3 * 2**29
 
 
+@pytest.mark.long
 def test_the_peak_of_the_host_memory_follows_what_is_allocated():
     resources = Resources(CpuAccelerator())
     before = resources.memory()["perf/peak_rss_gib"]

@@ -197,21 +197,6 @@ def test_a_tensor_of_zeros_grows() -> None:
     assert parameters["zero"].square().mean().sqrt() > 1e-5
 
 
-def test_restored_state_continues_the_run_exactly() -> None:
-    config = Config(beta1=0.9, min_dim_size_to_factor=3)
-    whole, resumed = make_parameters(), make_parameters()
-    train(config, whole, range(12))
-    first = train(config, resumed, range(7))
-    restored = config.build(resumed.items())
-    groups.prime(restored)
-    saved = groups.state_tensors(first, resumed.items())
-    for name, tensor in groups.state_tensors(restored, resumed.items()).items():
-        tensor.copy_(saved[name])
-    groups.set_step(restored, 7)
-    train(config, resumed, range(7, 12), restored)
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-
-
 def test_gradients_that_overflow_in_the_first_step_leave_no_trace() -> None:
     parameters = make_parameters()
     optimizer = Config(beta1=0.9, weight_decay=0.1, min_dim_size_to_factor=3).build(

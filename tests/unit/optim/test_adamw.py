@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -61,11 +60,9 @@ def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     }
 
 
-def gradients(
-    parameters: dict[str, nn.Parameter], steps: int, start: int = 0
-) -> Iterator[dict[str, Tensor]]:
+def gradients(parameters: dict[str, nn.Parameter], steps: int) -> Iterator[dict[str, Tensor]]:
     """Gradients of very different sizes, some of them zero."""
-    for step in range(start, start + steps):
+    for step in range(steps):
         generator = torch.Generator().manual_seed(1000 + step)
         scale = 10.0 ** (step % 7 - 5)
         yield {
@@ -80,10 +77,9 @@ def train(
     optimizer: torch.optim.Optimizer,
     parameters: dict[str, nn.Parameter],
     steps: int,
-    start: int = 0,
     lr: float = 1e-3,
 ) -> None:
-    for step, grads in enumerate(gradients(parameters, steps, start), start=start):
+    for step, grads in enumerate(gradients(parameters, steps)):
         for name, gradient in grads.items():
             parameters[name].grad = gradient
         groups.set_lr(optimizer, lr * min(1.0, step / 10))
@@ -209,48 +205,6 @@ def test_a_step_that_fails_leaves_the_settings_as_they_were():
     with pytest.raises(ValueError, match="no loss"):
         optimizer.step(closure)
     assert optimizer.param_groups[0]["lr"] == 1e-4
-
-
-@pytest.mark.parametrize("bias_correction", [True, False])
-def test_priming_changes_no_weight_and_no_later_step(bias_correction: bool):
-    config = Config(bias_correction=bias_correction)
-    plain, primed = make_parameters(), make_parameters()
-    optimizers = [config.build(parameters.items()) for parameters in (plain, primed)]
-    groups.prime(optimizers[1])
-    assert all(torch.equal(primed[name], plain[name]) for name in plain)
-    assert all(parameter.grad is None for parameter in primed.values())
-    for optimizer, parameters in zip(optimizers, (plain, primed), strict=True):
-        train(optimizer, parameters, 5)
-    assert all(torch.equal(primed[name], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize("bias_correction", [True, False])
-def test_restored_state_continues_the_run_exactly(bias_correction: bool):
-    config = Config(bias_correction=bias_correction)
-    whole, first = make_parameters(), make_parameters()
-    train(config.build(whole.items()), whole, 12)
-    optimizer = config.build(first.items())
-    train(optimizer, first, 7)
-
-    resumed = copy.deepcopy(first)
-    restored = config.build(resumed.items())
-    groups.prime(restored)
-    saved = groups.state_tensors(optimizer, first.items())
-    target = groups.state_tensors(restored, resumed.items())
-    assert list(target) == [
-        f"{key}/{name}" for name in BERT_SHAPES for key in ("exp_avg", "exp_avg_sq")
-    ]
-    for name, tensor in target.items():
-        tensor.copy_(saved[name])
-    groups.set_step(restored, 7)
-    train(restored, resumed, 5, start=7)
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-
-
-def test_state_of_an_unprimed_optimizer_is_a_programmer_error():
-    parameters = make_parameters()
-    with pytest.raises(AssertionError, match="prime"):
-        groups.state_tensors(Config().build(parameters.items()), parameters.items())
 
 
 @pytest.mark.parametrize(

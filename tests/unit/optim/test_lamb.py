@@ -149,26 +149,6 @@ def test_stacked_matrices_are_updated_one_by_one():
         torch.testing.assert_close(whole[name], joined, rtol=1e-6, atol=1e-8)
 
 
-def test_restored_state_continues_the_run_exactly():
-    config = Config(variant="nvidia")
-    whole, resumed = make_parameters(), make_parameters()
-    train(config, whole, range(12))
-    first = train(config, resumed, range(7))
-    restored = config.build(resumed.items())
-    groups.prime(restored)
-    saved = groups.state_tensors(first, resumed.items())
-    for name, tensor in groups.state_tensors(restored, resumed.items()).items():
-        tensor.copy_(saved[name])
-    groups.set_step(restored, 7)
-    for step in range(7, 12):
-        for name, gradient in gradients(step).items():
-            resumed[name].grad = gradient.float()
-        groups.set_lr(restored, rate(step))
-        restored.step()
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    assert {key.partition("/")[0] for key in saved} == {"exp_avg", "exp_avg_sq"}
-
-
 @pytest.mark.parametrize(
     "settings",
     [

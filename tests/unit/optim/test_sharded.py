@@ -158,9 +158,8 @@ def train_split(cases: list[Case]) -> list[dict[str, Array]]:
     return results
 
 
-@pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
     cases: list[Case] = [
         (shape, config) for shape in ((world_size,), SEGMENTS) for config in (LAMB, ADAFACTOR)

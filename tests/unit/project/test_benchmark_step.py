@@ -84,7 +84,9 @@ def test_smallest_fine_tuning(dataset_folder: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("work", [pytest.param("step", marks=pytest.mark.long), "equal"])
-@pytest.mark.parametrize("family", ["electra", "deberta", "modernbert"])
+@pytest.mark.parametrize(
+    "family", ["electra", "deberta", pytest.param("modernbert", marks=pytest.mark.long)]
+)
 def test_encoders_have_the_losses_of_transformers(
     family: step_encoders.Family, work: step_encoders.Work
 ):

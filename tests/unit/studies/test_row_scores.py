@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import pearsonr, spearmanr
-from seqeval.metrics import f1_score as entity_f1
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from samestep.errors import DataError
 from trainer.studies.row_scores import read_row_score
@@ -29,14 +27,17 @@ def weights(counts: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "reference"),
+    ("name", "function", "options"),
     [
-        ("accuracy", accuracy_score),
-        ("f1", lambda true, predicted: f1_score(true, predicted, pos_label="yes")),
-        ("matthews", matthews_corrcoef),
+        ("accuracy", "accuracy_score", {}),
+        ("f1", "f1_score", {"pos_label": "yes"}),
+        ("matthews", "matthews_corrcoef", {}),
     ],
 )
-def test_classes(name: str, reference: Any, tmp_path: Path) -> None:
+def test_classes(name: str, function: str, options: dict[str, str], tmp_path: Path) -> None:
+    from sklearn import metrics
+
+    reference = partial(getattr(metrics, function), **options)
     true, predicted = (RANDOM.choice(["no", "yes"], 60) for _ in range(2))
     rows = [
         {"label": str(a), "prediction": str(b), "probabilities": {"no": 0.5, "yes": 0.5}}
@@ -64,8 +65,11 @@ def test_the_accuracy_of_a_group(tmp_path: Path) -> None:
     assert score.resampled(samples).tolist() == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("name", "reference"), [("pearson", pearsonr), ("spearman", spearmanr)])
-def test_numbers(name: str, reference: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pearson", "spearman"])
+def test_numbers(name: str, tmp_path: Path) -> None:
+    from scipy import stats
+
+    reference = getattr(stats, f"{name}r")
     true = RANDOM.normal(3, 1, 80)
     predicted = true + RANDOM.normal(0, 1, 80)
     rows = [
@@ -77,6 +81,8 @@ def test_numbers(name: str, reference: Any, tmp_path: Path) -> None:
 
 
 def test_tags(tmp_path: Path) -> None:
+    from seqeval.metrics import f1_score
+
     tags = ["O", "O", "B-PER", "I-PER", "B-LOC"]
     rows = [
         {
@@ -88,7 +94,7 @@ def test_tags(tmp_path: Path) -> None:
     ]
     score = read_row_score(written(rows, tmp_path), "entity_f1")
     assert score is not None
-    expected = entity_f1([row["label"] for row in rows], [row["prediction"] for row in rows])
+    expected = f1_score([row["label"] for row in rows], [row["prediction"] for row in rows])
     assert score.value == pytest.approx(expected)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from trainer.studies.row_scores import RowScore
 from trainer.studies.statistics import (
@@ -17,6 +16,8 @@ from trainer.studies.statistics import (
 
 
 def test_without_rows_it_is_the_paired_t_test() -> None:
+    from scipy import stats
+
     one, other = [0.81, 0.84, 0.79, 0.86], [0.80, 0.80, 0.78, 0.83]
     found = estimate([a - b for a, b in zip(one, other, strict=True)])
     interval = stats.ttest_rel(one, other).confidence_interval(0.95)
@@ -26,6 +27,8 @@ def test_without_rows_it_is_the_paired_t_test() -> None:
 
 
 def test_variance_over_rows_has_many_degrees_of_freedom() -> None:
+    from scipy import stats
+
     values = [0.1, 0.2, 0.3]  # variance of the mean: 0.01 / 3
     seeds, both = estimate(values), estimate(values, rows_variance=0.09 / 3)
     assert seeds.high == pytest.approx(0.2 + stats.t.ppf(0.975, 2) * np.sqrt(0.01 / 3))
@@ -46,8 +49,16 @@ def test_one_seed_has_no_interval_and_equal_seeds_an_empty_one() -> None:
     assert (same.low, same.high, same.excludes_zero) == (0.0, 0.0, False)
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-@pytest.mark.parametrize("rows_variance", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    ("rows_variance", "seeds"),
+    [
+        *[(0.0, 5), (0.1, 3), (1.0, 2)],
+        *(
+            pytest.param(variance, seeds, marks=pytest.mark.long)
+            for variance, seeds in ((0.0, 2), (0.0, 3), (0.1, 2), (0.1, 5), (1.0, 3), (1.0, 5))
+        ),
+    ],
+)
 def test_five_of_a_hundred_intervals_miss_a_true_difference_of_zero(
     seeds: int, rows_variance: float
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,11 +13,23 @@ from trainer.inspect.plan.batch import stand_in
 from trainer.training.compatibility import check_lengths, check_needs
 from trainer.training.experiment import Experiment
 
-EXPERIMENTS = [name for name in recipes.names() if {"model", "objective"} <= set(read_tree(name))]
+FOLDERS = sorted({name.split("/")[1] for name in recipes.names()} - {"tasks", "data", "launch"})
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_model_and_objectives_of_a_recipe(name: str) -> None:
+@cache  # when a test runs: each worker collects all tests
+def experiments() -> list[str]:
+    names = [name for name in recipes.names() if name.split("/")[1] in FOLDERS]
+    return [name for name in names if {"model", "objective"} <= set(read_tree(name))]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_models_and_objectives_of_recipes(folder: str) -> None:
+    for name in experiments():
+        if name.split("/")[1] == folder:
+            check(name)
+
+
+def check(name: str) -> None:
     experiment = load(Experiment, name, ["output=unused"])
     with torch.device("meta"):
         model = experiment.build_model()
@@ -28,4 +41,4 @@ def test_model_and_objectives_of_a_recipe(name: str) -> None:
 
 
 def test_there_are_recipes_of_experiments() -> None:
-    assert len(EXPERIMENTS) > 100
+    assert len(experiments()) > 100

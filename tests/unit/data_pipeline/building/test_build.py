@@ -5,6 +5,7 @@ import fcntl
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -449,7 +450,8 @@ def test_the_pool_draws_items_only_when_a_worker_is_free():
     assert list(pool.process(iter([]), partial(partial, len), workers=2)) == []
 
 
-def test_ctrl_c_reaches_the_parent_and_no_worker_not_even_one_that_starts():
+def test_ctrl_c_reaches_the_parent_and_no_worker_not_even_one_that_starts(monkeypatch):
+    monkeypatch.setattr(pool, "multiprocessing", multiprocessing)  # workers that are spawned
     blocked = "__import__('signal').pthread_sigmask(0, [])"
     for _, signals in pool.process(iter([blocked] * 3), partial(partial, eval), workers=2):
         assert signal.SIGINT in signals

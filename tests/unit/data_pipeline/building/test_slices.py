@@ -110,7 +110,9 @@ def test_slices_in_any_order_give_the_bytes_of_one_build(config, whole, tmp_path
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize(
+    "attempt", [0, *(pytest.param(attempt, marks=pytest.mark.long) for attempt in (1, 2))]
+)
 def test_of_slices_at_once_exactly_one_merges(config, whole, tmp_path, attempt):
     (tmp_path / "config.yaml").write_text(dump(config))
     processes = [

@@ -89,6 +89,7 @@ def test_the_command_prints_json(samestep: Samestep, experiment_file: str) -> No
         )
 
 
+@pytest.mark.long
 def test_bert_large_is_planned_without_scores_where_attention_is_fused(samestep: Samestep) -> None:
     layers, rows = 2, 8
     command = [
