@@ -153,7 +153,9 @@ def _main(command: list[str], environment: dict[str, str]) -> object:
     """Calls what the command's interpreter would; returns what it would exit with."""
     program, *arguments = command
     paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    # pip names the hook of an editable installation so.
+    places = (sys.prefix, sys.base_prefix, "__editable__")
+    installed = [path for path in sys.path if path.startswith(places)]
     if arguments[:1] == ["-c"]:
         sys.path[:] = ["", *paths, *installed]
         sys.argv = arguments[:1] + arguments[2:]
