@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 # Each with what a run would have to use.
 UNUSED = {
     "data_pipeline.format.row_lines": "rows of a task",
@@ -84,7 +82,6 @@ print("IMPORTED", *sys.modules)
 """
 
 
-@pytest.mark.long
 def test_a_plain_run_imports_what_it_uses(experiment_file: str, tmp_path: Path):
     steps = ("training.steps=2", "schedule.warmup_steps=1", f"output={tmp_path / 'run'}")
     command = [sys.executable, "-c", CODE, "train", experiment_file, *steps]
