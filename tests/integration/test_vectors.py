@@ -19,8 +19,9 @@ from data_pipeline.reading.dataset import Dataset
 from samestep.errors import CheckpointError, DataError
 from tests.integration.commands import Samestep, Start, losses
 from tests.unit.vectors.corpora import write_dataset
-from trainer.checkpoint.integrity import read_meta, step_folder
+from trainer.checkpoint.integrity import step_folder
 from trainer.checkpoint.manager import Checkpointer
+from trainer.checkpoint.meta import read_meta
 from trainer.publish.step_zero import StepZero
 from trainer.training.compose import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
