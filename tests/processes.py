@@ -30,7 +30,7 @@ CONTEXT.set_forkserver_preload(
         "samestep.cli",
         "torch._dynamo",
         "torch.profiler._cupti_monitor",
-        "trainer.elastic.command",
+        "trainer.elastic.cli",
         "trainer.models.families.bert",
         "trainer.models.families.t5",
         "trainer.objectives.kinds.mlm",
