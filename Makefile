@@ -46,10 +46,10 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check  ## format, lint, types, import contracts and tests (8 minutes)
+test: check  ## format, lint, types, import contracts and tests (7 minutes)
 	$(PYTEST) --ignore tests/kernels
 
-test-long: install  ## the slower tests, of three seconds of CPU and more (17 minutes)
+test-long: install  ## the slower tests, of more than 0.7 seconds of CPU (20 minutes)
 	$(PYTEST) --ignore tests/kernels --ignore tests/xla -m 'long and not exhaustive and not chaos'
 
 test-all: test test-long  ## test and test-long

@@ -103,6 +103,7 @@ def undisturbed() -> dict[tuple[str, ...], Path]:
 # Processes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "source", "settings"),
     [

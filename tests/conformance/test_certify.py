@@ -191,6 +191,7 @@ def _check_collectives(sizes: tuple[int, ...]) -> int:
     return largest.elements
 
 
+@pytest.mark.long
 def test_reference_losses_are_those_of_a_cpu() -> None:
     found = run_ranks(1, _train)[0]
     assert found == pytest.approx(layouts.reference(), rel=1e-5)

@@ -53,6 +53,7 @@ def test_other_processes_take_the_same_steps(
     np.testing.assert_allclose(losses, whole[1], rtol=RELATIVE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "world_size"), [(4, 1), (8, 2), (12, 2)])
 def test_a_run_that_was_cut_goes_on_in_its_phase(
     experiment_file: str, whole: tuple[Path, list[float]], step: int, world_size: int

@@ -50,6 +50,7 @@ def test_one_process_takes_the_same_steps(
     np.testing.assert_allclose(single, whole[1], rtol=RELATIVE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "world_size"), [(4, 1), (8, 3), (12, 2)])
 def test_a_run_that_was_cut_goes_on_in_its_phase(
     experiment_file: str, whole: tuple[Path, list[float]], step: int, world_size: int
@@ -82,6 +83,7 @@ def test_a_step_that_would_change_its_phase_is_refused(
         run_ranks(1, run_once, experiment_file, overrides, 12)
 
 
+@pytest.mark.long
 def test_a_finished_run_goes_on_with_one_more_phase(
     experiment_file: str, whole: tuple[Path, list[float]]
 ) -> None:
@@ -104,6 +106,7 @@ def test_the_checkpoint_says_which_order_it_is_in(whole: tuple[Path, list[float]
     assert orders == {4: 0, 8: 0, 12: 1}
 
 
+@pytest.mark.long
 def test_phases_of_one_length_are_one_pass_over_the_data(
     experiment_file: str, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def reference(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) ->
     return list(seen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "strategies"),
     [

@@ -81,6 +81,7 @@ def losses(rows: list[dict[str, float]]) -> list[float]:
     return [row["train/loss"] for row in rows]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "strategy", "optimizer"),
     [(2, "ddp", LAMB), pytest.param(3, "fsdp", ADAM, marks=pytest.mark.long)],
@@ -126,6 +127,7 @@ def test_the_loss_scale_at_which_gradients_overflow_does_not_grow_with_replicas(
     assert found[2] == found[3] == found[1]
 
 
+@pytest.mark.long
 def test_it_follows_fp32(experiment_file: str, tmp_path: Path) -> None:
     common = [LAMB, "data.threads=0"]
     ranks = run_ranks(

@@ -47,6 +47,7 @@ def gradients_after_the_first_micro_batch(file: str, overrides: list[str]) -> li
     return list(found[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", ["fsdp", pytest.param("{kind: fsdp, replicas: 2}", marks=pytest.mark.long)]
 )
@@ -62,6 +63,7 @@ def test_bf16_is_that_of_ddp(experiment_file: str, tmp_path: Path, strategy: str
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", ["kind: fsdp", pytest.param("kind: fsdp, replicas: 2", marks=pytest.mark.long)]
 )
@@ -77,6 +79,7 @@ def test_gradients_may_be_reduced_in_each_micro_batch(
     np.testing.assert_allclose(seen["true"], seen["false"], rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("each", [False, True])
 def test_reduced_gradients_are_partitioned_at_once(
     experiment_file: str, tmp_path: Path, each: bool
@@ -94,6 +97,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long
 def test_replicas_have_the_same_bits_if_their_sums_differ(
     experiment_file: str, tmp_path: Path
 ) -> None:

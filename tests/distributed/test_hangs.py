@@ -34,6 +34,7 @@ def train_to_the_end(ranks: int, file: str, folder: Path, *overrides: str) -> st
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mishap", "ranks", "strategy", "line"),
     [

@@ -14,6 +14,7 @@ from tests.distributed.test_hangs import train_to_the_end
 FLIP = "objective={kind: tests.distributed.mishaps, mishap: bit flips}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "strategy", "every", "line"),
     [

@@ -383,6 +383,7 @@ def test_a_run_continued_with_another_strategy_names_only_the_kind(
     assert "training.steps: 12 -> 14" in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_full_disk(
     samestep: Samestep, experiment_file: str, small_disk: Path, asynchronous: bool

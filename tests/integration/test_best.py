@@ -103,6 +103,7 @@ def cut(stopped: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.long
 def test_a_run_that_is_cut_stops_where_it_would_have(
     stopped: Path, cut: Path, samestep: Samestep
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_run_that_is_cut_stops_where_it_would_have(
     assert steps(cut) == steps(stopped)
 
 
+@pytest.mark.long
 def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samestep) -> None:
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
@@ -138,6 +140,7 @@ def test_less_patience_does_not_end_a_run_that_was_cut(cut: Path, samestep: Same
     assert f"is at step {max(steps(cut))} {changed}" in result.message
 
 
+@pytest.mark.long
 def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     stopped: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     assert found[second] >= max(score for step, score in found.items() if step < best)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["best", "checkpoints/best"])
 def test_all_ranks_take_the_same_best_of_a_run_that_is_still_training(
     name: str, samestep: Samestep, experiment_file: str, tmp_path: Path

@@ -50,6 +50,7 @@ def test_one_process_scores_what_two_trained(
     assert set(opened) == {"heldout"}
 
 
+@pytest.mark.long
 def test_two_processes_score_as_one_and_print_once(
     samestep: Samestep, finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

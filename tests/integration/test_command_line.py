@@ -136,6 +136,7 @@ def test_moved_run(samestep: Samestep, finished_run: Path, tmp_path: Path) -> No
     assert samestep("evaluate", moved).out.split()[1] == "8"
 
 
+@pytest.mark.long
 def test_start_from_weights(
     samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def test_start_from_weights(
     assert started["run"][1] < started["drawn"][1]
 
 
+@pytest.mark.long
 def test_config_command(experiment_file: str, tmp_path: Path) -> None:
     """It prints every setting, and what it prints is a configuration that resolves to itself."""
     command = [*SAMESTEP, "config", experiment_file, "optimizer.lr=5e-4", "tracking.wandb={}"]

@@ -79,6 +79,7 @@ ONE_BY_ONE = ("data.lanes=1", "data.window=1", "training.global_batch_size=40", 
 """Settings with which a run opens its shards one after another, and this one late."""
 
 
+@pytest.mark.long
 def test_the_last_step_is_saved_before_it_ends_the_run(
     samestep: Samestep, experiment_file: str, dataset_folder: Path, corrupt: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_both_models_are_exported(run: Path, tmp_path: Path, samestep: Samestep)
     assert torch.equal(load_folder(tmp_path / "generator")[1][name], tensors[f"generator.{TABLE}"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [("training.steps=20",), (LORA, "training.steps=20")])
 def test_fine_tuning_starts_from_the_sum(
     run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, settings: tuple[str, ...]

@@ -67,6 +67,7 @@ def compared(samestep: Samestep, *arguments: object) -> Result:
     return result
 
 
+@pytest.mark.long
 def test_equal_runs(train: Any, samestep: Samestep) -> None:
     """Another strategy, more evaluations, and rows in other steps."""
     one = train("one", "training.digest_every=2")
@@ -77,6 +78,7 @@ def test_equal_runs(train: Any, samestep: Samestep) -> None:
     assert "equal       in all rows that both have, up to step 12" in result.out
 
 
+@pytest.mark.long
 def test_names_the_tensor_of_a_flipped_bit(train: Any, samestep: Samestep) -> None:
     one = train("one", "training.digest_every=1", "checkpoint.every=4", "checkpoint.keep_last=9")
     with flipped_bit(7):
@@ -92,6 +94,7 @@ def test_names_the_tensor_of_a_flipped_bit(train: Any, samestep: Samestep) -> No
     assert f"{two} had a fault after step 6, up to step 7" in result.out
 
 
+@pytest.mark.long
 def test_norms_name_the_step_between_rows(train: Any, samestep: Samestep) -> None:
     one = train("one", "training.digest_every=4", "checkpoint.every=4", "checkpoint.keep_last=9")
     with flipped_bit(6):
@@ -105,6 +108,7 @@ def test_norms_name_the_step_between_rows(train: Any, samestep: Samestep) -> Non
     assert f"{two} had a fault after step 4, up to step 7" in result.out
 
 
+@pytest.mark.long
 def test_another_setting_is_recomputed_and_named(train: Any, samestep: Samestep) -> None:
     one = train("one", "training.digest_every=6")
     two = train("two", "training.digest_every=6", "data.exclude=[[13, 14]]")
@@ -116,6 +120,7 @@ def test_another_setting_is_recomputed_and_named(train: Any, samestep: Samestep)
     assert "recomputed, the runs first differ in step 2: the examples of the batch" in result.out
 
 
+@pytest.mark.long
 def test_rows_are_cut_back_by_a_restart(train: Any, experiment_file: str, tmp_path: Path) -> None:
     settings = ("training.digest_every=2", "checkpoint.every=5", "checkpoint.keep_last=9")
     whole = train("whole", *settings)
@@ -133,6 +138,7 @@ def test_rows_are_cut_back_by_a_restart(train: Any, experiment_file: str, tmp_pa
     assert heads[0] == heads[1]
 
 
+@pytest.mark.long
 def test_why_nothing_was_recomputed(train: Any, samestep: Samestep) -> None:
     ordinary = ("training.exact=tolerance", "training.digest_every=4")
     one, two = train("one", *ordinary), train("two", *ordinary, "seed=1")
@@ -147,6 +153,7 @@ def test_why_nothing_was_recomputed(train: Any, samestep: Samestep) -> None:
     assert "Use --steps 11 to recompute these" in result.out
 
 
+@pytest.mark.long
 def test_wrong_input(
     train: Any, samestep: Samestep, finished_run: Path, experiment_file: str, tmp_path: Path
 ) -> None:

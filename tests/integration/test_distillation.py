@@ -78,6 +78,7 @@ def distilled_mlm(teacher: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_student_learns_what_its_teacher_says(
     taught: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -152,6 +153,7 @@ def test_layers_are_learned_alike_at_any_number_of_processes(
     assert one[-1] < one[0]
 
 
+@pytest.mark.long
 def test_a_tinybert_is_fine_tuned_and_exported(
     taught: Path, experiment_file: str, finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -221,6 +223,7 @@ def test_other_backends_hold_the_teacher_too(
     np.testing.assert_allclose(found, one, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_its_teacher_and_no_other(
     taught: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -367,6 +370,7 @@ def test_a_suite_makes_students_anew_when_their_teacher_has_changed(
     assert digest() != before
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_teacher(taught: Path, samestep: Samestep) -> None:
     def planned(*settings: object) -> dict[str, int]:
         plan = samestep(

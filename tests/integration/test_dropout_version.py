@@ -33,6 +33,7 @@ def make_old(output: Path) -> None:
     config.write_text("\n".join(kept))
 
 
+@pytest.mark.long
 def test_old_runs_continue_with_their_masks_and_new_ones_have_others(
     experiment_file: str, tmp_path: Path
 ) -> None:

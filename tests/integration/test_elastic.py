@@ -131,6 +131,7 @@ def test_agents_go_and_come(
     assert_same_losses(tmp_path / "run", finished_run)
 
 
+@pytest.mark.long
 def test_preemption(
     train: Callable[..., Process],
     hold: Callable[[int], Path],

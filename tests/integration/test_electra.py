@@ -80,6 +80,7 @@ def test_an_unknown_part_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_fine_tuning_starts_from_the_discriminator(
     run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -90,6 +91,7 @@ def test_fine_tuning_starts_from_the_discriminator(
     assert samestep("evaluate", tmp_path / "run-classification").code == 0
 
 
+@pytest.mark.long
 def test_two_stage_training(
     experiment_file: str, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -114,6 +116,7 @@ def test_two_stage_training(
     assert samestep("export", second, tmp_path / "discriminator").code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("head", "masked_only"), [("tokens", True), ("tokens_or_copy", False), ("detector", True)]
 )

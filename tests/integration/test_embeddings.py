@@ -84,6 +84,7 @@ def folder(
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["contrastive", "cosine"])
 def test_embeddings_are_learned_and_exported(
     name: str, folder: Path, tmp_path: Path, samestep: Samestep

@@ -232,6 +232,7 @@ def test_an_own_package_is_found_where_it_is_installed(
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_an_own_package_is_found_in_the_current_folder(
     dataset_folder: Path,
     tmp_path: Path,
@@ -276,6 +277,7 @@ def test_the_notebook_goes_from_text_to_a_plot(tmp_path: Path, monkeypatch: pyte
     assert train[-1] < train[0] - 1
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs(
     experiment_file: str,
     finished_run: Path,

@@ -49,6 +49,7 @@ def extended(finished_run: Path, tmp_path: Path, samestep: Samestep) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "strategy"),
     [

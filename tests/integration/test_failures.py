@@ -144,6 +144,7 @@ def test_killed_agent_and_resume(
     assert samestep("ledger", "verify", tmp_path / "run").code == 0
 
 
+@pytest.mark.long
 def test_killed_with_frozen_weights_and_resumed(
     start: Start,
     samestep: Samestep,
@@ -191,6 +192,7 @@ def test_interrupted(stalled: Process) -> None:
     assert_gone(workers, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c_saves(
     start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path, processes: int
@@ -214,6 +216,7 @@ def test_ctrl_c_saves(
     assert list(losses(run)) == list(range(1, steps + 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_end_of_the_terminal_saves(
     start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path, processes: int

@@ -63,6 +63,7 @@ def without(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> I
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [(1, "single"), (2, "ddp"), pytest.param(3, "fsdp", marks=pytest.mark.long)],
@@ -89,6 +90,7 @@ def test_skipped_spike(experiment_file: str, tmp_path: Path, without: Any) -> No
     assert excluded(tmp_path)[0]["reason"].startswith("the gradient norm is ")
 
 
+@pytest.mark.long
 def test_rewind(experiment_file: str, tmp_path: Path, without: Any) -> None:
     """From step 8 to step 6, the newest from before step 7.
 
@@ -105,6 +107,7 @@ def test_rewind(experiment_file: str, tmp_path: Path, without: Any) -> None:
     assert_same_losses(tmp_path, without("[[60, 90]]"))
 
 
+@pytest.mark.long
 def test_second_rewind_to_the_same_checkpoint(
     experiment_file: str, tmp_path: Path, without: Any
 ) -> None:
@@ -118,6 +121,7 @@ def test_second_rewind_to_the_same_checkpoint(
     assert [row["examples"] for row in excluded(tmp_path)] == [[[80, 90], [70, 80]]]
 
 
+@pytest.mark.long
 def test_rewind_gives_up_the_checkpoints_between(
     samestep: Samestep, experiment_file: str, tmp_path: Path, without: Any
 ) -> None:

@@ -186,6 +186,7 @@ def upload(dataset: Path, run: Path, url: str) -> None:
                 objects.upload(path, f"{url}/{name or 'run'}/{path.relative_to(folder)}")
 
 
+@pytest.mark.long
 def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     s3_folder, samestep, experiment_file, dataset_folder, finished_run, tmp_path
 ):
@@ -212,6 +213,7 @@ def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     ]
 
 
+@pytest.mark.long
 def test_files_with_another_content_are_fetched_again(
     s3_folder, samestep, experiment_file, dataset_folder, finished_run, tmp_path
 ):

@@ -63,6 +63,7 @@ def test_a_classifier_learns_and_is_scored_again_and_verified(
     assert samestep("ledger", "verify", run).code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["regression", "multiple_choice", "question_answering", "tagging"])
 def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
     kind: str, finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
@@ -514,6 +515,7 @@ def test_commands_that_need_words_say_what_to_use_instead(tuned: Path, samestep:
     )
 
 
+@pytest.mark.long
 def test_a_missing_package_is_named_before_the_first_step(
     tuned: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,6 +532,7 @@ def test_a_missing_package_is_named_before_the_first_step(
     assert samestep("plan", experiment, "--devices", 2, "--strategy", "ddp").code == 0
 
 
+@pytest.mark.long
 def test_frozen_features_with_a_mix_of_layers(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

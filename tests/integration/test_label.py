@@ -108,6 +108,7 @@ def test_probabilities_are_those_of_transformers(
     )
 
 
+@pytest.mark.long
 def test_a_student_learns_from_what_was_labeled(
     teacher: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_student_learns_from_what_was_labeled(
     assert last["heldout/accuracy"] > 0.9
 
 
+@pytest.mark.long
 def test_regressions_give_numbers(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_run_that_went_back_has_the_head_of_one_that_did_not(
     assert "verified: 12 steps consumed 120 examples" in result.out
 
 
+@pytest.mark.long
 def test_a_step_is_listed_for_people_and_for_programs(
     samestep: Samestep, finished_run: Path
 ) -> None:

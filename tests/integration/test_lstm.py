@@ -98,6 +98,7 @@ def test_a_suite_has_runs_from_random_weights(
     assert yaml.safe_load(resolved.out)["model"]["kind"] == "lstm"
 
 
+@pytest.mark.long
 def test_a_suite_fine_tunes_it_as_ulmfit_does(
     runs: dict[str, Path], tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_suite_trains_a_model_on_elmos_frozen_features(
     assert {"mix.scores", "head_lstm.backward_layers.1.bias"} <= after.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_texts_in_both_orders_share_the_dropped_weights(
     kind: str, runs: dict[str, Path], dataset_folder: Path, tmp_path: Path, samestep: Samestep
@@ -243,6 +245,7 @@ def test_generation_continues_texts(runs: dict[str, Path], samestep: Samestep) -
     assert "writes no text" in refused.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_plans_count_parameters_and_work(
     kind: str, experiment_file: str, tmp_path: Path, samestep: Samestep

@@ -59,6 +59,7 @@ def test_a_mixture_trains_changes_and_is_proven(
     assert proven.code == 0, proven.out
 
 
+@pytest.mark.long
 def test_a_rewind_across_a_change_skips_the_faulty_examples(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_rewind_across_a_change_skips_the_faulty_examples(
     assert samestep("ledger", "verify", faulty).code == 0
 
 
+@pytest.mark.long
 def test_skipped_examples_are_not_lost_where_a_mixture_changes(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_skipped_examples_are_not_lost_where_a_mixture_changes(
     assert excluded > 50  # half of the 130
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "action",
     ["{action: skip}", pytest.param("{action: rewind, around: 1}", marks=pytest.mark.long)],

@@ -87,6 +87,7 @@ def scores(text: str) -> dict[str, dict[str, str]]:
     return {heading: dict(re.findall(r"\| (\S+) \| (\S+) \|", rows)) for heading, rows in parts}
 
 
+@pytest.mark.long
 def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -77,6 +77,7 @@ def test_rows_add_up_and_are_the_same_for_any_number_of_processes(
     ]
 
 
+@pytest.mark.long
 def test_tensorboard_starts_and_report_of_a_run_that_goes_on(
     samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:

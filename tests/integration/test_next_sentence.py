@@ -11,6 +11,7 @@ from tests.integration.commands import Samestep
 PAIRS = ["data.packing=pairs", "objective.kind=mlm_nsp", "model.nsp=true"]
 
 
+@pytest.mark.long
 def test_a_run_with_next_sentence_prediction(
     samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:

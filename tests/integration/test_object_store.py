@@ -109,6 +109,7 @@ def test_the_output_stays_a_folder(samestep: Samestep, experiment_file: str) -> 
     assert "checkpoint.folder" in result.message
 
 
+@pytest.mark.long
 def test_a_shard_that_is_gone_is_named_once(
     samestep: Samestep,
     remote_dataset: str,

@@ -103,6 +103,7 @@ KINDS: dict[str, Any] = {
 STRATEGIES = {"rprop": "single"}  # torch's Rprop takes no partitioned parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_begin_and_resume_as_without_checkpoints(
     experiment_file: str, tmp_path: Path, kind: str

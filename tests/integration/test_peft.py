@@ -87,6 +87,7 @@ def test_only_what_was_added_is_learned_and_kept(
     assert f"accuracy     {last['heldout/accuracy']:.6g}" in evaluated.out
 
 
+@pytest.mark.long
 def test_plans_and_the_run_count_what_is_trained(tuned: Path, samestep: Samestep) -> None:
     arguments = ("--devices", 4, "--strategy", "single", "ddp", "fsdp", "zero1", "--json", LORA)
     ((phase,),) = (
@@ -294,6 +295,7 @@ def numbers(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values()) // 4
 
 
+@pytest.mark.long
 def test_bf16_is_the_same_in_two_processes(short: dict[str, Path], tmp_path: Path) -> None:
     expected = [loss for _, loss in sorted(losses(short["lora"]).items())]
     file, settings = (

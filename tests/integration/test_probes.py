@@ -61,6 +61,7 @@ def scores(run: Path) -> dict[int, float]:
     }
 
 
+@pytest.mark.long
 def test_a_run_takes_the_same_steps_and_finds_what_the_features_tell(
     experiment_file: str, probed: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -27,6 +27,7 @@ def hub(tmp_path: Path) -> Iterator[WritableHub]:
         yield hub
 
 
+@pytest.mark.long
 def test_each_checkpoint_is_a_revision(
     hub: WritableHub, finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -80,6 +81,7 @@ def exported(checkpoint: Path) -> dict[str, torch.Tensor]:
     return codec_of(weights.config).export_tensors(dict(weights.tensors))
 
 
+@pytest.mark.long
 def test_a_publication_is_continued(
     hub: WritableHub, finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_publication_is_continued(
     assert json.loads(files["samestep.json"])["step"] == 12
 
 
+@pytest.mark.long
 def test_step_zero_of_a_run_that_started_from_weights(
     hub: WritableHub,
     finished_run: Path,
@@ -163,6 +166,7 @@ def test_step_zero_of_a_run_that_started_from_weights(
     assert set(hub.repositories["ada/again"]) == {"main", "step-000002"}
 
 
+@pytest.mark.long
 def test_step_zero_of_a_run_that_started_from_another_which_went_on(
     hub: WritableHub, finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -181,6 +185,7 @@ def test_step_zero_of_a_run_that_started_from_another_which_went_on(
         assert torch.equal(loaded[name], tensor), name
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_with_other_settings_is_published(
     hub: WritableHub, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -198,6 +203,7 @@ def test_a_run_that_goes_on_with_other_settings_is_published(
     ], result.err
 
 
+@pytest.mark.long
 def test_main_of_another_run_is_not_replaced(
     hub: WritableHub, finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:

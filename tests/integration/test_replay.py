@@ -67,6 +67,7 @@ def test_table(samestep: Samestep, finished_run: Path) -> None:
     assert len(result.out.strip().splitlines()) == 2 + 1 + 3
 
 
+@pytest.mark.long
 def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """Step 11 is the third of a data order that began after the checkpoint, in a row of three
     steps.
@@ -87,6 +88,7 @@ def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path
         assert found["weights_of"] == (10 if exact else 5)
 
 
+@pytest.mark.long
 def test_another_batch_size_since_a_resume(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_another_batch_size_since_a_resume(
     assert "step 7 with 7 examples, not 10. Leave --exact out" in refused.message
 
 
+@pytest.mark.long
 def test_phases_of_one_order(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_phases_of_one_order(
         assert found["loss"] == pytest.approx(losses(tmp_path)[step], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_bitwise_run(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     settings = [
         f"output={tmp_path}",
@@ -152,6 +156,7 @@ def test_a_bitwise_run(samestep: Samestep, experiment_file: str, tmp_path: Path)
     assert numbers(found) == list(range(100, 110))
 
 
+@pytest.mark.long
 def test_after_a_skip(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """The batch that step 8 was taken with, that which was skipped, and a later one, whose numbers
     are shifted.

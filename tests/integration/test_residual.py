@@ -114,6 +114,7 @@ def test_every_family(
     check(request.getfixturevalue(fixture), tmp_path, families)
 
 
+@pytest.mark.long
 def test_the_default_is_fp32(experiment_file: str, tmp_path: Path) -> None:
     default, fp32 = [], ["training.residual=fp32"]
     cases = [
@@ -124,6 +125,7 @@ def test_the_default_is_fp32(experiment_file: str, tmp_path: Path) -> None:
     assert first.losses == second.losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_micro_batches_and_checkpointing_change_nothing(
     experiment_file: str, tmp_path: Path, norm: str

@@ -86,6 +86,7 @@ checkpoint: {{every: 3}}
     return str(tmp_path / "experiment.yaml")
 
 
+@pytest.mark.long
 def test_from_files_to_scores(
     samestep: Samestep, build, corpus: Path, experiment: str, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_decoder_alone_is_fine_tuned_as_well(
     assert samestep("train", experiment, *changes, "data.packing=padded").code == 0
 
 
+@pytest.mark.long
 def test_bart_is_trained_exported_and_writes_what_transformers_writes(
     samestep: Samestep, build, experiment: str, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def experiment(
     return folder / "sift.yaml"
 
 
+@pytest.mark.long
 def test_it_learns_and_logs_both_losses(
     experiment: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_second_study_has_the_scores_of_one_that_was_killed(
     assert once.read_bytes() == again.read_bytes()
 
 
+@pytest.mark.long
 def test_wrong_input_is_refused(study: Path, tmp_path: Path, samestep: Samestep) -> None:
     for overrides, message in (
         (["--parallel", "0"], "--parallel must be at least 1"),

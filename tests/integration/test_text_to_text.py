@@ -152,6 +152,7 @@ def test_sources_are_shown_with_their_targets(samestep: Samestep, t5_experiment:
             )
 
 
+@pytest.mark.long
 def test_modes_of_ul2_are_shown_and_a_decoder_alone_learns_from_them(
     samestep: Samestep, t5_experiment: str, tmp_path: Path
 ) -> None:

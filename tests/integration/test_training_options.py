@@ -106,6 +106,7 @@ def train_all(file: str, runs: list[list[str]]) -> list[list[float]]:
     return traces
 
 
+@pytest.mark.long
 def test_fewer_heldout_examples_than_replicas(
     experiment_file: str, finished_run: Path, dataset_folder: Path, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def layers_above(config: ModelConfig) -> dict[str, int]:
         return config.build().layers_above()
 
 
+@pytest.mark.long
 def test_layers_are_trained_one_after_the_other(
     folder: Path, finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

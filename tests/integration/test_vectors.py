@@ -303,6 +303,7 @@ def train(samestep: Samestep, experiment_file: str, output: Path, *overrides: ob
     return samestep("train", experiment_file, f"output={output}", *steps, *overrides)
 
 
+@pytest.mark.long
 def test_a_model_starts_from_vectors(
     dataset_folder: Path, of_tokens: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -152,6 +152,7 @@ def test_sync_names_what_is_missing(samestep: Samestep, finished_run: Path, tmp_
     assert "tracking.tensorboard and tracking.wandb are null" in refused.message
 
 
+@pytest.mark.long
 def test_without_a_cluster_the_node_is_this_one(
     samestep: Samestep, settings: list[str], tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_failure_is_told(
     assert alert[2] == result.message.splitlines()[0]
 
 
+@pytest.mark.long
 def test_skipped_spike(samestep: Samestep, settings: list[str], tmp_path: Path) -> None:
     spike = [
         "objective={kind: tests.sick_objective, sick: [75], factor: 100}",
@@ -205,6 +207,7 @@ def test_skipped_spike(samestep: Samestep, settings: list[str], tmp_path: Path) 
     assert offline_alerts(tmp_path / "silent") == []
 
 
+@pytest.mark.long
 def test_rewind(samestep: Samestep, settings: list[str], tmp_path: Path) -> None:
     """W&B's run is opened anew then, and offline that is all that is kept."""
     sick = "objective={kind: tests.sick_objective, sick: [75]}"

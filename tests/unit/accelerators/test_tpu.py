@@ -207,6 +207,7 @@ def test_the_doctor_multiplies_on_the_chip(monkeypatch: pytest.MonkeyPatch):
     assert "all-reduce" not in found
 
 
+@pytest.mark.long
 def test_with_chips_the_device_is_taken_and_one_a_process(machine: Path):
     plug_in(machine, [V5E, V5E], ("vfio/0", "vfio/1"))
     install(machine, "torch_tpu", "0.2.0", TORCH_TPU)

@@ -152,6 +152,7 @@ def die_at_random(folder: Path, times: int) -> None:
         assert restored_step(folder) >= committed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scenario", "times"),
     [

@@ -40,6 +40,7 @@ def save(writer: Checkpointer, *steps: int) -> list[int]:
     return writer.steps()
 
 
+@pytest.mark.long
 def test_retention_waits_for_readers(root: Location) -> None:
     writer, reader = open_at(root), open_at(root, holds=True)
     save(writer, 1, 2)

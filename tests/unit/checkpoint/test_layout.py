@@ -313,6 +313,7 @@ def carry(source: Path, target: Path, kind: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}

@@ -45,6 +45,7 @@ def check_restores(url: str, step: int) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
 
 
+@pytest.mark.long
 def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
     checkpointer = open_at(s3_folder)
     assert checkpointer.latest() is None
@@ -73,6 +74,7 @@ def truncate(url: str) -> None:
     objects.write(url, objects.read(url)[:-1])
 
 
+@pytest.mark.long
 def test_damage_is_walked_back_over(s3_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     harms: list[tuple[Callable[[str], None], str]] = [
         (truncate, "rank-00000.safetensors"),
@@ -115,6 +117,7 @@ def test_little_more_than_what_is_wanted_is_read(
     assert sorted(ranges) == [2 * 2**20, 3 * 2**20, 3 * 2**20]
 
 
+@pytest.mark.long
 def test_a_store_that_fails_for_a_while_does_no_harm(
     faulty_s3: FaultyProxy, s3_folder: str
 ) -> None:
@@ -126,6 +129,7 @@ def test_a_store_that_fails_for_a_while_does_no_harm(
     assert checkpointer.steps() == [1, 2]
 
 
+@pytest.mark.long
 def test_silence_is_not_taken_for_damage(
     faulty_s3: FaultyProxy, s3_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +176,7 @@ def test_a_save_that_is_cut_off_before_any_request_leaves_a_whole_checkpoint(
     assert len(found) > 20, "most requests were seen"
 
 
+@pytest.mark.long
 def test_a_bucket_that_vanishes_is_named(s3_server: str) -> None:
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="short-lived")
@@ -223,6 +228,7 @@ def save_on_all(url: str) -> list[str]:
     return written
 
 
+@pytest.mark.long
 def test_two_ranks_write_what_one_reads(s3_folder: str) -> None:
     written = run_ranks(2, save_on_all, s3_folder)
     assert "rank-00001.safetensors" in written[1]

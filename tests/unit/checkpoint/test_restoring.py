@@ -138,6 +138,7 @@ def test_all_files_are_tried_before_an_element_is_missing(tmp_path, opened) -> N
     assert sorted(opened) == [path.name for path in paths]
 
 
+@pytest.mark.long
 def test_opening_all_files_looks_for_no_garbage(tmp_path) -> None:
     """The time would grow faster than the number of pieces, none of which is garbage."""
     tensors = {f"{n}": torch.ones(8, 1) for n in range(300)}
@@ -205,6 +206,7 @@ def requests_of_a_commit(proxy: FaultyProxy, url: str, ranks: int) -> list[str]:
     return [each for each in proxy.requests if "list-type" in each or "delete" in each]
 
 
+@pytest.mark.long
 def test_the_notes_of_all_ranks_are_listed_and_removed_at_once(faulty_s3, s3_folder) -> None:
     """Other requests read each note, eight at a time."""
     few = requests_of_a_commit(faulty_s3, f"{s3_folder}/few", 3)
@@ -215,6 +217,7 @@ def test_the_notes_of_all_ranks_are_listed_and_removed_at_once(faulty_s3, s3_fol
     assert not [name for name in names if name.startswith("rank-") and name.endswith(".json")]
 
 
+@pytest.mark.long
 def test_sizes_of_all_files_are_one_listing(faulty_s3, s3_folder) -> None:
     found = []
     for ranks in (2, 30):
@@ -241,6 +244,7 @@ def test_a_description_is_read_with_one_get_for_each_file(faulty_s3, s3_folder) 
     assert len([each for each in faulty_s3.requests if each.startswith("GET")]) == 3
 
 
+@pytest.mark.long
 def test_requests_of_a_restore_do_not_depend_on_the_number_of_ranks(faulty_s3, s3_folder) -> None:
     """Of one rank, that is: it verifies and opens one file however many there are."""
     found = []

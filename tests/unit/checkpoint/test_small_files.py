@@ -170,6 +170,7 @@ def test_leases_of_older_versions(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
+@pytest.mark.long
 def test_in_an_object_store(s3_folder: str) -> None:
     root = files.location(s3_folder)
     trainings(root, (4,), (6, 8))

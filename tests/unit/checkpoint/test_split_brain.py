@@ -267,6 +267,7 @@ def test_one_is_frozen_before_each_of_its_operations(store: Store) -> None:
     assert operations > 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seeds",
     [

@@ -396,6 +396,7 @@ def littered(folder: Path) -> None:
     assert [path.name for path in folder.glob("collected*")] == [f"collected by {os.getpid()}"]
 
 
+@pytest.mark.long
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:
     """However its own workers end; here they do not save in time."""
     elastic = Elastic(1, 2, f"127.0.0.1:{free_port()}", secrets_folder=tmp_path / "checkpoints")

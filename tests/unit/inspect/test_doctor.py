@@ -99,6 +99,7 @@ def test_a_device_that_computes_wrongly_is_found():
         }
 
 
+@pytest.mark.long
 def test_processes_that_do_not_meet_in_time_are_explained_and_ended(
     monkeypatch: pytest.MonkeyPatch,
 ):

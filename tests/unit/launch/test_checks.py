@@ -92,6 +92,7 @@ def test_what_would_not_start_is_refused_by_a_dry_run_and_a_submission(
     assert not (project / "run").exists()
 
 
+@pytest.mark.long
 def test_unknown_keys(project: Path, samestep: Samestep, experiment_file: str) -> None:
     wrong = ("output=run", "trainig.steps=5", "--dry-run")
     result = samestep("launch", "slurm.yaml", experiment_file, *wrong)
@@ -132,6 +133,7 @@ def test_accelerators_must_use_the_nodes(
             check(launch)
 
 
+@pytest.mark.long
 def test_a_dry_run_tells_all_reasons(
     project: Path, samestep: Samestep, experiment_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

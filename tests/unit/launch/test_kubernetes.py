@@ -1179,6 +1179,7 @@ def test_cancelling_deletes_all_and_waits_for_nothing(kubectl: Kubectl):
 # --- the real one
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed here")
 def test_the_real_kubectl_understands_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """There is no server, which is what it has to say, and not that it knows no such option."""

@@ -144,6 +144,7 @@ def test_patches_reach_pods_and_jobs_of_both_controllers(controller: Any) -> Non
     assert "SAMESTEP_NODES" not in names
 
 
+@pytest.mark.long
 def test_patches_of_other_objects() -> None:
     annotated = {"metadata": {"annotations": {"a": "b"}}}
     for controller, kind in (("jobset", "JobSet"), ("job", "Service"), ("job", "ConfigMap")):

@@ -165,6 +165,7 @@ def test_rate_of_attention_dropout(p: float):
         assert z.var() == pytest.approx(1, abs=7 * (2 / z.numel()) ** 0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "apart", [1, *(pytest.param(apart, marks=pytest.mark.long) for apart in (3, 8)), 64]
 )

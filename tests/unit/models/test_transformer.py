@@ -218,6 +218,7 @@ def test_variants_learn_and_reload(
     assert torch.equal(predict(model, **batch), predict(other, **batch))
 
 
+@pytest.mark.long
 def test_compiles_to_one_graph_once(config: bert.Config, build: Build, batch: Batch):
     model = build(config)
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -53,6 +53,7 @@ def steps_in(file: Path) -> list[int]:
     return [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
 
 
+@pytest.mark.long
 def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -335,6 +335,7 @@ def log_steps(folder: Path, tracker: Any, last: int) -> None:
         each.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [0, 300])
 def test_offline_what_a_full_disk_has_taken_is_written_at_the_end(
     tmp_path: Path,
@@ -498,6 +499,7 @@ def fail(folder: Path, mode: str, last_step: str, before: str = "") -> None:
     assert subprocess.run(arguments, env=environment, timeout=100).returncode == 1
 
 
+@pytest.mark.long
 def test_an_alert_says_no_secrets_and_an_error_is_written_though_the_process_ends_at_once(
     tmp_path: Path,
 ):
@@ -509,6 +511,7 @@ def test_an_alert_says_no_secrets_and_an_error_is_written_though_the_process_end
     assert offline_summary(tmp_path)["restarts"] == 3
 
 
+@pytest.mark.long
 def test_alerts_reach_the_server(tmp_path: Path, server: FakeServer):
     fail(tmp_path, "online", "os._exit(1)")
     assert [(alert["severity"], alert["title"], alert["text"]) for alert in server.alerts] == ALERTS
@@ -585,6 +588,7 @@ def test_a_trial_of_a_sweep_takes_the_id_of_its_agent_and_no_folder_of_another_r
     assert [file.name for file in other.iterdir()] == ["starts.jsonl"]
 
 
+@pytest.mark.long
 def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -148,6 +148,7 @@ def test_spans_are_distributed_as_those_of_the_published_collator() -> None:
         assert np.abs(np.cumsum(apart)).max() < 0.025
 
 
+@pytest.mark.long
 def test_every_way_to_cut_is_equally_likely() -> None:
     rows = 30_000
     lengths = random_parts(np.full(rows, 6), np.full(rows, 3), mix(np.arange(rows))).reshape(

@@ -206,6 +206,7 @@ def train_part(folder: Path, steps: range, shape: Split | None) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_adafactor_resumes_at_other_world_sizes(tmp_path: Path) -> None:
     run_ranks(4, train_part, tmp_path, range(20), SEGMENTS)
     run_ranks(3, train_part, tmp_path, range(20, 40), (3,))

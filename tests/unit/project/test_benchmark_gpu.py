@@ -294,6 +294,7 @@ def test_each_side_of_a_gpu_has_valid_settings(recipe: str, tmp_path: Path):
     assert seen == (expected if has_setting else {(False, None), (True, None)})
 
 
+@pytest.mark.long
 def test_the_server_of_processes_does_not_import_transformers():
     """Which initializes CUDA in some environments; forks could then not use it."""
     code = "import benchmarks.sides, sys; sys.exit('transformers' in sys.modules)"

@@ -232,6 +232,7 @@ def test_all_packages_are_copied_after_what_they_need_is_installed(dockerfile: P
     assert not any("--requirement" in rest or "apt-get" in rest for _, rest in final[first_code:])
 
 
+@pytest.mark.long
 @both
 def test_wheel_of_the_image_has_the_recipes(dockerfile: Path, tmp_path: Path):
     steps = instructions(dockerfile)

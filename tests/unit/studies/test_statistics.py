@@ -49,6 +49,7 @@ def test_one_seed_has_no_interval_and_equal_seeds_an_empty_one() -> None:
     assert (same.low, same.high, same.excludes_zero) == (0.0, 0.0, False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows_variance", "seeds"),
     [

@@ -176,6 +176,7 @@ def test_each_phase_is_measured(experiment_file: str, tmp_path: Path) -> None:
     assert list(json.loads((tmp_path / "micro_batch.json").read_text()).values()) == [6, 6]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize(("size", "passes"), [("3", []), ("auto", [1, 3, 5])])
 def test_graphs_of_few_sizes_are_compiled(

@@ -46,6 +46,7 @@ def equal(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixed", [False, True])
 def test_any_start_and_any_saved_position_continue_the_same_batches(
     experiment_file: str, parts: dict[str, Path], mixed: bool

@@ -398,6 +398,7 @@ def test_two_builds_do_not_write_one_folder(corpus, tmp_path):
     build(config_of(corpus, tmp_path))
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_paragraph_and_the_build_goes_on_later(corpus, built, tmp_path):
     config = config_of(corpus, tmp_path / "out")
     (tmp_path / "config.yaml").write_text(dump(config))

@@ -82,6 +82,7 @@ def test_counting_duplicates_takes_little_memory():
     assert peak < 10 * count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [exact.Config(), minhash.Config(threshold=0.9)])
 def test_duplicates_are_left_out_with_any_number_of_workers(corpus, texts, tmp_path, kind, caplog):
     source = write(tmp_path, texts)
@@ -143,6 +144,7 @@ def test_what_was_compared_before_is_not_compared_again(corpus, texts, tmp_path,
     assert lines_of(output) == {i + 1 for i in range(DOCUMENTS) if i == 119 or i not in REPEATED}
 
 
+@pytest.mark.long
 def test_a_document_that_repeats_another_one_now_is_taken_out_of_a_finished_unit(
     corpus, texts, tmp_path
 ):
@@ -195,6 +197,7 @@ def test_text_of_a_test_is_left_out(corpus, tmp_path):
 QUESTION = "Which of the four seasons by this old calendar brings the first of the rains"
 
 
+@pytest.mark.long
 def test_a_document_does_not_repeat_one_that_is_left_out_for_text_of_a_test(corpus, tmp_path):
     texts = [make_text(i) for i in range(DOCUMENTS)]
     clean = " ".join(f"word{i}" for i in range(400))

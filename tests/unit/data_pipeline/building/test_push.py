@@ -41,6 +41,7 @@ def sent(caplog: pytest.LogCaptureFixture, folder: Path, url: str, **options: An
     return caplog.messages[-1].partition(": ")[2].partition(".")[0]
 
 
+@pytest.mark.long
 def test_a_copy_is_whole_and_looks_like_the_original(
     dataset: Path, s3_folder: str, caplog: Any
 ) -> None:

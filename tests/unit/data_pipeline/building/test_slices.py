@@ -110,6 +110,7 @@ def test_slices_in_any_order_give_the_bytes_of_one_build(config, whole, tmp_path
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "attempt", [0, *(pytest.param(attempt, marks=pytest.mark.long) for attempt in (1, 2))]
 )

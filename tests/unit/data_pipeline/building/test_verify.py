@@ -154,6 +154,7 @@ def test_names_and_hashes_of_a_stranger_are_checked(name, info, message, built):
         Manifest.parse(json.dumps(tree).encode(), MANIFEST)
 
 
+@pytest.mark.long
 def test_a_copy_in_a_store_is_sealed_as_well(built, s3_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path / "cache"))
     folder = Path(shutil.copytree(built, tmp_path / "copy"))

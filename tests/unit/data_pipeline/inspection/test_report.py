@@ -121,6 +121,7 @@ def test_reasons_with_brackets_are_printed_as_they_are(text_dataset) -> None:
     assert f"1 rejected ({next(iter(reasons))}: 1)" in console.file.getvalue()
 
 
+@pytest.mark.long
 def test_the_plot_is_an_image(write_dataset, tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     folder = str(write_dataset())

@@ -106,6 +106,7 @@ def start_process(cache: ShardCache, shards: Shards, numbers: list[int]) -> subp
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_processes_share_what_they_fetch(shards: Shards, tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     shards.web.held = True
@@ -121,6 +122,7 @@ def test_processes_share_what_they_fetch(shards: Shards, tmp_path: Path) -> None
 wait_for = partial(until, seconds=20)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_while_it_fetches_leaves_no_trouble(
     shards: Shards, tmp_path: Path
 ) -> None:

@@ -504,6 +504,7 @@ def test_close_ends_the_threads_at_once(write_dataset) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
+@pytest.mark.long
 def test_an_unclosed_loader_does_not_hold_up_a_failing_process(write_dataset) -> None:
     program = f"""
 import sys

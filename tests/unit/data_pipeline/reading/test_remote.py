@@ -143,6 +143,7 @@ def requests_of_a_start(proxy: FaultyProxy, url: str, cache: Path) -> int:
     return len(proxy.requests)
 
 
+@pytest.mark.long
 def test_requests_of_a_start_do_not_depend_on_the_number_of_shards(
     write_dataset_to: Any, faulty_s3: FaultyProxy, s3_folder: str, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_requests_of_a_start_do_not_depend_on_the_number_of_shards(
     assert found["plain", 24] - found["plain", 3] >= 24 - 3
 
 
+@pytest.mark.long
 def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
     write_dataset_to: Any,
     dataset: Path,
@@ -293,6 +295,7 @@ def test_going_on_fetches_only_what_comes_next(remote: str, tmp_path: Path, epoc
     assert len(shards_in(tmp_path / "cache")) <= WORKING_SET  # of the window and of the next one
 
 
+@pytest.mark.long
 def test_a_store_that_vanishes_is_an_error_of_the_data(
     dataset: Path, own_remote: str, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_nothing_is_left_of_the_tokenizer_that_was_there(t5, tmp_path) -> None:
     assert not (tmp_path / "spiece.model").exists()
 
 
+@pytest.mark.long
 def test_a_dataset_is_built_with_it_and_copied_with_it(s3_folder, tmp_path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -192,6 +193,7 @@ def test_a_dataset_is_built_with_it_and_copied_with_it(s3_folder, tmp_path) -> N
     assert verify(s3_folder) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("load", [transformers.AutoTokenizer, transformers.T5TokenizerFast])
 def test_transformers_loads_it_and_gives_the_same_ids(t5, tmp_path, load) -> None:
     t5.save(tmp_path / "tokenizer")

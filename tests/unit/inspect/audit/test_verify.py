@@ -168,6 +168,7 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(
     assert second_order.passes[0].consumed == 10 * BATCH
 
 
+@pytest.mark.long
 def test_a_mixture_is_proven_source_by_source(
     experiment_file: str, dataset_folder: Path, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str)
     assert "XLA" not in result.out
 
 
+@pytest.mark.long
 def test_an_automatic_micro_batch_without_memory_names_the_device_assumed(
     samestep: Samestep, experiment_file: str
 ) -> None:

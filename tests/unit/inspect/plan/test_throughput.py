@@ -80,6 +80,7 @@ def test_implementations_of_devices() -> None:
     assert list(implementations("cpu")) == ["eager"]
 
 
+@pytest.mark.long
 def test_a_step_is_its_micro_batches_and_its_update(experiment_file: str) -> None:
     one, two = (
         _predict(
@@ -230,6 +231,7 @@ def test_the_command_prints_tables_and_json(experiment_file: str, samestep: Same
     assert both["run"] == tree["run"]
 
 
+@pytest.mark.long
 def test_the_cpu_is_measured(experiment_file: str, samestep: Samestep) -> None:
     plan = ("plan", experiment_file, "--throughput", "cpu", "--json", "--devices")
     tree = json.loads(samestep(*plan, "1").out)

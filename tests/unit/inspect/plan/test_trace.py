@@ -65,6 +65,7 @@ def _saved_by_autograd(experiment: Experiment, rows: int) -> tuple[int, Any]:
     return sum(kept.values()), loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", ["experiment_file", "t5_experiment"])
 def test_what_autograd_saves_is_what_a_real_forward_pass_saves(
@@ -119,6 +120,7 @@ def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None
     assert peaks[1].bare < peaks[0].bare
 
 
+@pytest.mark.long
 def test_interpolation_is_never_too_little(experiment_file: str) -> None:
     experiment = load(Experiment, experiment_file)
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
@@ -186,6 +188,7 @@ def activations(file: str, *overrides: str, rows: int = 8) -> tuple[Step, Activa
     return step, unfused, fused
 
 
+@pytest.mark.long
 def test_fused_attention_saves_no_scores(experiment_file: str) -> None:
     step, unfused, fused = activations(experiment_file)
     assert step.fuses_attention

@@ -38,6 +38,7 @@ def test_time_and_energy_follow_from_the_assumptions(experiment_file: str) -> No
     assert needed.kilograms == pytest.approx(needed.kwh * 0.4)
 
 
+@pytest.mark.long
 def test_the_command_prints_it(experiment_file: str, samestep: Samestep) -> None:
     plan = ("plan", experiment_file, "--devices", "2", "--strategy", "ddp")
     device = ("--tflops", "0.001", "--utilization", "0.25", "--watts", "50")

@@ -50,6 +50,7 @@ def test_errors_of_settings_end_with_the_page(samestep: Samestep, experiment_fil
     assert "docs/" not in samestep("config", "absent.yaml").message
 
 
+@pytest.mark.long
 def test_the_page_is_said_once_by_several_processes(
     samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:

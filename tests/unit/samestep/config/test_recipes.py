@@ -11,6 +11,7 @@ from samestep.config import read_tree, recipes
 from samestep.errors import ConfigError
 
 
+@pytest.mark.long
 def test_every_file_has_a_name_that_is_read() -> None:
     names = recipes.names()
     assert {"recipes/pretrain/bert_base", "recipes/tasks/glue/sst2"} <= set(names)

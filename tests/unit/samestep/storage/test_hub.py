@@ -115,6 +115,7 @@ def test_without_a_network_the_cache_is_used_and_what_is_not_in_it_is_named(
         model_folder("hf://tiny")
 
 
+@pytest.mark.long
 def test_processes_that_start_together_download_once(hub):
     assert len(set(run_ranks(3, _open_model))) == 1
     downloads = [

@@ -65,6 +65,7 @@ def test_a_name_that_exists_comes_before_a_pattern(s3_folder: str) -> None:
     assert objects.glob(f"{s3_folder}/d[12]/*.txt") == [f"{s3_folder}/d2/c.txt"]
 
 
+@pytest.mark.long
 def test_a_folder_of_many_objects_takes_few_requests(
     faulty_s3: FaultyProxy, s3_folder: str
 ) -> None:
@@ -181,6 +182,7 @@ def test_client_errors_are_not_retried(faulty_s3: FaultyProxy, s3_folder: str, w
             assert ("AWS_ACCESS_KEY_ID" if url == s3_folder else "log-in") in str(caught.value)
 
 
+@pytest.mark.long
 def test_rejected_credentials_of_a_store_that_has_answered_may_be_renewed(
     faulty_s3: FaultyProxy, s3_folder: str, web: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +213,7 @@ def test_a_forbidden_object_is_not_waited_for(faulty_s3: FaultyProxy, s3_folder:
     assert [request.rpartition("/")[2] for request in faulty_s3.requests] == ["y", "x", "y"]
 
 
+@pytest.mark.long
 def test_renewed_credentials_are_read_from_their_file(
     faulty_s3: FaultyProxy, s3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
