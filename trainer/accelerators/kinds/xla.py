@@ -43,6 +43,12 @@ class Config(chips.Products):
                 "and /dev/vfio, which another process may hold, or set PJRT_DEVICE=CPU to try XLA "
                 "on the CPU."
             )
+        if chosen == "CPU":
+            # XLA's threads wait inside of collectives, and it may begin two at once. With a thread
+            # for each device, these can wait for each other, and XLA aborts after ten seconds.
+            devices = os.environ.get("CPU_NUM_DEVICES", "")
+            threads = 4 * int(devices) if devices.isdecimal() else 1
+            os.environ.setdefault("NPROC", str(max(threads, os.cpu_count() or 1)))
         # Otherwise XLA logs a list of deprecated features with each graph.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         try:
