@@ -192,7 +192,6 @@ def test_interrupted(stalled: Process) -> None:
     assert_gone(workers, 0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c_saves(
     start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path, processes: int
