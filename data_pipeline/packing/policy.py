@@ -202,5 +202,6 @@ def count_shard(
     Arguments and errors as for `check_shard`.
     """
     # Counting a row that cannot be packed would fail later, without its file and line.
-    check_shard(shard, spec, policy, files)
-    return _packing_of(spec, policy).count(shard, key)
+    packing = _packing_of(spec, policy)
+    packing.check(shard, files)
+    return packing.count(shard, key)

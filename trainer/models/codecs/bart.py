@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from samestep.config import decode
-from samestep.errors import ConfigError
 from samestep.tasks import TASKS
 from trainer.models import codecs
 from trainer.models.codecs import ConfigJson, settings
@@ -122,12 +121,9 @@ class Codec(codecs.Codec[bart.Config]):
 
     def to_huggingface(self) -> ConfigJson:
         config = self.config
-        known = {ours: theirs for theirs, ours in settings.ACTIVATIONS.items()}
-        if config.activation not in known:
-            raise ConfigError(
-                f"activation {config.activation} cannot be exported: bart in transformers has no "
-                "gated one. Train with another."
-            )
+        activation = settings.write_activation(
+            config.activation, settings.ACTIVATIONS, self.model_type
+        )
         return {
             "architectures": [_ARCHITECTURES[config.head]],
             "model_type": self.model_type,
@@ -135,7 +131,7 @@ class Codec(codecs.Codec[bart.Config]):
             "decoder_layers": config.stacks["decoder"],
             "decoder_attention_heads": config.heads,
             "decoder_ffn_dim": config.ffn_width,
-            "activation_function": known[config.activation],
+            "activation_function": activation,
             "is_encoder_decoder": True,
             "tie_word_embeddings": True,
             "bos_token_id": 0,

@@ -13,6 +13,7 @@ from samestep.errors import ConfigError
 from trainer.models import codecs
 from trainer.models.codecs import ConfigJson, settings
 from trainer.models.codecs.tensors import join_tensors, keep_one, split_tensors
+from trainer.models.config import Activation
 from trainer.models.families import gpt2
 
 _FIELDS = {
@@ -57,7 +58,7 @@ class Codec(codecs.Codec[C]):
         "final_norm.bias": "transformer.ln_f.bias",
     }
     activation_key: ClassVar[str] = "activation_function"
-    activations: ClassVar[Mapping[str, str]] = settings.ACTIVATIONS
+    activations: ClassVar[Mapping[str, Activation]] = settings.ACTIVATIONS
 
     @classmethod
     def from_huggingface(
@@ -90,12 +91,7 @@ class Codec(codecs.Codec[C]):
 
     def to_huggingface(self) -> ConfigJson:
         config = self.config
-        known = {ours: theirs for theirs, ours in self.activations.items()}
-        if config.activation not in known:
-            raise ConfigError(
-                f"activation {config.activation} cannot be exported: {self.model_type} in "
-                "transformers has no gated one. Train with another."
-            )
+        activation = settings.write_activation(config.activation, self.activations, self.model_type)
         if config.head == "multiple_choice":
             raise ConfigError(
                 f"a multiple_choice head cannot be exported: transformers' {self.model_type} has "
@@ -111,7 +107,7 @@ class Codec(codecs.Codec[C]):
             **fields,
             "embd_pdrop": config.dropout,
             "n_inner": config.ffn_width,
-            self.activation_key: known[config.activation],
+            self.activation_key: activation,
             **settings.name_labels(config.labels),
         }
 

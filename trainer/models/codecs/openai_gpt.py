@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from samestep.errors import ConfigError
 from trainer.models.codecs import ConfigJson, gpt2
+from trainer.models.config import Activation
 from trainer.models.families import openai_gpt
 
 
@@ -22,7 +23,7 @@ class Codec(gpt2.Codec[openai_gpt.Config]):
     }
     activation_key: ClassVar[str] = "afn"
     # Its "gelu" is the tanh approximation.
-    activations: ClassVar[Mapping[str, str]] = {"gelu": "gelu_tanh", "relu": "relu"}
+    activations: ClassVar[Mapping[str, Activation]] = {"gelu": "gelu_tanh", "relu": "relu"}
 
     def to_huggingface(self) -> ConfigJson:
         tree, config = super().to_huggingface(), self.config

@@ -59,6 +59,28 @@ def read_settings(
     }
 
 
+def write_activation(
+    activation: Activation, known: Mapping[str, Activation], model_type: str
+) -> str:
+    """The name of an activation in a `config.json`.
+
+    Args:
+        activation: under our name.
+        known: their name -> ours; of several names, the last one is written.
+        model_type: of the model, for the error.
+
+    Raises:
+        ConfigError: transformers has no such activation in these models.
+    """
+    names = {ours: theirs for theirs, ours in known.items()}
+    if activation not in names:
+        raise ConfigError(
+            f"activation {activation} cannot be exported: {model_type} in transformers has no "
+            "gated one. Train with another."
+        )
+    return names[activation]
+
+
 def read_task(
     config: ConfigJson, tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
 ) -> tuple[Head, tuple[str, ...]]:
