@@ -12,6 +12,7 @@ import pickle
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -86,6 +87,19 @@ def quicker() -> Iterator[None]:
         patch.setattr(tree, "_parse", parse_once)
         patch.setattr(pool, "multiprocessing", FastSpawn())
         yield
+
+
+@pytest.fixture(autouse=True)
+def forget_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Modules that a test has written and imported would shadow those of another test."""
+    before = set(sys.modules)
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        module = sys.modules[name]
+        places = (getattr(module, "__file__", None), *getattr(module, "__path__", ()))
+        if any(place and place.startswith(temporary) for place in places):
+            del sys.modules[name]
 
 
 def make_dataset(

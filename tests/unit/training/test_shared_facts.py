@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,6 @@ def test_code_of_users_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert changed(custom, custom, tmp_path) == set()
     after = facts_of(custom, tmp_path)
     assert {name for name in after if after[name] != before[name]} == {"code of mine.objective"}
-    sys.modules.pop("mine.objective")
 
 
 def test_ranks_of_any_launcher_compare_them_before_collectives(experiment_file: str) -> None:
