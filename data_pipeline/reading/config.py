@@ -70,8 +70,7 @@ class Config:
         if (self.path is None) == (not self.sources):
             raise ConfigError(
                 f"path is {self.path or 'null'} and there are {len(self.sources)} sources. Set "
-                "either path to a dataset (and sources=[]), or sources to a list of {path, weight} "
-                "(and path=null)."
+                "either path to a dataset, or sources to a list of {path, weight}."
             )
         check_sources(self.sources, self.weights)
         for name, least in (

@@ -153,7 +153,7 @@ class Config(NodeCluster):
         exit_file = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
         lines = [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in self._options(job)),
+            *(f"#SBATCH {option}" for option in self.batch_options(job)),
             "",
             "# Written by samestep launch. Slurm runs it on the first node, and again after each",
             "# requeue.",
@@ -179,7 +179,8 @@ class Config(NodeCluster):
             {SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT)
         )
 
-    def _options(self, job: JobSpec) -> list[str]:
+    def batch_options(self, job: JobSpec) -> list[str]:
+        """The options of sbatch, all but the log's name."""
         build = job.action == "build"
         options = ["--open-mode=append"]
         if self.segments > 1:
@@ -250,9 +251,9 @@ class Config(NodeCluster):
     def _build(self, job: JobSpec) -> list[str]:
         """Each task of the array builds one slice; the last one to finish merges and verifies."""
         slice_ = ["--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"']
-        return [*self._srun(job, job.shell_command(*slice_), gpus=False), "code=$?"]
+        return [*self.srun(job, job.shell_command(*slice_), gpus=False), "code=$?"]
 
-    def _srun(self, job: JobSpec, command: str, gpus: bool) -> list[str]:
+    def srun(self, job: JobSpec, command: str, gpus: bool) -> list[str]:
         """Runs a command once on each node."""
         # The batch script requests no tasks: Slurm would stop adding nodes once it has enough for
         # the tasks, and take the least of a range.
@@ -275,16 +276,10 @@ class Config(NodeCluster):
             'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
             f"[ ! -e {cancel} ] || exit {EXIT_PREEMPTED}",
             "",
-            *self._srun(job, command, gpus),
+            *self.srun(job, command, gpus),
             "code=$?",
         ]
-        # Exit codes of a run that was stopped. 128 + signal: its checkpoint took too long, or it
-        # was killed, for example as memory ran out.
-        known = signal.Signals.__members__
-        names = {*job.restart_signals, "SIGKILL"}
-        numbers = sorted({known[name].value if name in known else 0 for name in names})
-        codes = [EXIT_UNAVAILABLE, EXIT_PREEMPTED, *(128 + number for number in numbers)]
-        stopped = "|".join(map(str, codes))
+        stopped = "|".join(map(str, codes_of_stops(job)))
         if self._requeues:
             starts = shlex.quote(str(job.folder.parents[1] / "starts.jsonl"))
             most = _MAX_STOPS
@@ -394,6 +389,15 @@ class Config(NodeCluster):
             if not again:
                 mark.unlink()
             raise
+
+
+def codes_of_stops(job: JobSpec) -> list[int]:
+    """Exit codes of a run that was stopped, and goes on when it is started again."""
+    # 128 + signal: its checkpoint took too long, or it was killed, as when memory runs out.
+    known = signal.Signals.__members__
+    names = {*job.restart_signals, "SIGKILL"}
+    numbers = sorted({known[name].value if name in known else 0 for name in names})
+    return [EXIT_UNAVAILABLE, EXIT_PREEMPTED, *(128 + number for number in numbers)]
 
 
 def _folders(job: JobSpec) -> tuple[Path, Path]:

@@ -26,6 +26,9 @@ _FOLDERS = re.compile(
     r"(phases\.\d+\.)?objective\.teacher|(tokenizer|data|probes\.[^.]+)\.path"
 )
 
+# Settings of a section that exclude each other: the one that is given last drops those of the other.
+_EXCLUSIVE = {"data": {"path": ("sources", "weights", "proportional"), "sources": ("path",)}}
+
 Tree: TypeAlias = dict[str, Any]
 """A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
 
@@ -136,7 +139,7 @@ def merge(base: Tree, changes: Tree) -> Tree:
 
     A section of another `kind` replaces the whole section of the base: the settings of one
     optimizer mean nothing to another. `optimizer: lamb` is short for `optimizer: {kind: lamb}`, on
-    either side.
+    either side. `data.path` replaces the `data.sources` of the base, and they replace it.
     """
     merged = dict(base)
     for key, value in changes.items():
@@ -153,6 +156,9 @@ def merge(base: Tree, changes: Tree) -> Tree:
             and isinstance(value, dict)
             and value.get("kind") in (None, below.get("kind"))
         ):
+            for name, others in _EXCLUSIVE.get(key, {}).items():
+                if value.get(name):
+                    below = {each: below[each] for each in below if each not in others}
             value = merge(below, value)
         merged[key] = value
     return merged

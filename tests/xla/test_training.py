@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from samestep.config import read_tree
 from samestep.errors import EXIT_PREEMPTED
+from tests.backend_files import TPU, small
 from tests.integration.commands import Samestep, losses
 from tests.xla.conftest import PYTHON, XLA, Work, Xla, environment
 
@@ -364,3 +366,14 @@ def test_what_does_not_fit_is_refused(
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert said in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("file", TPU, ids=lambda file: file.stem)
+def test_the_experiments_of_tpus_start(
+    xla: Xla, file: Path, dataset_folder: Path, t5_experiment: str, tmp_path: Path
+) -> None:
+    sentinels = read_tree(t5_experiment)["data"]["path"]
+    settings = small(file, str(dataset_folder), sentinels)
+    done = xla("samestep.cli", "train", file, f"output={tmp_path / 'run'}", *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(losses(tmp_path / "run")) == 2

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 import pytest
 
 from samestep.config import Kinds, decode, differences, dump, load, read_tree, to_tree
+from samestep.config.tree import Tree, merge, merge_overrides
 from samestep.errors import ConfigError
 
 
@@ -100,6 +101,19 @@ def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
     path = write(tmp_path, "a.yaml", "base: base.yaml\nsteps: 2\ninner: {rate: 3}\n")
     assert load(Root, path).inner == Inner(3.0, limit=5)
     assert load(Root, path, ["inner.rate=4", "inner.limit=null"]) == Root(2, inner=Inner(4.0))
+
+
+def test_one_dataset_and_several_replace_each_other() -> None:
+    several: Tree = {"data": {"lanes": 4, "sources": [{"path": "a"}], "weights": [{"step": 1}]}}
+    one = merge(several, {"data": {"path": "b"}})
+    assert one == {"data": {"lanes": 4, "path": "b"}}
+    again = merge(one, {"data": {"sources": [{"path": "c"}]}})
+    assert again == {"data": {"lanes": 4, "sources": [{"path": "c"}]}}
+    # No dataset is chosen here, and of a list of sources one is changed.
+    assert merge(several, {"data": {"path": None}})["data"]["sources"] == [{"path": "a"}]
+    changed = merge(several, {"data": {"sources": {"0": {"path": "d"}}}})
+    assert changed["data"]["sources"] == [{"path": "d"}]
+    assert merge_overrides(several, ["data.sources=[]", "data.path=b"])["data"]["path"] == "b"
 
 
 def test_merge_keys_share_settings_within_a_file(tmp_path: Path) -> None:
