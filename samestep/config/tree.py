@@ -26,7 +26,7 @@ _FOLDERS = re.compile(
     r"(phases\.\d+\.)?objective\.teacher|(tokenizer|data|probes\.[^.]+)\.path"
 )
 
-# Settings of a section that exclude each other: the one that is given last drops those of the other.
+# Settings of a section that exclude each other: the one given last drops those of the other.
 _EXCLUSIVE = {"data": {"path": ("sources", "weights", "proportional"), "sources": ("path",)}}
 
 Tree: TypeAlias = dict[str, Any]

@@ -89,6 +89,7 @@ JOINS: dict[str, tuple[str, ...]] = {
     "data_pipeline/sources/kinds/python_docs.py": ("library() / name",),
     "data_pipeline/tokenizers/tokenizer.py": ("folder / name",),
     "launch/cli.py": ("launch.job.folder / name",),
+    "launch/scripts/__main__.py": ("FOLDER / name",),
     "launch/submission/submit.py": (
         *("folder / name", "records.state_folder() / 'launches' / name"),
     ),
@@ -109,7 +110,7 @@ READS = {
     *("trainer/checkpoint/lock.py", "trainer/training/compute/arithmetic.py"),
     *("trainer/inspect/cli.py", "trainer/inspect/recipes.py", "trainer/studies/template.py"),
     *("trainer/monitoring/report/__init__.py", "data_pipeline/sources/kinds/python_docs.py"),
-    "launch/tpu/startup.py",
+    *("launch/tpu/startup.py", "launch/scripts/__init__.py"),
     # Named by the user for this command; may be a pipe.
     *("samestep/config/tree.py", "trainer/elastic/secret.py", "trainer/inference/candidates.py"),
     *("trainer/inspect/certify/layouts.py", "trainer/inspect/certify/run.py"),

@@ -1,0 +1,48 @@
+#!/bin/bash
+# ModernBERT-base on 8 nodes: 1.7 trillion tokens at length 1,024 (Warner et al. 2024).
+# Cost, a forecast of `samestep plan`: 26 hours on 64 H100 SXM, 1,600 device hours, without the time
+# for data and checkpoints.
+#
+#   sbatch launch/scripts/slurm/modernbert_base.sh
+#
+# Options of sbatch override the lines below, as --account=lab --nodes=3, and variables of the
+# environment the settings after them. The run saves a checkpoint before the time limit, and the job
+# is requeued until the run is done. Submitted again, it goes on from its newest checkpoint, on any
+# number of nodes.
+#SBATCH --job-name=modernbert_base
+#SBATCH --open-mode=append
+#SBATCH --nodes=8
+#SBATCH --gres=gpu:8
+#SBATCH --mem=0
+#SBATCH --partition=gpu
+#SBATCH --account=my-account
+#SBATCH --time=1-00:00:00
+#SBATCH --exclusive
+#SBATCH --signal=USR1@180
+#SBATCH --requeue
+#SBATCH --output=%x-%j.log
+
+# Relative paths start in the folder that sbatch is called in.
+: "${EXPERIMENT:=configs/pretrain/modernbert_base.yaml}"
+: "${OUTPUT:=runs/modernbert_base}"
+: "${DATA:=}"  # a dataset in place of the experiment's
+: "${VENV:=.venv}"  # the environment with samestep
+# Further settings, as training.steps=100 optimizer.lr=1e-4
+read -r -a overrides <<<"${OVERRIDES-training.compile=true}"
+
+source "$VENV/bin/activate" || exit 1
+export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"
+# The nodes find each other at the first one, at a port that no other job has.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"
+
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
+  samestep train "$EXPERIMENT" "output=$OUTPUT" ${DATA:+"data.path=$DATA"} "${overrides[@]}" \
+  --elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"
+code=$?
+
+# The codes of a run that was stopped, or whose node was lost.
+case $code in 69|75|129|137|138|143)
+  [ "${SLURM_RESTART_COUNT:-0}" -ge 100 ] || scontrol requeue "$SLURM_JOB_ID" ;;
+esac
+exit "$code"

@@ -1,0 +1,90 @@
+"""Manifests of Kubernetes, on GPUs and on TPUs of Google Kubernetes Engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from launch import records
+from launch.job import Cluster, JobSpec
+from launch.k8s import manifest
+from launch.scripts import Run, header, write_slurm
+from samestep.config import decode, read_tree
+
+_SLICES = {
+    "bert_base_v5e16": (
+        Run(
+            "BERT-base on a slice of 16 v5e chips: batches of 131,072 tokens (Devlin et al. 2019).",
+            *("configs/pretrain/tpu/bert_base.yaml", "v5e", 16),
+        ),
+        ("accelerator: tpu-v5-lite-podslice", "topology: 4x4"),
+        "data: {path: gs://my-bucket/wikipedia_en}  # without this line, it and books",
+    ),
+    "roberta_base_v5e64": (
+        Run(
+            "RoBERTa-base on a slice of 64 v5e chips: 500,000 batches of 8,192 sequences of 512 "
+            "(Liu et al. 2019).",
+            *("configs/pretrain/tpu/roberta_base.yaml", "v5e", 64),
+        ),
+        ("accelerator: tpu-v5-lite-podslice", "topology: 8x8"),
+        "data: {path: gs://my-bucket/corpus_bpe}",
+    ),
+    "t5_base_v6e32": (
+        Run(
+            "T5-base on a slice of 32 v6e chips: a million batches of 2,048 texts of 512 tokens "
+            "(Raffel et al. 2020).",
+            *("configs/pretrain/tpu/t5_base.yaml", "v6e", 32),
+        ),
+        ("accelerator: tpu-v6e-slice", "topology: 4x8"),
+        "data: {path: gs://my-bucket/c4_en_t5}",
+    ),
+}
+
+
+def runs() -> dict[str, Run]:
+    """What each manifest runs, by the manifest's name."""
+    gpus = {Path(name).stem: run for name, run in write_slurm.runs().items()}
+    tpus = {name: run for name, (run, *_) in _SLICES.items()}
+    return {f"kubernetes/{name}.yaml": run for name, run in (gpus | tpus).items()}
+
+
+def scripts() -> dict[str, str]:
+    """The text of each manifest, by name."""
+    return {name: _manifest(name, run) for name, run in runs().items()}
+
+
+def _manifest(path: str, run: Run) -> str:
+    name = Path(path).stem
+    overrides = [f"nodes={run.devices // 8}"]
+    file = "configs/launch/kubernetes_gpu.yaml"
+    places = ""
+    if name in _SLICES:
+        _, tpu, data = _SLICES[name]
+        file = "configs/launch/kubernetes_tpu.yaml"
+        overrides = [f"tpu={{{', '.join([*tpu, 'chips_per_node: 4'])}}}"]
+        places = f"{data}\ncheckpoint: {{folder: gs://my-bucket/{name}}}\n"
+    cluster = decode(Annotated[Cluster, records.KINDS], read_tree(file, overrides), "cluster")
+    config = (
+        "# What to run: a recipe, and the settings that differ from it. Paths are the pods'.\n"
+        f"base: {run.experiment}\n"
+        f"output: runs/{name}\n"
+        f"{places}"
+    )
+    for override in run.overrides:
+        setting, _, value = override.partition("=")
+        section, _, key = setting.partition(".")
+        config += f"{section}: {{{key}: {value}}}\n"
+    job = JobSpec(name.replace("_", "-"), "train", config, Path(), Path())
+    (text,) = cluster.render(job).files.values()
+    # Launches are numbered; a file has one name until its reader gives it another.
+    text = text.replace(manifest.name_of(job), job.name)
+    head = header(
+        path,
+        run,
+        f"kubectl create -f launch/scripts/{path}",
+        "Change first: config.yaml below, the image, the namespace, and the claim or the secret, "
+        "if they have other names. docs/kubernetes.md says how to make them. The pods of the "
+        "JobSet restart, and continue the run from its newest checkpoint. To end it: kubectl "
+        f"delete -f launch/scripts/{path}",
+    )
+    return "\n".join([*head, text])

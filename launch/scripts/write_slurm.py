@@ -1,0 +1,109 @@
+"""Batch scripts of Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.job import JobSpec
+from launch.kinds.slurm import Config, codes_of_stops
+from launch.scripts import Run, header
+
+_GPUS = 8
+_COMPILED = ("training.compile=true",)
+_RUNS = {
+    "bert_large_lamb": Run(
+        "BERT-large with LAMB on 64 nodes: batches of 65,536 sequences of 128, then of 32,768 of "
+        "512 (You et al. 2020).",
+        *("configs/pretrain/bert_large_lamb.yaml", "h100", 64 * _GPUS, _COMPILED),
+    ),
+    "roberta_large": Run(
+        "RoBERTa-large on 32 nodes: 500,000 batches of 8,192 sequences of 512 (Liu et al. 2019).",
+        *("configs/pretrain/roberta_large.yaml", "h100", 32 * _GPUS, _COMPILED),
+    ),
+    "t5_11b": Run(
+        "T5-11B on 64 nodes under HSDP: eight replicas of eight nodes, a million batches of 2,048 "
+        "texts of 512 tokens (Raffel et al. 2020).",
+        *("configs/strategies/t5_11b_hsdp.yaml", "h100", 64 * _GPUS, _COMPILED),
+    ),
+    "modernbert_base": Run(
+        "ModernBERT-base on 8 nodes: 1.7 trillion tokens at length 1,024 (Warner et al. 2024).",
+        *("configs/pretrain/modernbert_base.yaml", "h100", 8 * _GPUS, _COMPILED),
+    ),
+    "deepspeed_zero3": Run(
+        "T5-3B on 8 nodes under DeepSpeed's ZeRO-3. Other stages: EXPERIMENT=configs/strategies/"
+        "bert_large_zero1.yaml, roberta_large_zero2.yaml, or t5_11b_zero3_offload.yaml for few "
+        "GPUs.",
+        *("configs/strategies/t5_3b_zero3.yaml", "h100", 8 * _GPUS),
+    ),
+    "accelerate": Run(
+        "RoBERTa-large on 32 nodes under Hugging Face Accelerate (docs/accelerate.md).",
+        *("configs/strategies/roberta_large_accelerate.yaml", "h100", 32 * _GPUS),
+    ),
+}
+
+
+def runs() -> dict[str, Run]:
+    """What each script runs, by the script's name."""
+    return {f"slurm/{name}.sh": run for name, run in _RUNS.items()}
+
+
+def scripts() -> dict[str, str]:
+    """The text of each script, by name."""
+    return {name: _script(name, run) for name, run in runs().items()}
+
+
+def _script(path: str, run: Run) -> str:
+    name = Path(path).stem
+    job = JobSpec(name, "train", "", Path(), Path())
+    cluster = Config(
+        nodes=run.devices // _GPUS,
+        gpus_per_node=_GPUS,
+        time="1d",
+        exclusive=True,
+        partition="gpu",
+        account="my-account",
+    )
+    command = (
+        'samestep train "$EXPERIMENT" "output=$OUTPUT" ${DATA:+"data.path=$DATA"} '
+        '"${overrides[@]}" \\\n'
+        '  --elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"'
+    )
+    stopped = "|".join(map(str, codes_of_stops(job)))
+    lines = [
+        "#!/bin/bash",
+        *header(
+            path,
+            run,
+            f"sbatch launch/scripts/{path}",
+            "Options of sbatch override the lines below, as --account=lab --nodes=3, and variables "
+            "of the environment the settings after them. The run saves a checkpoint before the "
+            "time limit, and the job is requeued until the run is done. Submitted again, it goes "
+            "on from its newest checkpoint, on any number of nodes.",
+        ),
+        *(f"#SBATCH {option}" for option in cluster.batch_options(job)),
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "# Relative paths start in the folder that sbatch is called in.",
+        f': "${{EXPERIMENT:={run.experiment}}}"',
+        f': "${{OUTPUT:=runs/{name}}}"',
+        ': "${DATA:=}"  # a dataset in place of the experiment\'s',
+        ': "${VENV:=.venv}"  # the environment with samestep',
+        "# Further settings, as training.steps=100 optimizer.lr=1e-4",
+        f'read -r -a overrides <<<"${{OVERRIDES-{" ".join(run.overrides)}}}"',
+        "",
+        'source "$VENV/bin/activate" || exit 1',
+        'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"',
+        "# The nodes find each other at the first one, at a port that no other job has.",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+        "",
+        *cluster.srun(job, command, gpus=True),
+        "code=$?",
+        "",
+        "# The codes of a run that was stopped, or whose node was lost.",
+        f"case $code in {stopped})",
+        '  [ "${SLURM_RESTART_COUNT:-0}" -ge 100 ] || scontrol requeue "$SLURM_JOB_ID" ;;',
+        "esac",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
