@@ -21,13 +21,15 @@ import pytest
 
 import samestep
 from samestep.cli import build_parser
+from samestep.config import load
+from trainer.training.experiment import Experiment
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 # Written by hand or by a command that labels nothing: commands are found by their first word.
 UNLABELED = {ROOT / "README.md", DOCS / "lectures.md", DOCS / "studies.md"}
-LABELS = {"bash", "console", "json", "mermaid", "python", "text", "yaml"}
+LABELS = {"bash", "console", "json", "python", "text", "yaml"}
 BLOCK = re.compile(
     r'^ *```(?P<label>\w*)(?: title="(?P<title>[^"]*)")?\n(?P<text>.*?)^ *```$', re.M | re.S
 )
@@ -272,3 +274,16 @@ def test_signatures_in_prose():
     assert signature_fault(wrong) == f"{wrong}: the default of elsewhere is False"
     assert "too many positional" in str(signature_fault("samestep.train(experiment, 3)"))
     assert "missing a required argument" in str(signature_fault("samestep.export(run)"))
+
+
+def test_outputs_are_of_the_commands_above_them():
+    """Those of `make demo`: the step, the number of rows, and what its recipe consumes."""
+    command, output, *_ = (block.text for block in blocks(DOCS / "faults.md")[2:])
+    ((step, rows),) = re.findall(r"replay demo/run (\d+) --top (\d+)", command)
+    assert output.startswith(f"step {step}: ")
+    assert len(re.findall(r"^ +\d+  ", output, re.MULTILINE)) == int(rows)
+    training = load(Experiment, str(ROOT / "configs/debug/demo.yaml"), []).training
+    command, output = (block.text for block in blocks(DOCS / "ledger.md"))
+    assert "ledger verify demo/run" in command
+    examples = training.steps * training.global_batch_size
+    assert f"verified: {training.steps:,} steps consumed {examples:,} examples" in output
