@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = "files"
 IN_NAV = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SHOWN = {".ipynb": "json", ".py": "python", ".toml": "toml", ".txt": "text", ".yaml": "yaml"}
-_LINK = re.compile(r"\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"""(?P<start>\]\(|\b(?:src|href)=")(?P<path>[^)"#\s:]+)""")
 _LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//[^"'> ]*"""
     r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|preconnect|preload|icon))[^>]*//[^"'> ]*""",
@@ -54,13 +54,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = here.removeprefix(f"{OUTSIDE}/") if here.startswith(OUTSIDE) else f"docs/{here}"
 
     def changed(link: re.Match[str]) -> str:
-        target = _resolved(path, link[1])
+        target = _resolved(path, link["path"])
         if path.startswith("docs/") == target.startswith("docs/") and target.endswith(".md"):
             return link[0]
         if not (ROOT / target).exists():
             return link[0]
         inside = posixpath.relpath(site_path(target), posixpath.dirname(here))
-        return f"]({inside}{link[2] or ''})"
+        return f"{link['start']}{inside}"
 
     return _LINK.sub(changed, markdown)
 
@@ -86,12 +86,14 @@ def site_path(path: str) -> str:
 
 
 def _resolved(page: str, target: str) -> str:
-    return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    """The file or folder of the repository that a page links to; of a folder, its README.md."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    return f"{path}/README.md" if (ROOT / path / "README.md").is_file() else path
 
 
 def _targets(page: str, text: str) -> list[str]:
     """Paths in the repository that a page links to."""
-    return [_resolved(page, link[1]) for link in _LINK.finditer(text)]
+    return [_resolved(page, link["path"]) for link in _LINK.finditer(text)]
 
 
 def _page_of(path: Path) -> str:

@@ -7,6 +7,7 @@ options, or the block says why not: ```bash title="not tested: needs a cluster".
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 import samestep
 from samestep.cli import build_parser
 from samestep.config import load
+from samestep.errors import ConfigError
 from trainer.training.experiment import Experiment
 
 ROOT = Path(__file__).parents[3]
@@ -287,3 +290,25 @@ def test_outputs_are_of_the_commands_above_them():
     assert "ledger verify demo/run" in command
     examples = training.steps * training.global_batch_size
     assert f"verified: {training.steps:,} steps consumed {examples:,} examples" in output
+
+
+# Settings of an experiment that a part of one does not show.
+NOT_SHOWN = r"my_package|a task's head|path is .* sources|vocab_size is required|init_from"
+
+
+def test_parts_of_experiments_have_settings_that_exist(tmp_path: Path):
+    sections = {field.name for field in dataclasses.fields(Experiment)}
+    file = tmp_path / "experiment.yaml"
+    whole, faults = 0, []
+    for page in PAGES:
+        for text in (block.text for block in blocks(page) if block.label == "yaml"):
+            if not yaml.safe_load(text).keys() <= sections:
+                continue  # a dataset, task, study or cluster
+            file.write_text(f"base: {ROOT}/configs/debug/bert_mini.yaml\n{text}", encoding="utf-8")
+            try:
+                load(Experiment, str(file), [])
+                whole += 1
+            except ConfigError as error:
+                faults.append(f"{page.name}: {error}")
+    assert [each for each in faults if not re.search(NOT_SHOWN, each)] == []
+    assert whole > 10
