@@ -28,7 +28,7 @@ _LOADED = re.compile(
     re.IGNORECASE,
 )
 _FOUND = {"lane": "glossary.html", "global_batch_size": "reference.html", "open_parts": "api.html"}
-_BOOSTED = {"api.md", "glossary.md", "how_do_i.md", "reference.md"}
+_BOOST = {"api.md": 4, "glossary.md": 4, "how_do_i.md": 2, "reference.md": 4}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -50,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Points links between docs/ and the rest of the repository to pages of the site."""
     here = page.file.src_uri
-    page.meta["search"] = {"boost": 0.5 if here.startswith(OUTSIDE) else 1 + (here in _BOOSTED)}
+    page.meta["search"] = {"boost": _BOOST.get(here, 0.5 if here.startswith(OUTSIDE) else 1)}
     path = here.removeprefix(f"{OUTSIDE}/") if here.startswith(OUTSIDE) else f"docs/{here}"
 
     def changed(link: re.Match[str]) -> str:

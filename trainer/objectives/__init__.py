@@ -101,7 +101,7 @@ class Objective(ABC):
 
         Returns:
             Arrays [B, ...] by name: the columns of `trainer.models.inputs.Inputs` that the model
-            needs, and those that `weights` and `loss` read, such as labels [B, P].
+            needs, and columns that `weights` and `loss` read, such as labels [B, P].
         """
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:

@@ -328,8 +328,8 @@ class Strategy(ABC):
             copy: whether values are needed. If not, nothing is copied.
 
         Returns:
-            This process's partition of each tensor, by name; stacked tensors one by one. Their
-            shapes are those of the partitions.
+            This process's partition of each tensor, by name and with its shape; stacked tensors
+            one by one.
         """
         return tensors
 
