@@ -25,7 +25,9 @@ import samestep
 from samestep.cli import build_parser
 from samestep.config import load
 from samestep.errors import ConfigError
+from trainer.strategies import Strategy
 from trainer.training.experiment import Experiment
+from trainer.training.own_loop import LoopCheckpoints
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -44,6 +46,11 @@ INSIDE = re.compile(
     rf"((?:{'|'.join(PROJECT['entry-points']['samestep.commands'])}) [^'\"|;&<>]*)"
 )
 OURS = r"(?:samestep|trainer|data_pipeline|launch)\b"
+METHODS: dict[str, type] = {
+    "batches": samestep.Batches,
+    "parts.checkpoints": LoopCheckpoints,
+    "parts.strategy": Strategy,
+}
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -263,6 +270,18 @@ def signature_fault(code: str) -> str | None:
             if not isinstance(each.value, ast.Constant) or each.value.value != default:
                 return f"{code}: the default of {each.arg} is {default}"
     return None
+
+
+def test_methods_in_prose():
+    """Calls such as `parts.checkpoints.save()`, of what the examples of library.md name so."""
+    page = (DOCS / "library.md").read_text(encoding="utf-8")
+    found = re.findall(r"`((?:batches|parts\.\w+)\.\w+\([^`.]*\))`", page)
+    assert len(found) >= 4
+    for code in found:
+        call = ast.parse(code, mode="eval").body
+        assert isinstance(call, ast.Call)
+        owner, _, method = ast.unparse(call.func).rpartition(".")
+        inspect.signature(getattr(METHODS[owner], method)).bind(None, *call.args)
 
 
 def test_signatures_in_prose():
