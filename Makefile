@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests wait for a third of their time, so there are more workers than cores.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check conformance chaos fuzz bench bench-gpu bench-scale clean
+.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check docs conformance chaos fuzz bench bench-gpu bench-scale clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# DeepSpeed comes as source, looks for torch when it is built, and would compile for the hardware that it finds.
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	  --no-build-isolation deepspeed
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[accelerate,dedup,deepspeed,dev,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[accelerate,dedup,deepspeed,dev,docs,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb]'
 	@touch $@
 
 demo: install  ## pre-train a tiny model, kill it, resume it on more processes, export it (CPU, a few minutes)
@@ -45,6 +45,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs: install  ## the documentation as a site with search, in build/docs; fails if a link leads nowhere (a minute)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "wrote build/docs; to read and search it: $(BIN)/python -m http.server --directory build/docs"
 
 test: check  ## format, lint, types, import contracts and tests (7 minutes)
 	$(PYTEST) --ignore tests/kernels

@@ -53,8 +53,8 @@ class Config:
             that it is trained on, chosen by hash.
         character_coverage: for SentencePiece: fraction of the text's characters that get a token of
             their own, the most frequent ones; 0.98 to 1.
-        byte_fallback: for SentencePiece: spell other characters as bytes instead of <unk>.
-        sentinels: for SentencePiece: number of tokens <extra_id_0>, ... that stand for spans of
+        byte_fallback: for SentencePiece: spell other characters as bytes instead of `<unk>`.
+        sentinels: for SentencePiece: number of tokens `<extra_id_0>`, ... that stand for spans of
             text, as T5's objective needs.
     """
 

@@ -194,7 +194,16 @@ def render(worst: dict[Group, list[float]], ties: int, samples: int) -> str:
         f"| {max(values):.1e} |"
         for (task, size, strategy), values in worst.items()
     ]
+    values = [value for of_group in worst.values() for value in of_group]
+    agree = sum(value <= RELATIVE for value in values)
+    sizes = {size for _, size, _ in worst}
     return f"""# Conformance: the same step everywhere
+
+**{agree} of {len(values)} cases take the same steps as a single process**, with {min(sizes)} to {max(sizes)} processes, {len({kind for _, _, kind in worst})} strategies
+and {len({task for task, _, _ in worst})} objectives: equal batches, and losses within {max(values):.1e} relative (up to {RELATIVE:g} counts as the same).
+[conformance_bitwise.md](conformance_bitwise.md) has runs with equal bits, [the last table](#cases) the rows.
+
+## What is compared
 
 Written by `make conformance`. Every case runs the real loader and the real trainer (2 layers, fp32, dropout 0.1, a
 global batch of 10) in real processes that talk over gloo, and is compared with a single process:
@@ -203,6 +212,8 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 - **losses**: each of {STEPS} training losses agrees within {RELATIVE:g} relative;
 - **samples** of the generators of ELECTRA and DeBERTa v3: a token may differ only where the two likeliest ones, with
   their noise, are less than {TIE:g} apart. {ties} of {samples:,} did.
+
+## Objectives
 
 | objective | model |
 |---|---|
@@ -219,6 +230,8 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `xlnet` | XLNet with its permutations |
 | `modernbert` | ModernBERT with local layers |
 | `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
+
+## Cases
 
 A row of `mlm` under `single`, `ddp`, `fsdp` or `hsdp` covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)}
 loader threads; the packings {_join(PACKINGS)}. The other rows cover micro-batches of at most {_join(FEWER[0])} examples: those of

@@ -169,7 +169,7 @@ class Accelerator(ABC):
         return torch.autocast(self.device.type, dtype=DTYPES[precision])
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies CPU tensors to the device, asynchronously if the device supports it."""
+        """Copies CPU tensors [B, ...] to the device, asynchronously if it supports that."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def graph(self, work: str) -> AbstractContextManager[object]:

@@ -128,7 +128,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
-        """Computes the outputs, by name."""
+        """Computes outputs by name, of the shapes in `trainer.models.Outputs`."""
 
     @property
     @abstractmethod
@@ -192,7 +192,7 @@ class Model(nn.Module, ABC):
         return self.reads
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The columns in `reads`, for the `Context` of its layers."""
+        """The columns in `reads`, [B, ...] by name, for the `Context` of its layers."""
         return {name: inputs.extra[name] for name in sorted(self.reads)}
 
     def scan_groups(self) -> Sequence[ScanGroup]:
@@ -426,7 +426,7 @@ class ModelConfig(ABC):
     def pad_vocabulary(
         self, parameters: Mapping[str, Tensor], size: int
     ) -> tuple[Self, dict[str, Tensor]]:
-        """Pads the token embeddings with zeros to `size` rows.
+        """Pads the token embeddings [V, E] with zeros to [size, E].
 
         Returns:
             The configuration and the parameters of the larger model.

@@ -90,7 +90,7 @@ class Transformer(TransformerModel):
         return super().reads_for(outputs).union(*needed)
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
-        """Computes the outputs, by name (see `trainer.models.Outputs`)."""
+        """Computes outputs by name, of the shapes in `trainer.models.Outputs`."""
         # Every place of dropout has its own key, so masks do not depend on which layers run first.
         keys = self._keys(inputs.dropout_key)
         hidden, matrix, segments, prefix = self._embed(inputs, keys.embeddings)

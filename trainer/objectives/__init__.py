@@ -93,15 +93,34 @@ class Objective(ABC):
 
     @abstractmethod
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
-        """Builds the arrays of a batch; each row depends only on its own tokens and key."""
+        """Builds the arrays of a batch; each row depends only on its own tokens and key.
+
+        Args:
+            examples: B packed examples.
+            sequence_length: S.
+
+        Returns:
+            Arrays [B, ...] by name: the columns of `trainer.models.inputs.Inputs` that the model
+            needs, and columns that `weights` and `loss` read, such as labels [B, P].
+        """
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """This micro-batch's part, in host memory, of the denominator of each loss term."""
+        """This micro-batch's part of the denominator of each loss term, by name.
+
+        Args:
+            batch: the arrays of `collate`, in host memory.
+        """
         return {self.denominator: float(batch["weights"].sum())}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
-        """Runs the model on a micro-batch and scores it; never waits for the device."""
+        """Runs the model on a micro-batch and scores it; never waits for the device.
+
+        Args:
+            model: called with `Inputs` and the names of outputs.
+            batch: the arrays of `collate` as tensors on the device.
+            totals: scalars, the sums of `weights` over the global batch, by name.
+        """
 
     def terms(self) -> Mapping[str, float]:
         """The metrics that the loss is a sum of, with their factors.
@@ -136,7 +155,7 @@ class Task(Objective):
         """Label and prediction of each of `predictions.rows`, in order, as values for JSON."""
 
     def combined(self, outputs: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-        """The outputs of an ensemble: the mean of its members' outputs, for example of logits."""
+        """The outputs of an ensemble, [N, ...]: the mean of its members', for example of logits."""
         mean: npt.NDArray[np.float32] = np.mean(outputs, axis=0, dtype=np.float32)
         return mean
 

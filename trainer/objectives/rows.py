@@ -90,7 +90,7 @@ class Rows:
         return cls(begin, end, end if vocabulary.pad is None else vocabulary.pad)
 
     def lay_out(self, examples: Examples, width: int) -> dict[str, Int32]:
-        """The rows of a micro-batch, S = `width`."""
+        """The rows of a micro-batch by name, int32 [B, S], where S is `width`."""
         # Example with width 9, of the chunks a b c and d e in one row:
         #
         #     isolated        tokens     [CLS] a b c [SEP] [CLS] d e [SEP]

@@ -49,12 +49,20 @@ class Structure:
 
 
 class Config(Protocol):
-    """The `Config` of each optimizer module: the section `optimizer` of an experiment."""
+    """The `Config` of each optimizer module: the section `optimizer` of an experiment.
+
+    It also has a field `lr`, the peak learning rate, which `schedule` multiplies at each step.
+    """
 
     def build(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         structure: Structure = Structure(),
     ) -> Optimizer:
-        """Builds the optimizer of these named parameters, on the device they are on."""
+        """Builds the optimizer of these named parameters, on the device they are on.
+
+        Args:
+            parameters: this rank's partition of each parameter, by its name in the model.
+            structure: what the names of the model's parameters say about them.
+        """
         ...

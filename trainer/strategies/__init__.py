@@ -244,8 +244,8 @@ class Strategy(ABC):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scales gradients down to a global norm of at most `max_norm`; None: leaves them.
 
-        Returns the norm before, fp32; fp64 in an exact run. Under fp16, both norms are without the
-        loss scale, which stays in the gradients until `step`.
+        Returns the norm before, a scalar in fp32; fp64 in an exact run. Under fp16, both norms are
+        without the loss scale, which stays in the gradients until `step`.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -281,8 +281,8 @@ class Strategy(ABC):
             value: of this replica's examples, on the device or the host; may be overwritten.
 
         Returns:
-            The result, on the device of the collective, which may differ from the device of
-            `value`.
+            The result, with the shape of `value`, on the device of the collective, which may
+            differ from the device of `value`.
         """
         return self._reduce(value.to(self.accelerator.device, non_blocking=True), op)
 
@@ -302,11 +302,11 @@ class Strategy(ABC):
         return self.all_reduce(table).to(own.device).flatten(0, 1)
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """This replica's part of `all_rows`."""
+        """This replica's part of `all_rows`: [replicas x B, ...] -> [B, ...]."""
         return rows.chunk(self.replica.count)[self.replica.index]
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies this replica's examples, CPU tensors, to the model's devices."""
+        """Copies this replica's examples, CPU tensors [B, ...] by name, to the model's devices."""
         return self.accelerator.to_device(batch)
 
     def keep_rows(self, output: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class Strategy(ABC):
         return output
 
     def rows_on_host(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Copies this replica's rows of results of `keep_rows` to the host."""
+        """Copies this replica's rows [B, ...] of results of `keep_rows` to the host."""
         return [output.cpu() for output in outputs]
 
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
@@ -328,7 +328,8 @@ class Strategy(ABC):
             copy: whether values are needed. If not, nothing is copied.
 
         Returns:
-            This process's partition of each tensor, by name; stacked tensors one by one.
+            This process's partition of each tensor, by name and with its shape; stacked tensors
+            one by one.
         """
         return tensors
 

@@ -131,7 +131,8 @@ class World:
             device: of the accelerator, to connect at once; None connects in the first collective.
 
         Raises:
-            LaunchError: the processes cannot connect to each other.
+            LaunchError: the processes would use different back-ends.
+            ConnectError: they cannot connect to each other.
         """
         with _explained():
             store = self.store or HashStore()

@@ -38,6 +38,9 @@ def train(experiment: Experiment) -> int:
 
     Returns:
         The exit code: 0 at the end, else 75, 76 or 130; see `trainer.training.preemption`.
+
+    Raises:
+        SamestepError: the run cannot start or go on; the message says why, and how to continue.
     """
     trackers: list[Tracker] = []
     with (

@@ -29,7 +29,7 @@ def section(title: str) -> str:
 
 def drawn(package: str) -> tuple[list[Layer], set[str]]:
     """The layers of a package as the page shows them, and the folders inside of folders."""
-    (block,) = re.findall(r"^```\n(.*?)^```", section(package), re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```text\n(.*?)^```", section(package), re.MULTILINE | re.DOTALL)
     layers: list[set[str]] = []
     folders, above = set(), ""
     for line in block.splitlines():

@@ -25,7 +25,7 @@ PAGES = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "docs" / "studies").glob("*.md"),
 ]
-FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```[^`\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|(?<=`)|(?<=^\$ ))samestep [^`\n]*(?:[A-Z]{2}|/)[^`\n]*", re.MULTILINE)
 WRONG_ON_PURPOSE = "training.step=5"
 
@@ -85,7 +85,7 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     for command in commands(page):
         arguments = shlex.split(command, comments=True)[1:]
-        args, rest = build_parser().parse_known_args(arguments)
+        args, rest = build_parser(arguments[0]).parse_known_args(arguments)
         overrides = [*getattr(args, "overrides", []), *rest]
         assert all(re.match(r"[\w.]+=", override) for override in overrides), command
         if hasattr(args, "cluster"):
@@ -146,3 +146,12 @@ def test_files_and_modules_that_are_named_exist(page: Path):
 
 def test_commands_are_found():
     assert len(commands(ROOT / "README.md")) >= 10
+
+
+def test_answers_are_two_lines_with_a_link():
+    page = (ROOT / "docs" / "how_do_i.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^### (.*)\n\n((?:.+\n)+)", page, re.MULTILINE)
+    assert len(entries) == page.count("\n### ") >= 30
+    for question, answer in entries:
+        assert len(answer.splitlines()) == 2, question
+        assert "](" in answer, question

@@ -144,7 +144,7 @@ TOP = {
     *(".ci", ".dockerignore", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
     *("MANIFEST.in", "Makefile", "README.md", "benchmarks", "configs", "constraints-xla.txt"),
     *("constraints.txt", "data_pipeline", "docker", "docs", "examples", "launch"),
-    *("pyproject.toml", "samestep", "setup.py", "tests", "trainer"),
+    *("mkdocs.yml", "pyproject.toml", "samestep", "setup.py", "tests", "trainer"),
 }
 
 
