@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from data_pipeline.order.example_order import ORDER_VERSION
-from data_pipeline.packing.plan import PACKING_VERSION
+from data_pipeline.packing import PACKING_VERSION
 from data_pipeline.reading.dataset import load_manifest
 from samestep.config import to_tree
 from samestep.errors import SamestepError, UnreachableError
