@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import entry_points
 from typing import NoReturn
 
-from samestep import environment, log
+from samestep import __version__, environment, log
 from samestep.errors import (
     EXIT_CRASHED,
     EXIT_FAILED,
@@ -22,7 +22,6 @@ from samestep.errors import (
     SamestepError,
     fix_of,
 )
-from samestep.version import __version__
 
 logger = logging.getLogger(__name__)
 
