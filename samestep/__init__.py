@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Batch",
     "Batches",
@@ -55,14 +57,13 @@ __all__ = [
 
 _MODULES = {
     "data_pipeline.library": ("build_dataset", "open_dataset", "train_tokenizer"),
-    "samestep.version": ("__version__",),
     "samestep.errors": ("CheckpointError", "ConfigError", "DataError", "SamestepError"),
     "samestep.examples": ("Batch", "Examples", "PackSpec", "Vocabulary"),
     "trainer.inference.evaluate": ("evaluate",),
     "trainer.inference.trained_model": ("TrainedModel", "load_model"),
     "trainer.models": ("Model", "ModelConfig"),
     "trainer.models.inputs": ("Inputs",),
-    "trainer.models.family": ("Family",),
+    "trainer.models.families": ("Family",),
     "trainer.models.transformer": ("Transformer",),
     "trainer.monitoring.jsonl": ("JsonlTracker", "read_metrics"),
     "trainer.objectives": ("Loss", "Objective", "ObjectiveConfig"),

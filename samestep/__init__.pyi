@@ -9,13 +9,12 @@ from samestep.examples import Batch as Batch
 from samestep.examples import Examples as Examples
 from samestep.examples import PackSpec as PackSpec
 from samestep.examples import Vocabulary as Vocabulary
-from samestep.version import __version__ as __version__
 from trainer.inference.evaluate import evaluate as evaluate
 from trainer.inference.trained_model import TrainedModel as TrainedModel
 from trainer.inference.trained_model import load_model as load_model
 from trainer.models import Model as Model
 from trainer.models import ModelConfig as ModelConfig
-from trainer.models.family import Family as Family
+from trainer.models.families import Family as Family
 from trainer.models.inputs import Inputs as Inputs
 from trainer.models.transformer import Transformer as Transformer
 from trainer.monitoring.jsonl import JsonlTracker as JsonlTracker
@@ -36,3 +35,5 @@ from trainer.training.passes import accumulate_gradients as accumulate_gradients
 from trainer.training.passes import means as means
 from trainer.training.run import train as train
 from trainer.training.starting import load_experiment as load_experiment
+
+__version__: str

@@ -9,11 +9,12 @@ import logging
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import entry_points
 from typing import NoReturn
 
-from samestep import environment, log
+from samestep import __version__, environment, log
 from samestep.errors import (
     EXIT_CRASHED,
     EXIT_FAILED,
@@ -22,7 +23,6 @@ from samestep.errors import (
     SamestepError,
     fix_of,
 )
-from samestep.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -149,19 +149,22 @@ def _guard(looks: str | None) -> AbstractContextManager[object]:
     return own_modules.refused(looks)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a sub-command; returns the exit code. Users' mistakes get one paragraph on stderr."""
-    # Huge pages save a tenth of a small model's step on a CPU. torch reads this on import.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Prepares stdout and stderr, and flushes them: also of --help, and after a failure."""
     environment.prepare_streams()
     try:
-        return _run(arguments)
-    finally:  # also of --help, and of a command that has failed
+        yield
+    finally:
         with suppress(OSError):  # said already, or nobody can be told
             environment.flush_output()
 
 
-def _run(arguments: list[str] | None) -> int:
+@_streams()
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a sub-command; returns the exit code. Users' mistakes get one paragraph on stderr."""
+    # Huge pages save a tenth of a small model's step on a CPU. torch reads this on import.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     args = _parse(arguments)
     rank = _rank()
     under_launcher = rank is not None

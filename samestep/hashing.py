@@ -97,3 +97,13 @@ def uniform(keys: U64) -> npt.NDArray[np.float64]:
 def json_hash(content: object) -> str:
     """The SHA-256 of JSON, in hexadecimal digits; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def hexadecimal(number: int) -> str:
+    """16 digits of a number modulo 2^64."""
+    return f"{number % 2**64:016x}"
+
+
+def signed(number: int) -> int:
+    """A number modulo 2^64 in the range of int64."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -43,7 +43,6 @@ CONTEXT.set_forkserver_preload(
         "trainer.strategies.kinds.single",
         "trainer.training.observers.heartbeat",
         "trainer.training.observers.profiler",
-        "trainer.training.observers.stacks",
         "trainer.training.observers.state_check",
         "trainer.training.run",
     ]

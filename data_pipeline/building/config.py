@@ -10,8 +10,7 @@ from data_pipeline.building import decontamination
 from data_pipeline.sources import SourceConfig
 from data_pipeline.tokenizers.sentences import Splitter
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
-from samestep.config import Kinds
-from samestep.config.sizes import parse_size
+from samestep.config import Kinds, parse_size
 from samestep.errors import ConfigError
 
 

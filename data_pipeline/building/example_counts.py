@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from data_pipeline.packing.policy import count_digest, count_shard
 from data_pipeline.reading.counts import counts_name, write_counts
 from samestep.examples import PackSpec, Policy

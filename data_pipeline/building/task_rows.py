@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import ShardIndex, Tokens
-from data_pipeline.packing import task_rows
-from data_pipeline.packing.plan import Int64, ranges
+from data_pipeline.packing import Int64, ranges, task_rows
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.examples import Examples, Labels, PackSpec, TaskRow
 from samestep.tasks import TASKS, TaskKind

@@ -13,8 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from data_pipeline.format.manifest import ShardInfo
-from data_pipeline.packing import task_rows, text_pairs
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64, task_rows, text_pairs
 from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
 from samestep.errors import DataError, MissingExtra

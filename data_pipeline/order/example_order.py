@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing.plan import Int64, ranges
+from data_pipeline.packing import Int64, ranges
 from samestep.errors import ConfigError
 from samestep.hashing import U64, combine, mix, name_key
 

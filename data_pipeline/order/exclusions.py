@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 
 
 class Exclusions:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from data_pipeline.order.example_order import ExampleOrder, Lanes, Location, Order
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.sources import PERIOD, Shares, round_weights
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from samestep.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from samestep.hashing import combine, name_key
 
 Room: TypeAlias = tuple[int, int]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing.plan import Int64, PackPlan, ranges, starts
+from data_pipeline.packing import Int64, PackPlan, ranges, starts
 from samestep.errors import ConfigError
 from samestep.examples import PackSpec, Policy
 

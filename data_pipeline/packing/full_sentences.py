@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.packing import Int64, PackPlan, ranges, starts
 from data_pipeline.packing.documents import room_for_tokens
-from data_pipeline.packing.plan import Int64, PackPlan, ranges, starts
 from samestep.examples import PackSpec
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import documents
-from data_pipeline.packing.plan import PACKING_VERSION, PackPlan
+from data_pipeline.packing import PACKING_VERSION, PackPlan, documents
 from samestep.errors import ConfigError, DataError
 from samestep.examples import PackSpec, Parts, Policy
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing.plan import Int64, PackPlan, ranges
+from data_pipeline.packing import Int64, PackPlan, ranges
 from samestep.errors import ConfigError
 from samestep.examples import PackSpec, PairTask
 from samestep.hashing import U64, combine, mix, name_key, uniform

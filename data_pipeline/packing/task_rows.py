@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing.plan import Int64, PackPlan, ranges
+from data_pipeline.packing import Int64, PackPlan, ranges
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Examples, PackSpec, Parts
 

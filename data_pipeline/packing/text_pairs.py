@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import bins
-from data_pipeline.packing.plan import Int64, PackPlan, starts
+from data_pipeline.packing import Int64, PackPlan, bins, starts
 from samestep.errors import DataError
 from samestep.examples import PackSpec, Policy
 

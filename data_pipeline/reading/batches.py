@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Replica, share
 from data_pipeline.order.exclusions import Exclusions
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from data_pipeline.reading.dataset import CorruptShardError
 from data_pipeline.reading.rows import RowMaker
 from samestep.errors import ConfigError, DataError

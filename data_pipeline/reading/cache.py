@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from samestep.config.sizes import DEFAULT_CACHE, parse_size
+from data_pipeline.reading import DEFAULT_CACHE
+from samestep.config import parse_size
 from samestep.environment import expand_home
 from samestep.errors import DataError, fix_of
 from samestep.storage import flock, objects

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location, Order
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
-from data_pipeline.reading.open_files import max_open_shards
+from data_pipeline.reading.packed_shard import max_open_shards
 from data_pipeline.reading.packed_split import PackedSplit
 from samestep.errors import ConfigError
 from samestep.examples import Examples, PackSpec, Policy

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_pipeline.order.sources import Proportional, Source, Weights, check_sources
+from data_pipeline.reading import DEFAULT_CACHE
 from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.dataset import Dataset
-from samestep.config.sizes import DEFAULT_CACHE, parse_size
+from samestep.config import parse_size
 from samestep.errors import ConfigError, DataError
 from samestep.examples import LoaderState, Policy
 from samestep.storage import is_url

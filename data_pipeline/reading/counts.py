@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from samestep.errors import DataError
 from samestep.storage import atomic_write
 from samestep.untrusted import read_regular

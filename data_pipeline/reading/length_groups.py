@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Location
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from data_pipeline.reading.config import Config
 from samestep.errors import ConfigError
 from samestep.examples import PackSpec

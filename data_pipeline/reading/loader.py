@@ -33,7 +33,7 @@ from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, sources_of
 from data_pipeline.reading.config import Config, check_identity
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
-from data_pipeline.reading.open_files import check_open_shards, max_open_shards
+from data_pipeline.reading.packed_shard import check_open_shards, max_open_shards
 from data_pipeline.reading.rows import RowMaker
 from samestep.errors import DataError
 from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from data_pipeline.format.shards import Shard
 from data_pipeline.order.example_order import Location
-from data_pipeline.packing.plan import Int64, PackPlan
+from data_pipeline.packing import Int64, PackPlan
 from data_pipeline.packing.policy import (
     check_policy,
     check_shard,
@@ -26,8 +26,13 @@ from data_pipeline.packing.policy import (
 )
 from data_pipeline.reading.counts import cached_counts, counts_name, read_counts
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
-from data_pipeline.reading.open_files import MAX_OPEN_SHARDS, max_open_shards
-from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
+from data_pipeline.reading.packed_shard import (
+    MAX_OPEN_SHARDS,
+    PackedShard,
+    gather,
+    gather_labels,
+    max_open_shards,
+)
 from samestep.errors import CorruptError, DataError
 from samestep.examples import Examples, PackSpec, Policy
 from samestep.hashing import combine, name_key

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.format.manifest import ShardInfo
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from data_pipeline.reading.remote import RemoteDataset
 from samestep.environment import number
 from samestep.errors import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location
-from data_pipeline.packing.plan import Int64
+from data_pipeline.packing import Int64
 from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset
 from samestep.examples import Batch, Examples, PackSpec

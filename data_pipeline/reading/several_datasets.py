@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.sources import Source
-from data_pipeline.packing.plan import Int64, ranges
+from data_pipeline.packing import Int64, ranges
 from data_pipeline.reading.dataset import Dataset
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Examples, Labels

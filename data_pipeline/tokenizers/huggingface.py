@@ -15,9 +15,9 @@ from tokenizers import models
 
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
+from data_pipeline.tokenizers import full_stops, sentinels_in
 from data_pipeline.tokenizers.limits import check_ids, check_limits
 from data_pipeline.tokenizers.settings import MODEL, by_name, stated
-from data_pipeline.tokenizers.vocabulary import full_stops, sentinels_in
 from samestep.config import Tree
 from samestep.examples import Vocabulary
 

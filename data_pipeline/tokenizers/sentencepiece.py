@@ -21,10 +21,10 @@ from sentencepiece import sentencepiece_model_pb2, sentencepiece_pb2
 
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
+from data_pipeline.tokenizers import SPACE, full_stops, sentinels_in
 from data_pipeline.tokenizers.alignment import Aligned, trim
 from data_pipeline.tokenizers.limits import MOST_SENTINELS, check_charsmap
 from data_pipeline.tokenizers.settings import SPIECE
-from data_pipeline.tokenizers.vocabulary import SPACE, full_stops, sentinels_in
 from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
 from samestep.examples import Vocabulary

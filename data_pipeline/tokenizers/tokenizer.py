@@ -16,8 +16,7 @@ import numpy as np
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.limits import failures_explained
 from data_pipeline.tokenizers.settings import SPIECE, read_settings
-from samestep.config import Tree
-from samestep.config.sizes import parse_size
+from samestep.config import Tree, parse_size
 from samestep.errors import ConfigError, DataError
 from samestep.examples import TOKENIZER_FILES
 from samestep.storage import atomic_write, is_hub_path

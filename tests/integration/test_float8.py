@@ -21,7 +21,7 @@ from tests.processes import run_ranks
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.inference.evaluate import evaluate
 from trainer.models import Model
-from trainer.models.layers.projections import Projection
+from trainer.models.layers import Projection
 from trainer.models.peft.kinds import lora
 from trainer.strategies.world import World
 from trainer.training.compose import open_strategy

@@ -14,8 +14,7 @@ from samestep.config import load
 from samestep.errors import ConfigError
 from tests.conformance import worker
 from tests.processes import run_ranks
-from trainer.models import Model
-from trainer.models.capabilities import FeedsResidual
+from trainer.models import FeedsResidual, Model
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 from trainer.training.model import build_model, build_objectives

@@ -26,8 +26,7 @@ from tests.unit.monitoring.offline_wandb import (
     offline_summary,
 )
 from tests.waiting import until
-from trainer.monitoring import tensorboard, wandb
-from trainer.monitoring.settings import WeightsAndBiases
+from trainer.monitoring import WeightsAndBiases, tensorboard, wandb
 
 pytest.importorskip("wandb")
 SWEEP = Path(__file__).parents[2] / "configs" / "sweeps" / "bert_mini.yaml"

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from tests.outputs import outputs
-from trainer.models import Stored
-from trainer.models.capabilities import give_spellings
+from trainer.models import Stored, give_spellings
 from trainer.models.families import bilm, lstm
 from trainer.models.recurrent.characters import Characters, spell
 from trainer.models.recurrent.model import RecurrentConfig

@@ -25,10 +25,10 @@ from datetime import UTC, datetime
 
 import torch
 
+from samestep import __version__
 from samestep.errors import CheckpointError
 from samestep.storage import Digest
 from samestep.stored_json import checked
-from samestep.version import __version__
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lease import Lease

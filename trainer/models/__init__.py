@@ -11,16 +11,25 @@ A new architecture is one module, in `families` or in another package, with a `C
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    cast,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from trainer.models.capabilities import FeedsResidual, Recomputes
 from trainer.models.fused import FusedAttention
 from trainer.models.inputs import Inputs
 from trainer.models.peft import Peft
@@ -435,3 +444,49 @@ class ModelConfig(ABC):
             ConfigError: the family cannot.
         """
         raise ConfigError(f"{type(self).__module__} cannot pad its vocabulary.")
+
+
+@runtime_checkable
+class UsesKernel(Protocol):
+    """An attention module whose kernel a strategy can replace.
+
+    Attributes:
+        kernel: called like `scaled_dot_product_attention`.
+        dropout: dropout rate of attention probabilities; with dropout, `kernel` is not called.
+    """
+
+    kernel: Callable[..., Tensor]
+    dropout: float
+
+
+@runtime_checkable
+class Recomputes(Protocol):
+    """A module that supports activation checkpointing."""
+
+    checkpointing: bool
+
+
+@runtime_checkable
+class FeedsResidual(Protocol):
+    """A module whose output enters the residual stream or a projection: embeddings, norms.
+
+    Attributes:
+        stream_dtype: the dtype of its output; None: as it is computed.
+    """
+
+    stream_dtype: torch.dtype | None
+
+
+@runtime_checkable
+class ReadsSpellings(Protocol):
+    """A module that computes with the characters of tokens."""
+
+    def read_spellings(self, spellings: Sequence[str]) -> None:
+        """Takes the spelling of each token, before the first forward pass."""
+
+
+def give_spellings(model: nn.Module, load: Callable[[], Sequence[str]]) -> None:
+    """Gives the spelling of each token, from `load`, to the modules that read it."""
+    for module in model.modules():
+        if isinstance(module, ReadsSpellings):
+            module.read_spellings(load())

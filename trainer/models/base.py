@@ -17,8 +17,8 @@ from trainer.models.fused import FusedAttention
 from trainer.models.heads import answer
 from trainer.models.initialization import initial_values
 from trainer.models.inputs import Inputs
+from trainer.models.layers import Projection
 from trainer.models.layers.attention import Attention, is_fusible
-from trainer.models.layers.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 
 POOLED = ("classification", "multiple_choice")

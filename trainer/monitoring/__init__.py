@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 Level: TypeAlias = Literal["INFO", "WARN", "ERROR"]
@@ -42,3 +43,35 @@ class Tracker(Protocol):
             Whether the destination has all rows now. The default loses none.
         """
         return True
+
+
+@dataclass(frozen=True)
+class WeightsAndBiases:
+    """Weights & Biases.
+
+    Attributes:
+        project: the W&B project.
+        entity: user or team; None takes the account's default.
+        group: group of the run in the W&B interface.
+        name: name of the run; None takes the name of the run folder.
+        tags: labels of the run.
+        mode: online, offline or disabled; auto takes WANDB_MODE if that is set, else online if an
+            API key is found (in WANDB_API_KEY or netrc), else offline.
+        log_checkpoints: log committed checkpoints as artifacts; those in object stores as
+            references.
+        alerts: notify people when the run fails or hangs, skips a step, or was restarted.
+    """
+
+    project: str = "samestep"
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    log_checkpoints: bool = False
+    alerts: bool = True
+
+
+@dataclass(frozen=True)
+class TensorBoard:
+    """TensorBoard event files in RUN/tensorboard."""

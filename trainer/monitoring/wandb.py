@@ -38,10 +38,9 @@ from samestep import storage
 from samestep.config import Tree
 from samestep.errors import ConfigError, MissingExtra, StorageError
 from samestep.stored_json import damage_of, read_json
-from trainer.monitoring import Level, Tracker, transaction_log
+from trainer.monitoring import Level, Tracker, WeightsAndBiases, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
-from trainer.monitoring.settings import WeightsAndBiases
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,16 @@ import numpy as np
 from samestep.errors import ConfigError
 from samestep.examples import Vocabulary
 from samestep.hashing import U64, combine, name_key
-from trainer.objectives.rows import Bools, Int32, Int64, Rows, TokenObjective
-from trainer.objectives.whole_words import COLUMN_BITS, NEVER, choose_words, columns_of
+from trainer.objectives.rows import (
+    COLUMN_BITS,
+    NEVER,
+    Bools,
+    Int32,
+    Int64,
+    Rows,
+    TokenObjective,
+    columns_of,
+)
 
 MOST_WORDS = 100
 """The longest runs of words that may be predicted together."""
@@ -85,6 +93,8 @@ class ChosenTokens(TokenObjective):
             spans = choose_spans(key, maskable, self.continues(tokens), count, likely)
             return columns_of(spans > 0, slots)
         if self._is_continuing is not None:
+            from trainer.objectives.whole_words import choose_words
+
             chosen = choose_words(key, maskable, self._is_continuing.take(tokens), count)
             return columns_of(chosen, slots)
         return _smallest(key, maskable, count, slots)

@@ -20,6 +20,11 @@ Int64: TypeAlias = npt.NDArray[np.int64]
 Float32: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
+COLUMN_BITS = np.uint64(0xFFFF)
+"""The bits of a hash that are replaced by a column; rows have at most 65,536."""
+NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""Sorts after every hash."""
+
 
 def pack_spec(sequence_length: int) -> PackSpec:
     """Reserves a position before each sequence ([CLS]) and one after each chunk ([SEP]).
@@ -212,3 +217,20 @@ class ZLossConfig(ObjectiveConfig):
                 f"z_loss is {self.z_loss}. Use 0 to disable it, or a small coefficient, such as "
                 "1e-4.",
             )
+
+
+def columns_of(chosen: Bools, slots: int) -> tuple[Int64, Bools]:
+    """The columns of the chosen positions, ascending and then 0, and which entries are in use.
+
+    Args:
+        chosen: bool [B, S], at most `slots` in a row.
+        slots: P, number of entries of a row of the result.
+
+    Returns:
+        int64 and bool [B, P].
+    """
+    count = np.count_nonzero(chosen, axis=1)
+    used = np.arange(slots) < count[:, None]
+    columns = np.zeros(used.shape, dtype=np.int64)
+    columns[used] = np.nonzero(chosen)[1]
+    return columns, used

@@ -6,13 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from samestep.hashing import U64, combine, name_key
-from trainer.objectives.rows import Bools, Int64
+from trainer.objectives.rows import COLUMN_BITS, NEVER, Bools, Int64
 
 _WORD = name_key("mlm.word")
-COLUMN_BITS = np.uint64(0xFFFF)
-"""The bits of a hash that are replaced by a column; rows have at most 65,536."""
-NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-"""Sorts after every hash."""
 
 
 def choose_words(key: U64, maskable: Bools, continuing: Bools, budget: Int64) -> Bools:
@@ -90,20 +86,3 @@ def _take(lengths: npt.NDArray[np.int32], budget: Int64) -> Bools:
         taken[rows, begin : begin + block] = some > 0
         left[rows] -= some.sum(axis=1)
     return taken
-
-
-def columns_of(chosen: Bools, slots: int) -> tuple[Int64, Bools]:
-    """The columns of the chosen positions, ascending and then 0, and which entries are in use.
-
-    Args:
-        chosen: bool [B, S], at most `slots` in a row.
-        slots: P, number of entries of a row of the result.
-
-    Returns:
-        int64 and bool [B, P].
-    """
-    count = np.count_nonzero(chosen, axis=1)
-    used = np.arange(slots) < count[:, None]
-    columns = np.zeros(used.shape, dtype=np.int64)
-    columns[used] = np.nonzero(chosen)[1]
-    return columns, used

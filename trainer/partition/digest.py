@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.hashing import hexadecimal
 from trainer.accelerators import kernels
 from trainer.partition import flat_start, local_parts, shard_group
 
@@ -50,16 +51,6 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         dist.all_reduce(part, group=group)
         sums[members] = part
     return dict(zip(tensors, map(hexadecimal, sums.tolist()), strict=True))
-
-
-def hexadecimal(number: int) -> str:
-    """16 digits of a number modulo 2^64."""
-    return f"{number % 2**64:016x}"
-
-
-def signed(number: int) -> int:
-    """A number modulo 2^64 in the range of int64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def _local_digest(tensor: Tensor) -> Tensor:

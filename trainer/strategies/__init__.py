@@ -232,7 +232,7 @@ class Strategy(ABC):
 
         Over replicas they are summed, not averaged.
         """
-        if self.exact:
+        if self.exact or (self.replica.count == 1 and self.loss_scale is None):
             loss.backward()  # type: ignore[no-untyped-call]
             return
         # Collectives average over replicas. The product undoes that: each replica's loss is

@@ -13,7 +13,7 @@ from samestep.errors import ConfigError
 from trainer import accelerators, optim, strategies
 from trainer.checkpoint import manager
 from trainer.models import Model, ModelConfig
-from trainer.monitoring.settings import TensorBoard, WeightsAndBiases
+from trainer.monitoring import TensorBoard, WeightsAndBiases
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
 from trainer.strategies.kinds import fsdp

@@ -12,7 +12,7 @@ from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from samestep.config import kind_name
 from trainer.models import Model
 from trainer.monitoring.forecast import Schedule, TimeLeft
-from trainer.monitoring.throughput import Throughput
+from trainer.monitoring.performance import Throughput
 from trainer.objectives import Objective
 from trainer.partition import whole_shape
 from trainer.training.experiment import Experiment

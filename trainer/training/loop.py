@@ -117,6 +117,7 @@ class Trainer:
         self._stop = stop or self._stop
         self.recorder.open(self.state.step, destinations or Destinations())
         self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
         with ExitStack() as contexts:
             for observer in self.observers:
                 observer.open(self.recorder.folder, self.state.step)
@@ -231,6 +232,7 @@ class Trainer:
             if checks:
                 gradients, fault = self._check(step, gradients, micro_batches)
                 if fault is not None:
+                    self.optimizer.zero_grad(set_to_none=True)
                     return fault
             self._grad_norm = gradients.norm
             self.recorder.add_batch(step, micro_batches, self.loader)
@@ -262,8 +264,6 @@ class Trainer:
 
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         """Computes the clipped gradients of a global batch; they stay in the parameters."""
-        # Here as well as after the update: a recomputed step must not add to faulty gradients.
-        self.optimizer.zero_grad(set_to_none=True)
         end_section = self.recorder.end_section
         with self._graph("gradients", separate=self.faults.checks_steps):
             metrics = accumulate_gradients(
@@ -299,6 +299,7 @@ class Trainer:
         if fault is None:
             return gradients, None
         self._warn("step %d: %s; recomputing it from the same batch", step, fault)
+        self.optimizer.zero_grad(set_to_none=True)
         gradients = self._compute_gradients(micro_batches)
         fault = self._find_fault(gradients)
         if fault is None:

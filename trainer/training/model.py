@@ -10,8 +10,7 @@ import torch
 from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import ConfigError
 from trainer.accelerators import DTYPES, Accelerator
-from trainer.models import Model
-from trainer.models.capabilities import give_spellings
+from trainer.models import Model, give_spellings
 from trainer.objectives import Objective
 from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment

@@ -12,13 +12,12 @@ import torch
 
 from samestep.errors import SamestepError
 from samestep.examples import LoaderState
-from trainer.monitoring import Level, Tracker, stragglers
+from samestep.hashing import hexadecimal, signed
+from trainer.monitoring import Level, Tracker, performance
 from trainer.monitoring.clock import Clock
 from trainer.monitoring.jsonl import Row
 from trainer.monitoring.meter import Meter
-from trainer.monitoring.resources import Resources
-from trainer.monitoring.throughput import Throughput
-from trainer.partition.digest import hexadecimal, signed
+from trainer.monitoring.performance import Resources, Throughput
 from trainer.strategies import Strategy
 from trainer.training.ledger import Ledger
 from trainer.training.passes import Loader, MicroBatches
@@ -126,12 +125,12 @@ class Recorder:
         # Each replica fills in its own element, so the sum over replicas is all of them (in
         # microseconds, as the collective sums integers).
         own_work = [0] * replica.count
-        own_work[replica.index] = round(1e6 * stragglers.own_work(seconds))
+        own_work[replica.index] = round(1e6 * performance.own_work(seconds))
         mine = (self._digest, self._filled, self._resources.joules(), *own_work)
         digest, filled, joules, *own_work = self._over_replicas(*mine)
         rates = {"train/examples": float(state.examples), "train/tokens": float(state.tokens)}
         rates |= self._resources.memory()
-        rates |= stragglers.slowest([each / 1e6 for each in own_work], sum(seconds.values()))
+        rates |= performance.slowest([each / 1e6 for each in own_work], sum(seconds.values()))
         if self._throughput is not None:
             positions = state.tokens - self._logged_tokens
             rates |= self._throughput.measure(state.step, positions, filled, reading)

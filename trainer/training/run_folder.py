@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from samestep import __version__
 from samestep.config import kind_name, to_tree
 from samestep.errors import SamestepError
-from samestep.version import __version__
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.monitoring import Tracker

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from data_pipeline.order.example_order import ORDER_VERSION
-from data_pipeline.packing.plan import PACKING_VERSION
+from data_pipeline.packing import PACKING_VERSION
 from data_pipeline.reading.dataset import load_manifest
+from samestep import __version__
 from samestep.config import to_tree
 from samestep.errors import SamestepError, UnreachableError
 from samestep.untrusted import regular
-from samestep.version import __version__
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.meta import newest_meta

@@ -106,7 +106,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _vectors(args: argparse.Namespace) -> int:
-    from samestep.config.sizes import parse_size
+    from samestep.config import parse_size
     from trainer.vectors import train
 
     if args.workers < 1:

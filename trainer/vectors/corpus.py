@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import Shard
-from data_pipeline.packing.plan import Int64, ranges
+from data_pipeline.packing import Int64, ranges
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import ConfigError, DataError

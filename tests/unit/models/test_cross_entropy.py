@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.models.cross_entropy import cross_entropy_
+from trainer.models.token_scores import cross_entropy_
 
 LABELS = torch.arange(40) * 7 % 1000
 

@@ -10,9 +10,8 @@ import pytest
 
 from samestep.errors import SamestepError, fix_of
 from tests.failing_files import contents, each_failure
-from trainer.monitoring import Tracker, tensorboard, wandb
+from trainer.monitoring import Tracker, WeightsAndBiases, tensorboard, wandb
 from trainer.monitoring.jsonl import ALERTS, JsonlTracker, read_rows
-from trainer.monitoring.settings import WeightsAndBiases
 from trainer.training.ledger import GENESIS, Ledger, intact_rows
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.accelerators.kinds.cpu import CpuAccelerator
-from trainer.monitoring.resources import Resources
+from trainer.monitoring.performance import Resources
 
 
 class Metered(CpuAccelerator):

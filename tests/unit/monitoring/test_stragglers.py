@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.monitoring.stragglers import own_work, slowest
+from trainer.monitoring.performance import own_work, slowest
 
 
 def test_the_slowest_rank_and_what_it_costs():

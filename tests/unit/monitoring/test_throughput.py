@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.monitoring.clock import Reading
-from trainer.monitoring.throughput import Throughput
+from trainer.monitoring.performance import Throughput
 
 
 def reading(**seconds: float) -> Reading:

@@ -31,10 +31,10 @@ from tests.unit.monitoring.offline_wandb import (
     offline_summary,
     wait_for,
 )
+from trainer.monitoring import WeightsAndBiases
 from trainer.monitoring import wandb as tracking
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
-from trainer.monitoring.settings import WeightsAndBiases
 
 wandb = pytest.importorskip("wandb")
 
@@ -54,7 +54,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from trainer.monitoring.jsonl import JsonlTracker
-from trainer.monitoring.settings import WeightsAndBiases
+from trainer.monitoring import WeightsAndBiases
 from trainer.monitoring.wandb import WandbTracker
 
 folder, mode, first, last, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
@@ -474,7 +474,7 @@ FAILING_CHILD = """
 import os, sys
 from pathlib import Path
 from trainer.monitoring import wandb as tracking
-from trainer.monitoring.settings import WeightsAndBiases
+from trainer.monitoring import WeightsAndBiases
 
 folder, mode, last_step = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 tracker = tracking.WandbTracker(WeightsAndBiases(mode=mode), folder, {"seed": 1}, list, {"restarts": 3})

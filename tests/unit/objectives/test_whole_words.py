@@ -10,7 +10,8 @@ from samestep.errors import ConfigError
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import combine, mix, name_key
 from trainer.objectives.kinds import mlm
-from trainer.objectives.whole_words import choose_words, columns_of
+from trainer.objectives.rows import columns_of
+from trainer.objectives.whole_words import choose_words
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 CONTINUING = tuple(range(500, 990))

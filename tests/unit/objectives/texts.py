@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data_pipeline.packing import PackPlan
 from data_pipeline.packing.documents import plan
-from data_pipeline.packing.plan import PackPlan
 from samestep.examples import Batch, Examples, PackSpec, Policy, Vocabulary
 from samestep.hashing import mix
 

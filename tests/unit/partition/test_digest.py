@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.partition import Segment, SegmentParameter
-from trainer.partition.digest import digests, signed
+from trainer.partition.digest import digests
 
 FACTOR = 0x9E3779B97F4A7C15
 
@@ -54,7 +54,3 @@ def test_segments_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         segment = Segment((5, 3), start, group="both")  # type: ignore[arg-type]
         digests({"x": SegmentParameter(whole.view(-1)[start:stop], segment)})
     assert f"{int(sum(sums)) % 2**64:016x}" == digests({"x": whole})["x"]
-
-
-def test_signed() -> None:
-    assert [signed(2**64 - 1), signed(2**63), signed(5), signed(-5)] == [-1, -(2**63), 5, -5]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from samestep.hashing import combine, mix
+from samestep.hashing import combine, mix, signed
 
 MASK = 2**64 - 1
 
@@ -41,3 +41,7 @@ def test_arrays_broadcast_negative_numbers_wrap_and_nothing_given_is_changed() -
     values = np.arange(3, dtype=np.uint64)
     assert mix(values).tolist() == [reference(i) for i in range(3)]
     assert values.tolist() == [0, 1, 2]
+
+
+def test_signed() -> None:
+    assert [signed(2**64 - 1), signed(2**63), signed(5), signed(-5)] == [-1, -(2**63), 5, -5]

@@ -24,8 +24,7 @@ from trainer.accelerators.kinds.xla import XlaAccelerator
 from trainer.checkpoint import Checkpointer, Config
 from trainer.strategies.world import World
 from trainer.training.observers import heartbeat
-from trainer.training.observers.heartbeat import Beat, explain
-from trainer.training.observers.stacks import PARTS, place_of
+from trainer.training.observers.heartbeat import PARTS, Beat, explain, place_of
 
 WAITING = Beat(0, "node-a", 100, 1000.0, 12, "forward", "all_reduce", 40.0, "", False)
 

@@ -12,12 +12,11 @@ from typing import TypedDict
 
 import torch
 
-from samestep import storage
+from samestep import __version__, storage
 from samestep.errors import ConfigError
 from samestep.findings import Finding, report
 from samestep.stored_json import JsonError, read_json
 from samestep.terminal import Console
-from samestep.version import __version__
 from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.detect import best
 from trainer.inspect.certify import collectives, kernels

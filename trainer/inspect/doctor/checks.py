@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from data_pipeline.reading.cache import ShardCache
-from samestep import storage
+from samestep import __version__, storage
 from samestep.errors import fix_of, install_command
 from samestep.findings import Check, Finding, State, tried
 from samestep.storage import objects
-from samestep.version import __version__
 from trainer.accelerators import version_of
 from trainer.inspect import preflight
 from trainer.inspect.doctor import devices

@@ -107,7 +107,7 @@ def register(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from samestep.config.sizes import parse_size
+    from samestep.config import parse_size
     from samestep.terminal import Console
     from trainer.accelerators.kinds import cpu
     from trainer.inspect.plan import throughput_table

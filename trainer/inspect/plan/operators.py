@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.models import Model
+from trainer.models.layers import Projection
 from trainer.models.layers.attention import Attention
-from trainer.models.layers.projections import Projection
 
 Kind: TypeAlias = Literal["products", "attention", "elementwise", "loss", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = (

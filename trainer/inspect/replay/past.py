@@ -16,11 +16,11 @@ from samestep.config import Tree, decode
 from samestep.config.tree import merge_overrides
 from samestep.errors import ConfigError, DataError
 from samestep.examples import LoaderState
+from samestep.hashing import hexadecimal
 from samestep.untrusted import read_stored
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.checkpoint.meta import read_meta
-from trainer.partition.digest import hexadecimal
 from trainer.training.compose import build_trainer, checkpoint_folder, open_loader, open_strategy
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows

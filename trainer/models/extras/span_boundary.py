@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trainer.models.config import TransformerConfig
 from trainer.models.extras import Extra, HeadInput
 from trainer.models.heads import Factors, VocabularyHead, answer
+from trainer.models.layers import LayerNorm
 from trainer.models.layers.attention import take
-from trainer.models.layers.norms import LayerNorm
 
 
 class SpanBoundary(VocabularyHead, Extra):

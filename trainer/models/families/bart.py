@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models.config import Head, Norm
 from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.models.family import Family
+from trainer.models.families import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
 from trainer.models.layers.dropout import dropout
 from trainer.models.layers.embeddings import Embeddings

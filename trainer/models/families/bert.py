@@ -13,7 +13,7 @@ from trainer.models import Outputs
 from trainer.models.base import POOLED
 from trainer.models.config import Activation, Head, Norm, Pooling, TaskHead
 from trainer.models.extras import Extra
-from trainer.models.family import Family
+from trainer.models.families import Family
 from trainer.models.heads import (
     EmbeddingHead,
     MaskedLMHead,

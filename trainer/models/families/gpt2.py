@@ -9,7 +9,7 @@ from typing import ClassVar
 from samestep.errors import ConfigError
 from trainer.models.config import Activation, Head
 from trainer.models.extras import Extra
-from trainer.models.family import Family
+from trainer.models.families import Family
 from trainer.models.heads import LanguageModelHead, TokenHead
 from trainer.models.transformer import Transformer
 

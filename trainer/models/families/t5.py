@@ -11,7 +11,7 @@ from torch import nn
 from samestep.errors import ConfigError
 from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.models.family import Family
+from trainer.models.families import Family
 from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
 from trainer.models.layers.relative import RelativeBias
 from trainer.models.transformer import Transformer

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trainer.accelerators.kernels import fuses_trained_bias
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention, Mask
+from trainer.models.layers import Projection
 from trainer.models.layers.dropout import attention_dropout
-from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models.config import TransformerConfig
+from trainer.models.layers import Projection
 from trainer.models.layers.attention import SelfAttention, take
 from trainer.models.layers.dropout import dropout
 from trainer.models.layers.layer import Layer
-from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.config import Activation, TransformerConfig
+from trainer.models.layers import Projection
 from trainer.models.layers.attention import take
 from trainer.models.layers.dropout import dropout
-from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 

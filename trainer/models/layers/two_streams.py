@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models.config import TransformerConfig
+from trainer.models.layers import Projection
 from trainer.models.layers.attention import Attention, take
 from trainer.models.layers.dropout import dropout
-from trainer.models.layers.projections import Projection
 from trainer.models.stack import Context
 
 SITES = ("attention", "attention_output", "ffn_hidden", "ffn_output")

@@ -132,7 +132,7 @@ class CharacterEmbeddings(nn.Module):
         self._spellings: Tensor | None = None
 
     def read_spellings(self, spellings: Sequence[str]) -> None:
-        """Takes the spelling of each token; see `trainer.models.capabilities.ReadsSpellings`."""
+        """Takes the spelling of each token; see `trainer.models.ReadsSpellings`."""
         padding = [""] * (self.vocab_size - len(spellings))  # rows that belong to no token
         self._spellings = spell([*spellings, *padding], self.config.longest)
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.accelerators.kernels import autocast_dtype, is_eager, without_autocast
 from trainer.models.cache import Cache, LayerCache
+from trainer.models.layers import LayerNorm
 from trainer.models.layers.dropout import dropout
-from trainer.models.layers.norms import LayerNorm
 from trainer.models.stack import Context
 
 _CLOSED = -1e4  # exp(-1e4) is 0 in fp32, so a gate is exactly 0; in the range of fp16, too

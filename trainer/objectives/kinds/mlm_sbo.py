@@ -21,8 +21,7 @@ from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Objective, Tensors
 from trainer.objectives.chosen_tokens import MOST_WORDS
 from trainer.objectives.kinds import mlm
-from trainer.objectives.rows import Int32, score_output, token_target
-from trainer.objectives.whole_words import columns_of
+from trainer.objectives.rows import Int32, columns_of, score_output, token_target
 from trainer.objectives.word_spans import choose_spans, geometric_probabilities
 
 SPAN_COLUMNS = frozenset({"span_first", "span_last", "span_offset"})

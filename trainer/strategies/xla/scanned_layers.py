@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.accelerators.kinds.xla import XlaAccelerator
+from trainer.models import UsesKernel
 from trainer.models.cache import Cache
-from trainer.models.capabilities import UsesKernel
 from trainer.models.stack import Context, Hidden, ScanGroup, Stack
 from trainer.strategies.xla.loops import Body, Loops
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.kinds.xla import XlaAccelerator
-from trainer.models import Model
-from trainer.models.capabilities import UsesKernel
+from trainer.models import Model, UsesKernel
 from trainer.models.stack import Stack
 from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
 from trainer.strategies import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 
 from samestep.errors import ConfigError, MissingExtra
-from trainer.models.layers.projections import Projection, WrappedProjection
+from trainer.models.layers import Projection, WrappedProjection
 
 try:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

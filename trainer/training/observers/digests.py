@@ -27,9 +27,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from samestep.hashing import hexadecimal
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.partition import state_like
-from trainer.partition.digest import digests, hexadecimal
+from trainer.partition.digest import digests
 from trainer.strategies import Strategy
 from trainer.training.ledger import Ledger
 from trainer.training.observers import Observer

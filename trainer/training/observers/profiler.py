@@ -21,16 +21,16 @@ class Profiler(Observer):
 
     def __init__(self, config: Profile, folder: Path, rank: int) -> None:
         self._steps, self._folder, self._rank = config.steps, folder, rank
+        self._request = folder / "profile"
         self._start = config.start if rank in config.ranks else None
         self._profile: torch.profiler.profile | None = None
         self._first = 0
 
     def begin_step(self, step: int, first: bool, look: bool) -> None:
         """Starts profiling, if a window begins with this step; looks for RUN/profile if `look`."""
-        request = self._folder / "profile"
-        requested = look and self._rank == 0 and request.exists()
+        requested = look and self._rank == 0 and self._request.exists()
         if requested:
-            request.unlink(missing_ok=True)  # one window for each `touch`
+            self._request.unlink(missing_ok=True)  # one window for each `touch`
         if (step == self._start or requested) and self._profile is None:
             logger.info("profiling    steps %d to %d", step, step + self._steps - 1)
             self._first, self._profile = step, torch.profiler.profile()

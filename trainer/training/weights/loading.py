@@ -26,8 +26,7 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.meta import read_meta
-from trainer.models import Model, ModelConfig, Outputs, Stored
-from trainer.models.capabilities import give_spellings
+from trainer.models import Model, ModelConfig, Outputs, Stored, give_spellings
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.peft.huggingface import import_adapter
 from trainer.training.weights.claimed_size import check_elements, check_layers, check_size

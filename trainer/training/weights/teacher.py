@@ -9,8 +9,7 @@ import torch
 from data_pipeline.reading.concat_dataset import AnyDataset
 from samestep.errors import ConfigError
 from trainer.accelerators import Accelerator
-from trainer.models import Model, ModelConfig
-from trainer.models.capabilities import give_spellings
+from trainer.models import Model, ModelConfig, give_spellings
 from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
 from trainer.training.compatibility import check_virtual_tokens

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
+from data_pipeline.packing import PackPlan, ranges
 from data_pipeline.packing.documents import count_examples, plan
-from data_pipeline.packing.plan import PackPlan, ranges
 from samestep.errors import ConfigError
 from samestep.examples import Examples, PackSpec, Vocabulary
 from trainer.objectives.kinds import mlm

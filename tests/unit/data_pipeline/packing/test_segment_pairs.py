@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.packing.plan import PackPlan, ranges
+from data_pipeline.packing import PackPlan, ranges
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.packing.segment_pairs import count_examples, plan
 from samestep.errors import ConfigError

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.reading import batches, open_files
+from data_pipeline.reading import batches, packed_shard
 from data_pipeline.reading import loader as loader_module
 from data_pipeline.reading import packed_split as dataset_module
 from data_pipeline.reading.config import Config
@@ -470,7 +470,7 @@ def test_the_limit_of_open_files_is_raised_or_named(
 
 def test_more_shards_at_a_time_than_may_be_open_are_refused(write_dataset, monkeypatch) -> None:
     folder = write_dataset(shards=40, documents=20)
-    monkeypatch.setattr(open_files, "max_open_shards", lambda: 16)
+    monkeypatch.setattr(packed_shard, "max_open_shards", lambda: 16)
     with pytest.raises(
         ConfigError, match=r"data.lanes 8 and data.window 4 need 40 open .* can open 16"
     ):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
+from trainer.models.layers import Projection, WrappedProjection, put_in_place
 from trainer.models.layers.layer import activate
-from trainer.models.layers.projections import Projection, WrappedProjection, put_in_place
 from trainer.models.peft import Peft
 
 _ADDED = re.compile(r".*\.adapter\.(down|up)\.(weight|bias)")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from trainer.models.layers.projections import Projection, WrappedProjection, put_in_place
+from trainer.models.layers import Projection, WrappedProjection, put_in_place
 from trainer.models.peft import Peft
 
 _ADDED = re.compile(r"(.*)\.lora\.(\w+)\.([ab])\.weight")

@@ -1,11 +1,22 @@
-"""Throughput and model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B)."""
+"""How fast a run is, and what it takes: throughput, stragglers, peak memory and energy.
+
+The model FLOPs utilization is from Chowdhery et al. 2022, "PaLM", appendix B.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
+from trainer.accelerators import Accelerator
 from trainer.monitoring.clock import Reading
 from trainer.monitoring.forecast import TimeLeft
+
+OWN_WORK = ("data_wait", "forward")
+"""Sections of a step without communication. All later ones end when the slowest rank arrives."""
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of getrusage's ru_maxrss
 
 
 class Throughput:
@@ -84,3 +95,66 @@ class Throughput:
             rates["perf/eta_low_seconds"], rates["perf/eta_high_seconds"] = left.low, left.high
         self._step = step
         return rates | {f"time/{name}": value / total for name, value in seconds.items()}
+
+
+def own_work(seconds: Mapping[str, float]) -> float:
+    """Returns the seconds that a rank spent without waiting for others."""
+    return sum(seconds.get(name, 0.0) for name in OWN_WORK)
+
+
+def slowest(
+    own: Sequence[float],
+    total: float,
+) -> dict[str, float]:
+    """Finds the straggler.
+
+    Args:
+        own: seconds of each rank's own work since the last row.
+        total: seconds since the last row.
+
+    Returns:
+        `perf/slowest_rank`, and `perf/slowest_rank_lag`: how far it is behind the median rank, as a
+        fraction of the time, which is about what the run would gain without it. Empty for one rank.
+    """
+    if len(own) < 2:
+        return {}
+    # Example: 1.0, 1.1 and 1.6 s of own work in 2 s name rank 2, with a lag of (1.6 - 1.1) / 2. A
+    # rank's waiting does not count, or all but the slowest would look alike.
+    rank = max(range(len(own)), key=own.__getitem__)
+    return {
+        "perf/slowest_rank": float(rank),
+        "perf/slowest_rank_lag": (own[rank] - statistics.median(own)) / total,
+    }
+
+
+class Resources:
+    """Memory and energy of this process and its device."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._energy = accelerator.energy()
+
+    def memory(self) -> dict[str, float]:
+        """Returns peaks in GiB.
+
+        `perf/peak_rss_gib` is the host's, since the process started; `perf/peak_memory_gib` is the
+        device's, since training started, if it has its own memory.
+        """
+        peaks = {}
+        try:
+            import resource  # POSIX only
+        except ImportError:
+            pass
+        else:
+            # Peaks do not fall again, so one reading at a row misses nothing between rows.
+            rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+            peaks["perf/peak_rss_gib"] = rss / 2**30
+        device = self._accelerator.peak_memory()
+        if device is not None:
+            peaks["perf/peak_memory_gib"] = device / 2**30
+        return peaks
+
+    def joules(self) -> int:
+        """Returns the device's energy since the last call; 0 if it does not report energy."""
+        before, self._energy = self._energy, self._accelerator.energy()
+        return 0 if before is None or self._energy is None else round(self._energy - before)

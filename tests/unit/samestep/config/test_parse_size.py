@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.config.sizes import parse_size
+from samestep.config import parse_size
 from samestep.errors import ConfigError
 
 
