@@ -105,6 +105,9 @@ def fault(words: list[str]) -> str | None:
         return first(f"no extra {name}" for name in extras if name not in known)
     if program == "python":
         return python_fault(arguments)
+    if program == "sbatch":
+        scripts = [name for name in arguments if not name.startswith("-")]
+        return first(f"no script {name}" for name in scripts if not (ROOT / name).is_file())
     return f"{program} is unknown here: check it, or say in the block's title why it is not tested"
 
 
@@ -192,6 +195,7 @@ def test_what_a_fault_is():
         "python -m benchmarks.laoder": "no module benchmarks.laoder",
         "python -m benchmarks.step --trun 1": "--trun is no option",
         "pip install '.[hf,s4]'": "no extra s4",
+        "OUTPUT=runs/x sbatch --nodes=8 launch/scripts/slurm/none.sh": "no script launch",
         "for i in 1 2; do make test && kubectl apply; done": "kubectl is unknown here",
     }
     for line, expected in commands.items():
