@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from data_pipeline.building.progress import Meter
-from data_pipeline.format.manifest import Manifest
+from data_pipeline.format.manifest import Manifest, ShardInfo
 from data_pipeline.format.shards import Shard
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.tokenizers.settings import SAVED_FILES
@@ -77,9 +77,7 @@ def export(location: str, target: str) -> None:
                     name = f"{split}-{number:06d}"
                     is_new = f"{name}.tar" not in present
                     if is_new:
-                        shard = dataset.open_shard(
-                            info, _parts(manifest) is not None, True, manifest.task is not None
-                        )
+                        shard = _open(dataset, info)
                         fill = partial(_fill, shard, manifest, tokenizer, name)
                         _write(target, f"{name}.tar", fill)
                     meter.advance(info.bytes / total, info.bytes * is_new, info.documents)
@@ -150,6 +148,23 @@ def _parts(manifest: Manifest) -> str | None:
     return "sentences" if manifest.has_sentences else None
 
 
+def _open(dataset: Dataset, info: ShardInfo) -> Shard:
+    """Opens a shard and compares all of it with the manifest.
+
+    Raises:
+        DataError: it is damaged or forged.
+    """
+    manifest = dataset.manifest
+    shard = dataset.open_shard(info, _parts(manifest) is not None, True, manifest.task is not None)
+    files = int(shard.origin[:, 0].max(initial=0)) + 1
+    if files > len(manifest.files) or len(shard.length) != info.documents:
+        raise CorruptError(
+            f"{info.name} of {dataset.name} has {len(shard.length)} documents of {files} files, "
+            f"and its manifest says {info.documents} of {len(manifest.files)}. Build it again"
+        )
+    return shard
+
+
 def _fill(
     shard: Shard, manifest: Manifest, tokenizer: Tokenizer, name: str, file: BinaryIO
 ) -> None:
@@ -168,15 +183,7 @@ def _fill(
 
 
 def _samples(shard: Shard, manifest: Manifest, tokenizer: Tokenizer) -> Iterator[dict[str, object]]:
-    """Yields the members of each document, by suffix.
-
-    Raises:
-        CorruptError: the shard, though its bytes fit the manifest, names no source file.
-    """
-    if shard.origin[:, 0].max(initial=0) >= len(manifest.files):
-        raise CorruptError(
-            "a shard names a source file that the manifest does not have. Build the dataset again"
-        )
+    """Yields the members of each document, by suffix."""
     kind, first = _parts(manifest), 0
     for number, length in enumerate(shard.length.tolist()):
         tokens = shard.tokens[shard.start[number] : shard.start[number] + length]
@@ -230,10 +237,9 @@ def _write(target: str, name: str, fill: Callable[[BinaryIO], object]) -> None:
             fill(file)
         return
     with TemporaryDirectory() as folder:
-        path = Path(folder, "file")
-        with path.open("wb") as file:
+        with storage.atomic_write(Path(folder, "file")) as file:  # explains a full disk
             fill(file)
-        objects.upload(path, f"{target}/{name}")
+        objects.upload(Path(folder, "file"), f"{target}/{name}")
 
 
 def _remove(target: str, name: str) -> None:

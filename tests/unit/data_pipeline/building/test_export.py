@@ -138,6 +138,8 @@ def test_a_stopped_export_has_no_half_shard_and_goes_on(
 
 
 def test_a_bucket_gets_the_same_files(dataset: Path, tmp_path: Path, s3_folder: str) -> None:
+    manifest = Manifest.load(dataset)
+    replace(manifest, splits={"train": manifest.splits["train"][:1]}).save(dataset)
     export(str(dataset), f"{tmp_path}/local")
     export(str(dataset), f"{s3_folder}/out")
     assert objects.names(f"{s3_folder}/out") == sorted(
@@ -182,10 +184,17 @@ def test_a_damaged_shard_is_not_exported(dataset: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / RECORD).exists()
 
 
-def test_a_forged_origin_is_an_error_of_the_data(dataset: Path, tmp_path: Path) -> None:
-    replace(Manifest.load(dataset), files=()).save(dataset)
-    with pytest.raises(DataError, match="names a source file that the manifest does not have"):
+def test_a_manifest_that_says_something_else_is_an_error_of_the_data(
+    dataset: Path, tmp_path: Path
+) -> None:
+    manifest = Manifest.load(dataset)
+    replace(manifest, files=()).save(dataset)
+    with pytest.raises(DataError, match=r"heldout-000002.tar of .* 1 files, and .* says 20 of 0."):
         export(str(dataset), f"{tmp_path}/out")
+    fewer = tuple(replace(shard, documents=19) for shard in manifest.splits["train"])
+    replace(manifest, splits={"train": fewer}).save(dataset)
+    with pytest.raises(DataError, match=r"has 20 documents of 1 files, and .* says 19 of 1."):
+        export(str(dataset), f"{tmp_path}/other")
 
 
 def test_texts_and_labels_of_rows_are_kept(dataset_folder: Path, tmp_path: Path) -> None:
