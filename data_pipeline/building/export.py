@@ -73,6 +73,7 @@ def export(location: str, target: str) -> None:
         written = 0
         with Meter("exporting") as meter:
             for split, shards in manifest.splits.items():
+                # Numbered anew, as a split may lack shards and a brace list has no gaps.
                 for number, info in enumerate(shards):
                     name = f"{split}-{number:06d}"
                     is_new = f"{name}.tar" not in present
@@ -82,6 +83,7 @@ def export(location: str, target: str) -> None:
                         _write(target, f"{name}.tar", fill)
                     meter.advance(info.bytes / total, info.bytes * is_new, info.documents)
                     written += is_new
+        # In this order: without a record, nobody could say whose shards these are.
         _write(target, RECORD, methodcaller("write", record))
         _remove(target, PARTIAL)
     documents = sum(shard.documents for shard in manifest.shards)
@@ -117,7 +119,7 @@ def _check_target(target: str, record: bytes) -> set[str]:
     """Returns the names of the files that are at the target.
 
     Raises:
-        DataError: they are not those of an export of this dataset.
+        DataError: they belong to something else than an export of this dataset.
     """
     try:
         is_new = not storage.is_url(target) and not os.path.lexists(target)
@@ -191,6 +193,7 @@ def _samples(shard: Shard, manifest: Manifest, tokenizer: Tokenizer) -> Iterator
         about: dict[str, object] = {"source": manifest.files[file], "line": line}
         texts = [tokens]
         if kind is not None:
+            # Both count tokens from the begin of the shard.
             begin, end = np.searchsorted(shard.sentences, [first, first + length])
             starts = shard.sentences[begin:end] - first
             about[kind] = starts.tolist()

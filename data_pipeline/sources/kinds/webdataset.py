@@ -130,6 +130,7 @@ def _open(path: str) -> tuple[BinaryIO, str]:
         return open_file(path)
     from webdataset.gopen import gopen_pipe
 
+    # Seekable, as a record's progress and its compression are found by seeking.
     file = tempfile.TemporaryFile()  # noqa: SIM115
     pipe = None
     try:
@@ -184,6 +185,7 @@ class WebDataset(jsonl.JsonLines):
                 # Raised below: the library would lose the sample that it has read before.
                 failures.append(error)
 
+        # Called while the library adds the member `name` to the sample that comes next.
         def handler(error: Exception) -> bool:
             repeated.append(name)
             return True
