@@ -23,6 +23,7 @@ def register(commands: Commands) -> None:
     _add_inspect(subcommands)
     _add_show(subcommands)
     _add_push(subcommands)
+    _add_export(subcommands)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +200,23 @@ def _add_push(commands: Commands) -> None:
     parser.add_argument("--force", action="store_true", help="replace another dataset at URL")
 
 
+def _add_export(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "export",
+        _export,
+        "write a dataset as plain WebDataset, for other trainers",
+        "Each document is a sample: KEY.tokens.npy, KEY.json with its source file and line, and\n"
+        "KEY.txt, which is decoded from the tokens and is not the original text. An export that\n"
+        "was stopped at any moment resumes when it is run again.\n\n"
+        "example:\n"
+        "  samestep data export datasets/python_docs s3://bucket/python_docs_wds",
+        looks=True,
+    )
+    _add_folder(parser)
+    parser.add_argument("target", metavar="URL", help="new folder: local, s3:// or gs://")
+
+
 def _tokenizer(args: argparse.Namespace) -> int:
     from data_pipeline.building.recipe import load_recipe
     from data_pipeline.building.tokenizer_training import train_tokenizer
@@ -288,4 +306,11 @@ def _push(args: argparse.Namespace) -> int:
     from data_pipeline.building.push import push
 
     push(Path(args.folder), args.url, args.force)
+    return EXIT_DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from data_pipeline.building.export import export
+
+    export(args.folder.rstrip("/"), args.target)
     return EXIT_DONE

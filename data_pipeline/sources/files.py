@@ -12,6 +12,8 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -21,12 +23,15 @@ from data_pipeline.sources import BadRecord, Record
 from samestep import storage
 from samestep.errors import ConfigError, DataError
 from samestep.storage import objects
+from samestep.storage.urls import PARALLEL_REQUESTS
 from samestep.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
 Split: TypeAlias = Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
 """Splits an open file into records, as (line, bytes)."""
+OpenFile: TypeAlias = Callable[[str], tuple[BinaryIO, str]]
+"""Opens a file of a source: the seekable file, and a name that ends as its compression."""
 
 # zstd's default limit of 128 MiB rejects files of `zstd --long=31`.
 _WINDOW = 2**31
@@ -46,6 +51,7 @@ _COMPRESSIONS = {
     ".zstd": ".zst",
 }
 """Suffixes, in lower case, and the usual one for the same compression."""
+_SUFFIXES = tuple(_COMPRESSIONS)
 _FIRST_BYTES = {
     ".gz": re.compile(rb"\x1f\x8b\x08"),
     ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
@@ -69,7 +75,10 @@ def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ..
     """
     if not patterns:
         raise ConfigError(f"{name} is empty. Name at least one file or pattern.")
-    paths = {path for pattern in patterns for path in matches(pattern, name)}
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as threads:  # of a store, each may be a request
+        paths = {
+            path for each in threads.map(partial(matches, name=name), patterns) for path in each
+        }
     # Patterns overlap, and "a.txt", "./a.txt" and a link to it are one file. The first name in
     # sorted order stands for it. A link "a.txt.gz" to the file "blob" is read differently, so it
     # stays.
@@ -117,7 +126,19 @@ def identity(path: str) -> str:
     return path if storage.is_url(path) else os.path.realpath(path)
 
 
-def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
+def open_file(path: str) -> tuple[BinaryIO, str]:
+    """Opens a local file or an object; see `OpenFile`.
+
+    Raises:
+        OSError, DataError: it cannot be opened.
+    """
+    file = objects.open(path) if storage.is_url(path) else open_regular(Path(path))
+    return file, storage.shown(path)
+
+
+def read_records(
+    files: tuple[str, ...], split: Split, open_file: OpenFile = open_file
+) -> Iterator[Record]:
     """Yields the records of each file.
 
     An empty file is one record with a `problem`, and so is all that follows the first damage of a
@@ -132,21 +153,18 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
     for index, path in enumerate(files):
         line = 0
         try:
-            with objects.open(path) if storage.is_url(path) else open_regular(Path(path)) as disk:
+            disk, name = open_file(path)
+            with disk:
                 # Progress is counted in compressed bytes: only their number is known in advance.
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
                 # `line` survives the loop: what follows the last record that was read is bad.
-                for line, data in split(_decompressed(disk, storage.shown(path))):
+                for line, data in split(_decompressed(disk, name)):
                     read = (before + weight * disk.tell()) / total
                     yield Record.of(index, line, data, read)
             problem = "empty file" if line == 0 else None
-        except EOFError:
-            problem = "truncated file"
-        except (gzip.BadGzipFile, zlib.error):
-            problem = "corrupt file"
-        except BadRecord as error:
-            problem = str(error)
+        except DAMAGE as error:
+            problem = damage(error)
         except OSError as error:
             raise DataError(
                 f"cannot read {storage.shown(path)}: {error.strerror or error}. Check that it "
@@ -158,14 +176,25 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
             yield Record(index, line + 1, b"", before / total, problem)
 
 
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, BadRecord)
+"""What reading a truncated or corrupt file raises."""
+
+
+def damage(error: Exception) -> str:
+    """The reason that an error of `DAMAGE` gives."""
+    if isinstance(error, BadRecord):
+        return str(error)
+    return "truncated file" if isinstance(error, EOFError) else "corrupt file"
+
+
 def _weights(files: tuple[str, ...]) -> list[int]:
-    """Weights of the files in progress reports: bytes, or 1 each if any is on a store.
+    """Weights of the files in progress reports: bytes, or 1 each if any is not on this machine.
 
     Asking a store for the size of every object would take a request each.
     """
-    if any(map(storage.is_url, files)):
+    if not all(map(os.path.exists, files)):
         return [1] * len(files)
-    return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
+    return list(map(os.path.getsize, files))
 
 
 def uncompressed(name: str) -> str:
@@ -173,8 +202,26 @@ def uncompressed(name: str) -> str:
     return name[: len(name) - len(_suffix(name))]
 
 
+def compression_of(first_bytes: bytes) -> str:
+    """How a file is compressed by its first ten bytes, as `_compression` names it."""
+    kinds = (kind for kind, pattern in _FIRST_BYTES.items() if pattern.match(first_bytes))
+    return next(kinds, "")
+
+
+def decompressed(data: bytes, name: str) -> bytes:
+    """Decompresses the content of a file by its suffix, as `read_records` does.
+
+    Raises:
+        One of `DAMAGE`: it is truncated or corrupt, or expands like a decompression bomb.
+    """
+    return _decompressed(io.BytesIO(data), name).read()
+
+
 def _suffix(name: str) -> str:
-    return next((suffix for suffix in _COMPRESSIONS if name.lower().endswith(suffix)), "")
+    lower = name.lower()
+    if not lower.endswith(_SUFFIXES):  # as most members of a tar
+        return ""
+    return next(filter(lower.endswith, _SUFFIXES))
 
 
 def _compression(name: str) -> str:
@@ -196,9 +243,9 @@ def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
         return disk  # its index is at its end, and on a store a read at the start takes 16 MiB
     first_bytes = disk.read(10)
     disk.seek(0)
-    for kind, pattern in _FIRST_BYTES.items():
-        if kind != compression and pattern.match(first_bytes):
-            raise BadRecord(f"compressed, but not as its name says: rename it to end in {kind}")
+    kind = compression_of(first_bytes)
+    if kind not in ("", compression):
+        raise BadRecord(f"compressed, but not as its name says: rename it to end in {kind}")
     if compression == ".gz":
         # `read` and `readinto` would lose what they have got when they reach the damage of a file.
         return io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=disk).read1, disk), _BUFFER)

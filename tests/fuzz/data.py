@@ -181,7 +181,7 @@ def read_sources(folder: Path) -> object:
             sources.append(parquet.Config((path.name,)).build())
         elif kind == "tar":
             sources.append(webdataset.Config((path.name,)).build())
-            sources.append(webdataset.Config((path.name,), "json").build())
+            sources.append(webdataset.Config((path.name,), "*.json").build())
         elif kind == "txt":
             sources.append(text.Config((path.name,)).build())
         for source in sources:
@@ -270,8 +270,10 @@ TARGETS = [
     Target(
         "WebDataset",
         lambda: named("a.tar", st.one_of(
-            _tars({"a.txt": b"text", "a.json": b'{"text": "x"}', "b.txt": b"t", "c.json": b"{}"},
-                  {"a.json": jsons(_ROWS[0]), "a.txt": blobs(b"text")}),
+            _tars({"a.txt": b"text", "a.json": b'{"text": "x"}', "b.txt": b"t", "v1.c.json": b"{}",
+                   "d.txt.gz": gzip.compress(b"t"), "e.json.zst": _COMPRESS[".zst"](b"{}")},
+                  {"a.json": jsons(_ROWS[0]), "a.txt": blobs(b"text"),
+                   "d.txt.gz": blobs(gzip.compress(b"t" * 999))}),
             blobs(_shard()),
         )),
         read_sources,

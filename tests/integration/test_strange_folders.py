@@ -40,6 +40,7 @@ LOOKING = {
     "samestep data verify",
     "samestep data inspect",
     "samestep data push",
+    "samestep data export",
 }
 """Commands that import no module which a folder names."""
 MODULE = "strange_module.inner"

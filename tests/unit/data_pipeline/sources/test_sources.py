@@ -406,8 +406,9 @@ def test_documents_that_a_webdataset_hides_are_counted(tmp_path):
         "a/1.jpg",
         "a/2.txt",
         "a/2.de.txt",  # a further text of a sample that has one
-        "a/0.json",
         "a/._2.txt",
+        "a/2.json",
+        "a/0.json",  # its sample has ended: members of a sample follow each other
         "__meta__/x.json",
         "README",  # without a dot, a file belongs to no sample
     ]
@@ -423,14 +424,15 @@ def test_documents_that_a_webdataset_hides_are_counted(tmp_path):
         link.type, link.linkname = tarfile.SYMTYPE, "2.txt"
         tar.addfile(link)
     reason = "! no member 'txt' in a sample: "
-    hint = ". Its suffix begins at the first dot of the name: rename it, or set source.member"
+    hint = ". Its suffix begins at the first dot of the name: set source.member to '*.txt'"
     assert parsed(webdataset.Config((f"{tmp_path}/a.tar",)).build()) == [
         ("a.tar", 1, "a/0.TXT"),
-        ("a.tar", 2, "a/2.txt"),
-        ("a.tar", 3, f"{reason}a/v1.0.txt{hint}"),
-        ("a.tar", 4, f"{reason}a/v1.1.txt{hint}"),
-        ("a.tar", 5, f"{reason}a/1.jpg"),
-        ("a.tar", 6, f"{reason}a/3.txt, which is a link"),
+        ("a.tar", 2, f"{reason}a/v1.0.txt{hint}"),
+        ("a.tar", 3, f"{reason}a/v1.1.txt{hint}"),
+        ("a.tar", 4, f"{reason}a/1.jpg"),
+        ("a.tar", 5, "a/2.txt"),
+        ("a.tar", 6, f"{reason}a/0.json"),
+        ("a.tar", 7, f"{reason}a/3.txt, which is a link"),
     ]
 
 
