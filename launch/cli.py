@@ -142,10 +142,10 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace) -> int:
-    from launch import table
+    from launch import records
     from samestep.terminal import Console
 
-    table.show(Console(highlight=False, markup=False), everything=args.all)
+    records.show(Console(highlight=False, markup=False), everything=args.all)
     return EXIT_DONE
 
 

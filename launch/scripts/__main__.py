@@ -6,9 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from launch.scripts import FOLDER, FORECASTS, Run, write_kubernetes, write_slurm
+
+
+class Forecast(TypedDict):
+    """What `samestep plan` says of a run."""
+
+    device: str
+    hours: float
 
 
 def texts() -> dict[str, str]:
@@ -16,8 +23,8 @@ def texts() -> dict[str, str]:
     return write_slurm.scripts() | write_kubernetes.scripts()
 
 
-def forecast(run: Run) -> dict[str, Any]:
-    """What `samestep plan` says of a run: the name of the device, and hours."""
+def forecast(run: Run) -> Forecast:
+    """Asks `samestep plan`."""
     command = [str(Path(sys.executable).with_name("samestep")), "plan", run.experiment]
     command += [*run.overrides, "--devices", str(run.devices), "--throughput", run.device, "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -31,7 +38,7 @@ def forecast(run: Run) -> dict[str, Any]:
 def main() -> None:
     """Writes the forecasts, if they are asked for, and all scripts."""
     if "--forecasts" in sys.argv[1:]:
-        forecasts, known = {}, dict[Run, Any]()
+        forecasts, known = {}, dict[Run, Forecast]()
         for name, run in (write_slurm.runs() | write_kubernetes.runs()).items():
             if run not in known:
                 known[run] = forecast(run)

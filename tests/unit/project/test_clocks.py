@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import table
+from launch import records
 from trainer.checkpoint.lock import Owner
 from trainer.inspect import housekeeping
 from trainer.monitoring.jsonl import JsonlTracker
@@ -24,7 +24,7 @@ DAY = 86400.0
 # What reads the time of day, and what for. All else measures with clocks that nobody sets.
 READERS = {
     "launch/submission/submit.py": "the age of a job, in a table",
-    "launch/table.py": "the age of a job, in a table",
+    "launch/records.py": "the age of a job, in a table",
     "trainer/checkpoint/holding.py": "notes of readers that are a day old",
     "trainer/checkpoint/lock.py": "the age of a training, in a message",
     "trainer/checkpoint/writer.py": "the age of a checkpoint, in a table",
@@ -111,7 +111,7 @@ def test_ages_are_not_negative(set_clock: Callable[[], None]) -> None:
     assert "for 0:00:00 (last sign of life 0:00:00 ago)" in str(owner)
     saved = (datetime.now(UTC) + timedelta(days=1)).isoformat(timespec="seconds")
     assert housekeeping._age(saved) == "0:00:00"
-    assert table._age(-DAY) == "0s"
+    assert records._age(-DAY) == "0s"
 
 
 @pytest.mark.parametrize("jump", [-DAY, DAY])

@@ -132,7 +132,7 @@ READS = {
     "trainer/vectors/train.py",
     *("data_pipeline/building/build.py", "data_pipeline/building/duplicates.py"),
     *("data_pipeline/building/units.py", "data_pipeline/reading/cache.py"),
-    *("launch/logs.py", "launch/records.py", "launch/kinds/slurm.py", "launch/table.py"),
+    *("launch/logs.py", "launch/records.py", "launch/kinds/slurm.py"),
     *("launch/tpu/slice.py", "launch/tpu/supervisor.py"),
 }
 """Files with reads that may block, or may read for ever, if somebody else made the folder."""
