@@ -104,7 +104,7 @@ echo "samestep $*" >> "$RECORD"
 env -0 > "$RECORD.environment"
 id -u > "$RECORD.user"
 ulimit -l >> "$RECORD.user"
-output="${OUTPUT:-runs/run}"
+output="${RUN_FOLDER:-runs/run}"
 mkdir -p "$output/checkpoints" && echo metrics >> "$output/metrics.jsonl"
 touch "$output"/.owner "$output"/checkpoints/x
 read -r code rest < "$RECORD.codes"
@@ -148,6 +148,7 @@ class Machine:
         plane: its metadata server.
         environment: of the script.
         startup: what it boots with.
+        script: what it boots with instead, if not empty.
         booted: its scripts.
     """
 
@@ -156,12 +157,13 @@ class Machine:
     plane: ControlPlane
     environment: Mapping[str, str]
     startup: Startup
+    script: str = ""
     booted: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def boots(self, *codes: object) -> subprocess.Popen[bytes]:
         """Starts the script; the run exits with these codes, or waits for a signal."""
         (self.folder / "record.codes").write_text(" ".join(map(str, codes)) + "\n")
-        (self.folder / STARTUP).write_text(self.startup.render())
+        (self.folder / STARTUP).write_text(self.script or self.startup.render())
         (self.stage / SETTINGS).write_text(self.startup.settings())
         process = subprocess.Popen(
             ["bash", STARTUP], cwd=self.folder, env=self.environment, start_new_session=True
@@ -615,7 +617,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again(machine: Machine) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("machine", ["strange"], indirect=True)
 def test_strange_names_are_names(machine: Machine) -> None:
-    machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}
+    machine.environment = {**machine.environment, "RUN_FOLDER": machine.startup.output}
     assert machine.runs(0) == 0
     environment = dict(
         each.partition("=")[::2]

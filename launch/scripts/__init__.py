@@ -1,0 +1,1 @@
+"""Launch scripts to read, edit and run without `samestep launch`, and what writes them."""
