@@ -29,7 +29,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
-from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNAVAILABLE, LaunchError
+from samestep.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_UNAVAILABLE,
+    EXIT_USAGE,
+    LaunchError,
+)
 from samestep.stored_json import JsonError, read_json
 
 T = TypeVar("T")
@@ -41,6 +48,7 @@ PORT = 29400  # of the rendezvous, as in docs/tpu.md
 _RESTARTS = 5
 _RESTART_SECONDS = 5.0
 _POLL_SECONDS = 1.0  # a spot machine is taken away 30 seconds after the notice
+_METADATA_SECONDS = 3.0
 _COPY_SECONDS = 20.0
 _GCLOUD_SECONDS = 300  # a gcloud that hangs would cost money forever
 _LAST_COPY_SECONDS = 900.0
@@ -95,12 +103,12 @@ class Machine:
         signal.signal(signal.SIGTERM, lambda *_: self._leave("the system shuts down"))
         try:
             self._scratch.mkdir(exist_ok=True)
-            self._worker = _again(_metadata, "attributes/agent-worker-number")
+            self._worker = _again(lambda: _metadata("attributes/agent-worker-number"))
             # Each is like unknown:unknown:10.0.0.1, in the order of the machines.
-            endpoints = _again(_metadata, "attributes/worker-network-endpoints").split(",")
-            self._hosts = [endpoint.split(":")[2] for endpoint in endpoints]
+            endpoints = _again(lambda: _metadata("attributes/worker-network-endpoints"))
+            self._hosts = [endpoint.split(":")[2] for endpoint in endpoints.split(",")]
             logger.info("this is machine %s of %d", self._worker, len(self._hosts))
-            staged = _again(self._listed, self._settings.staging)
+            staged = _again(lambda: _listed(self._settings.staging))
             if f"exit-{self._worker}" in staged:
                 logger.info("the run has ended already")
                 return EXIT_DONE
@@ -184,11 +192,10 @@ class Machine:
         logger.info("the run has ended with exit code %d", code)
         self._ended.set()
         self._copy()
-        file = self._scratch / "exit"
-        file.write_text(f"{self._worker} {code}\n")
         target = f"{self._settings.staging}/exit-{self._worker}"
+        text = f"{self._worker} {code}\n"
         try:
-            _again(_gcloud, "storage", "cp", str(file), target)
+            _again(lambda: _gcloud("storage", "cp", "-", target, text=text))
         except LaunchError as error:
             logger.error("the exit code could not be kept: %s", error)
         return code
@@ -196,21 +203,11 @@ class Machine:
     def _watch_bucket(self) -> None:
         while True:
             with suppress(LaunchError, OSError):
-                if "stop" in self._listed(self._settings.staging):
+                if "stop" in _listed(self._settings.staging):
                     self._stop = True
             self._copy()
             if self._ended.wait(_COPY_SECONDS):
                 return
-
-    def _listed(self, folder: str) -> set[str]:
-        """Names in a folder of a bucket. Nothing is an answer, and no answer is an error."""
-        try:
-            listing = _gcloud("storage", "ls", f"{folder}/**")
-        except LaunchError as error:
-            if "matched no objects" in str(error):
-                return set()
-            raise
-        return {line.removeprefix(f"{folder}/") for line in listing.splitlines()}
 
     def _copy(self) -> None:
         """Copies the run's small files and the log into the bucket."""
@@ -234,11 +231,13 @@ class Machine:
         shutil.rmtree(copy, ignore_errors=True)
         # A run replaces its files while they are read: what has just gone comes with the next copy.
         with suppress(shutil.Error):
-            shutil.copytree(self._output, copy, symlinks=True, ignore=self._not_copied)
+            shutil.copytree(self._output, copy, ignore=self._not_copied)
         _gcloud("storage", "rsync", "--recursive", str(copy), self._settings.kept)
 
     def _not_copied(self, folder: str, names: Iterable[str]) -> set[str]:
-        return set(_NOT_COPIED).intersection(names) if Path(folder) == self._output else set()
+        excluded = _NOT_COPIED if Path(folder) == self._output else ()
+        # gcloud would copy what a link leads to.
+        return {name for name in names if name in excluded or Path(folder, name).is_symlink()}
 
     def _copy_log(self) -> None:
         # Whole lines of valid UTF-8, as readers fetch ranges of bytes.
@@ -251,11 +250,10 @@ class Machine:
 
     def _keep_versions(self) -> None:
         installed = {f"{each.name}=={each.version}" for each in metadata.distributions()}
-        file = self._scratch / "versions"
-        file.write_text("".join(f"{each}\n" for each in sorted(installed)))
+        text = "".join(f"{each}\n" for each in sorted(installed))
         target = f"{self._settings.staging}/versions"
         try:
-            _gcloud("storage", "cp", "--if-generation-match=0", str(file), target)
+            _gcloud("storage", "cp", "--if-generation-match=0", "-", target, text=text)
         except LaunchError as error:
             logger.warning("the installed versions could not be kept: %s", error)
 
@@ -265,7 +263,7 @@ class Machine:
         Raises:
             LaunchError: no answer. A run that began anew would overwrite what was kept.
         """
-        if not _again(self._listed, self._settings.kept):
+        if not _again(lambda: _listed(self._settings.kept)):
             return
         logger.info("bringing back the run's folder")
         # All or nothing: a half would be copied over what was kept.
@@ -273,31 +271,41 @@ class Machine:
         half = self._output.with_name(f".{self._output.name}.back")
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir()
-        _again(_gcloud, "storage", "rsync", "--recursive", self._settings.kept, str(half))
+        rsync = ["storage", "rsync", "--recursive", self._settings.kept, str(half)]
+        _again(lambda: _gcloud(*rsync))
         half.rename(self._output)
 
 
-def _again(function: Callable[..., T], *words: str) -> T:
+def _again(function: Callable[[], T]) -> T:
     """Calls a function up to five times, until it raises neither `LaunchError` nor `OSError`."""
     for pause in _PAUSES:
         try:
-            return function(*words)
+            return function()
         except (LaunchError, OSError) as error:
             logger.warning("%s; again in %.0f s", error, pause)
             time.sleep(pause)
-    return function(*words)
+    return function()
 
 
-def _gcloud(*words: str) -> str:
-    """Runs gcloud; returns its output.
+def _listed(folder: str) -> set[str]:
+    """Names in a folder of a bucket. Nothing is an answer, and no answer is an error."""
+    try:
+        listing = _gcloud("storage", "ls", f"{folder}/**")
+    except LaunchError as error:
+        if "matched no objects" in str(error):
+            return set()
+        raise
+    return {line.removeprefix(f"{folder}/") for line in listing.splitlines()}
+
+
+def _gcloud(*words: str, text: str = "") -> str:
+    """Runs gcloud with this standard input; returns its output.
 
     Raises:
         LaunchError: with the end of what it said.
     """
     command = ["timeout", "--kill-after=10", str(_GCLOUD_SECONDS), "gcloud", "--quiet", *words]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LaunchError(f"gcloud {' '.join(words[:2])}: {said[-500:]}")
@@ -310,7 +318,7 @@ def _metadata(key: str) -> str:
         f"http://{host}/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=10) as answer:
+    with opener.open(request, timeout=_METADATA_SECONDS) as answer:
         return str(answer.read().decode())
 
 
@@ -322,13 +330,15 @@ def main(arguments: Sequence[str]) -> int:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    file, *rest = arguments
+    if len(arguments) < 2:
+        logger.error("give the file of a run's settings, and the experiment")
+        return EXIT_USAGE
     try:
-        settings = read_json(Path(file), Settings)
+        settings = read_json(Path(arguments[0]), Settings)
     except (OSError, JsonError) as error:
-        logger.error("%s cannot be read: %s", file, error)
+        logger.error("%s cannot be read: %s", arguments[0], error)
         return EXIT_FAILED
-    return Machine(settings, rest).run()
+    return Machine(settings, arguments[1:]).run()
 
 
 if __name__ == "__main__":

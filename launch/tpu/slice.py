@@ -288,6 +288,7 @@ class Slice:
     def end_run(self) -> int | None:
         """Has the run save a checkpoint and end; returns its exit code, if it ends in time."""
         try:
+            # The machines look for it every second, and every 20 seconds into the bucket.
             self.ssh(f"sudo mkdir -p {WORK}/{self.name}/stop")
         except LaunchError as error:
             logger.warning("%s; the machines will look into the bucket soon", error)
