@@ -37,7 +37,7 @@ from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu import types as tpu_types
 from launch.tpu.slice import FILE, HINTS, STARTUP, Slice
-from launch.tpu.startup import Startup
+from launch.tpu.startup import SETTINGS, Startup
 from launch.tpu.supervisor import Memory
 from samestep.errors import ConfigError, LaunchError
 
@@ -238,9 +238,9 @@ class Config(Cluster):
             variables=self.variables,
             setup=self.setup,
         )
-        script = startup.render()
+        script, settings = startup.render(), startup.settings()
         # The mark identifies this launch's slice, even among slices of the same name.
-        mark = _digest(script, job.config)[:16]
+        mark = _digest(script, settings, job.config)[:16]
         command = self._create(name, job.name, mark)
         slice_file = Slice(
             name,
@@ -254,7 +254,7 @@ class Config(Cluster):
             poll_seconds=self.poll_seconds,
             silence_seconds=60 * self.silence_minutes,
         ).dump()
-        return Submission({STARTUP: script, FILE: slice_file}, command)
+        return Submission({STARTUP: script, SETTINGS: settings, FILE: slice_file}, command)
 
     def place_of(self, path: str, job: JobSpec, submission: Submission) -> Place | None:
         """A mounted bucket; with `setup`, any other absolute path may be there, too."""
@@ -336,7 +336,7 @@ class Config(Cluster):
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Uploads the machines' files, requests the machines, and starts the supervisor."""
-        place, files = Slice.of(folder), [folder / CONFIG]
+        place, files = Slice.of(folder), [folder / CONFIG, folder / SETTINGS]
         archive = folder / _ARCHIVE
         if (folder / CODE).is_dir():
             # One archive: a bucket has no folders, and each object costs a request.

@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-from launch.scripts import FOLDER, FORECASTS, Run, write_kubernetes, write_slurm
+from launch.scripts import FOLDER, FORECASTS, Run, write_kubernetes, write_slurm, write_tpu
+
+
+def runs() -> dict[str, Run]:
+    """What each script runs, by the script's name."""
+    return write_slurm.runs() | write_kubernetes.runs() | write_tpu.runs()
 
 
 class Forecast(TypedDict):
@@ -20,7 +25,7 @@ class Forecast(TypedDict):
 
 def texts() -> dict[str, str]:
     """The text of each script, by name."""
-    return write_slurm.scripts() | write_kubernetes.scripts()
+    return write_slurm.scripts() | write_kubernetes.scripts() | write_tpu.scripts()
 
 
 def forecast(run: Run) -> Forecast:
@@ -39,7 +44,7 @@ def main() -> None:
     """Writes the forecasts, if they are asked for, and all scripts."""
     if "--forecasts" in sys.argv[1:]:
         forecasts, known = {}, dict[Run, Forecast]()
-        for name, run in (write_slurm.runs() | write_kubernetes.runs()).items():
+        for name, run in runs().items():
             if run not in known:
                 known[run] = forecast(run)
             forecasts[name] = known[run]

@@ -64,7 +64,8 @@ def test_the_wheel_holds_the_packages_and_the_recipes(built: Path) -> None:
     )
     assert {
         *("trainer/py.typed", "trainer/monitoring/report/page.html"),
-        *("trainer/publish/templates/card.md.jinja", "launch/tpu/startup.sh"),
+        *("trainer/publish/templates/card.md.jinja", "launch/tpu/startup.sh.jinja"),
+        *("launch/scripts/tpu.sh.jinja", "launch/scripts/tpu/bert_base_v5e16.sh"),
     } <= names
     top = {name.split("/")[0] for name in names}
     assert not top & {"tests", "docs", "examples", "benchmarks", "configs", "setup.py"}

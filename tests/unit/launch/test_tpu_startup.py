@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ import pytest
 from launch.tpu import slice as tpu_slice
 from launch.tpu import startup as tpu_startup
 from launch.tpu.slice import STARTUP, Slice
-from launch.tpu.startup import Startup
+from launch.tpu.startup import SETTINGS, Startup
 from tests.unit.launch.test_local import members
 from tests.unit.launch.tpu_control_plane import ControlPlane, install
 from tests.waiting import until
@@ -75,17 +77,34 @@ UV = """#!/bin/bash
 echo "uv $*" >> "$RECORD"
 [ "$1" = venv ] || exit 1
 mkdir -p "${@: -1}/bin"
-printf '%s\\n' '#!/bin/bash' \
-  'echo "pip $*" >> "$RECORD"; [ "$1" != list ] || echo torch==2.9.1; [ ! -e "$RECORD.no-pip" ]' \\
+printf '%s\\n' '#!/bin/bash' 'echo "pip $*" >> "$RECORD"; [ ! -e "$RECORD.no-pip" ]' \\
   > "${@: -1}/bin/pip"
-cp "$SAMESTEP" "${@: -1}/bin/samestep"
+cp "$PROGRAMS"/{samestep,python} "${@: -1}/bin"
 chmod +x "${@: -1}"/bin/*
+"""
+# The real launch.tpu.machine, which waits less. It starts with -I, so it needs no variable.
+MACHINE = f"""#!/bin/bash
+if [ "$2" = -c ]; then [ ! -e "$RECORD.old-package" ]; exit; fi
+exec {sys.executable} -I -c "
+import sys
+import launch.tpu.machine as machine
+machine._POLL_SECONDS, machine._COPY_SECONDS, machine._RESTART_SECONDS = 0.01, 0.1, 0.03
+machine._PAUSES = (0.01, 0.05, 0.1, 0.2)
+sys.exit(machine.main(sys.argv[1:]))
+" "${{@:4}}"
+"""
+PIP = """#!/bin/bash
+echo "python3 $*" >> "$RECORD"
+[ -e "$RECORD.no-uv" ] && exit 1
+mkdir -p uv/bin && cp "$PROGRAMS/uv" uv/bin/uv
 """
 SAMESTEP = """#!/bin/bash
 trap 'echo signalled >> "$RECORD"; exit 75' TERM
 echo "samestep $*" >> "$RECORD"
 env -0 > "$RECORD.environment"
-output="${OUTPUT:-runs/run}"
+id -u > "$RECORD.user"
+ulimit -l >> "$RECORD.user"
+output="${RUN_FOLDER:-runs/run}"
 mkdir -p "$output/checkpoints" && echo metrics >> "$output/metrics.jsonl"
 touch "$output"/.owner "$output"/checkpoints/x
 read -r code rest < "$RECORD.codes"
@@ -98,19 +117,18 @@ exit "$code"
 SYSTEMD_RUN = """#!/bin/bash
 [ -e "$RECORD.systemd" ] || exit 1
 echo "systemd-run $*" >> "$RECORD"
-for word in "$@"; do case "$word" in --setenv=*) export "${word#*=}" ;; esac; done
-while [[ $1 == -* ]]; do shift; done
+export SAMESTEP_UNIT=1
+while [[ $1 == -* ]]; do case "$1" in -p | -E) shift 2 ;; *) shift ;; esac; done
 "$@" &
 """
 TIMEOUT = """#!/bin/bash
-if [ -e "$RECORD.impatient" ]; then exec /usr/bin/timeout "$1" 3 "${@:3}"; fi
+if [ -e "$RECORD.impatient" ] && [ "$1" = --kill-after=10 ]; then set -- "$1" 3 "${@:3}"; fi
 exec /usr/bin/timeout "$@"
 """
 PROGRAMS = {
     "systemd-run": SYSTEMD_RUN,
     "timeout": TIMEOUT,
-    "curl": '#!/bin/bash\n[[ "$*" == *.whl ]] || exec /usr/bin/curl "$@"\n'
-    'while [ "$1" != -o ]; do shift; done\ncp "$UV" "$2"\n',
+    "python3": PIP,
     "sleep": '#!/bin/bash\nexec /bin/sleep "$(echo "$1" | awk \'{print $1 / 200}\')"\n',
     "gcsfuse": '#!/bin/bash\necho "gcsfuse $*" >> "$RECORD"\n',
     "mountpoint": "#!/bin/bash\nexit 1\n",
@@ -130,6 +148,7 @@ class Machine:
         plane: its metadata server.
         environment: of the script.
         startup: what it boots with.
+        script: what it boots with instead, if not empty.
         booted: its scripts.
     """
 
@@ -138,12 +157,14 @@ class Machine:
     plane: ControlPlane
     environment: Mapping[str, str]
     startup: Startup
+    script: str = ""
     booted: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def boots(self, *codes: object) -> subprocess.Popen[bytes]:
         """Starts the script; the run exits with these codes, or waits for a signal."""
         (self.folder / "record.codes").write_text(" ".join(map(str, codes)) + "\n")
-        (self.folder / STARTUP).write_text(self.startup.render())
+        (self.folder / STARTUP).write_text(self.script or self.startup.render())
+        (self.stage / SETTINGS).write_text(self.startup.settings())
         process = subprocess.Popen(
             ["bash", STARTUP], cwd=self.folder, env=self.environment, start_new_session=True
         )
@@ -161,6 +182,10 @@ class Machine:
     @property
     def starts(self) -> list[str]:
         return [line for line in self.record if line.startswith("samestep ")]
+
+    @property
+    def stage(self) -> Path:
+        return self.folder / "buckets" / self.startup.staging.removeprefix("gs://")
 
     def bucket(self, name: str = "") -> Path:
         return self.folder / "buckets" / "bucket" / name
@@ -185,16 +210,13 @@ def machine(
         }
         programs = folder / "programs"
         programs.mkdir()
-        for program, text in (PROGRAMS | {"samestep": SAMESTEP}).items():
-            place = programs / program if program == "samestep" else folder / "bin" / program
-            place.write_text(text)
+        for program, text in PROGRAMS.items():
+            (folder / "bin" / program).write_text(text)
+        for program, text in {"samestep": SAMESTEP, "uv": UV, "python": MACHINE}.items():
+            (programs / program).write_text(text)
+        for place in (*programs.iterdir(), *(folder / "bin").iterdir()):
             place.chmod(0o755)
-        wheel = programs / "uv.whl"
-        with zipfile.ZipFile(wheel, "w") as content:
-            content.writestr(f"uv-{tpu_startup._UV}.data/scripts/uv", UV)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        monkeypatch.setattr(tpu_startup, "_UV_SHA256", digest)
-        environment |= {"UV": str(wheel), "SAMESTEP": str(programs / "samestep")}
+        environment["PROGRAMS"] = str(programs)
         (folder / "secrets" / "wandb").write_text(SECRET)
         monkeypatch.setattr(tpu_startup, "WORK", str(folder / "work"))
         startup = STARTUPS[getattr(request, "param", "plain")]
@@ -218,14 +240,6 @@ def machine(
             process.wait()
 
 
-def test_the_lines_of_all_scripts_are_sound() -> None:
-    script = Path(tpu_startup.__file__).with_name("startup.sh")
-    subprocess.run(["bash", "-n", script], check=True)
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([shellcheck, script], capture_output=True, text=True)
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize("case", STARTUPS)
 def test_scripts_are_sound(case: str, tmp_path: Path) -> None:
     script = tmp_path / STARTUP
@@ -242,10 +256,13 @@ def test_scripts_are_sound(case: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machine) -> None:
     assert machine.runs(75, 143, 0) == 0
-    assert machine.starts == [f"samestep train {machine.work}/config.yaml --elastic 1"] * 3
+    assert (
+        machine.starts == [f"samestep train {machine.work}/home/stage/config.yaml --elastic 1"] * 3
+    )
     assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
     assert [line for line in machine.record if line.startswith("pip install")] == [
-        f"pip install --quiet {machine.work}/home/code[gcs,tpu]"
+        f"pip install --quiet {machine.work}/home/code[gcs,tpu] --constraint "
+        f"{machine.work}/home/stage/versions"
     ]
     environment = dict(
         each.partition("=")[::2]
@@ -282,7 +299,8 @@ def test_machines_of_a_slice_meet_at_the_first(machine: Machine) -> None:
     }
     assert machine.runs(0) == 0
     assert machine.starts == [
-        f"samestep train {machine.work}/config.yaml --elastic 4 --rendezvous 10.0.0.1:29400"
+        f"samestep train {machine.work}/home/stage/config.yaml --elastic 4 --rendezvous "
+        "10.0.0.1:29400"
     ]
     assert machine.bucket("stage/exit-2").read_text() == "2 0\n"
     assert not machine.bucket("kept").exists(), "the first machine keeps the run's folder"
@@ -322,7 +340,8 @@ def test_a_run_on_a_machine_that_is_taken_away_goes_on_at_the_next_boot(machine:
 def test_a_gcloud_that_hangs_does_not_hold_up_the_end(machine: Machine) -> None:
     gcloud = machine.folder / "bin" / "gcloud"
     rest = gcloud.read_text().partition("\n")[2]
-    gcloud.write_text(f'#!/bin/bash\n[[ "$*" != *" rsync "* ]] || exec /bin/sleep 1000\n{rest}')
+    hangs = '[[ "$*" != *" gs://bucket/kept" ]] || exec /bin/sleep 1000'
+    gcloud.write_text(f"#!/bin/bash\n{hangs}\n{rest}")
     (machine.folder / "record.impatient").touch()
     assert machine.runs(0) == 0
     assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
@@ -361,16 +380,16 @@ def test_the_run_is_a_unit_that_is_told_to_stop(machine: Machine) -> None:
 @pytest.mark.long
 def test_the_next_machines_install_the_same_versions(machine: Machine) -> None:
     assert machine.runs(1) == 1
-    assert machine.bucket("stage/versions").read_text() == "torch==2.9.1\n"
+    installed = machine.bucket("stage/versions").read_text()
+    assert f"pytest=={pytest.__version__}\n" in installed
     machine.bucket("stage/versions").write_text("torch==2.9.0\n")
     machine.bucket("stage/exit-0").unlink()
-    machine.work.rename(
-        machine.folder / "before"
-    )  # removing it would race with the last copies of its log
+    machine.work.rename(machine.folder / "before")
     assert machine.runs(0) == 0
     installs = [line for line in machine.record if line.startswith("pip install")]
-    assert installs[1] == f"{installs[0]} --constraint {machine.work}/home/versions"
-    assert (machine.work / "home" / "versions").read_text() == "torch==2.9.0\n"
+    constraint = machine.work / "home" / "stage" / "versions"
+    assert installs[1].endswith(f" --constraint {constraint}")
+    assert constraint.read_text() == "torch==2.9.0\n"
     assert machine.bucket("stage/versions").read_text() == "torch==2.9.0\n"
 
 
@@ -379,6 +398,8 @@ def test_the_systems_own_shutdown_is_passed_on(machine: Machine) -> None:
     script = machine.boots("wait")
     until(lambda: machine.starts)
     script.send_signal(signal.SIGTERM)
+    script.send_signal(signal.SIGTERM)
+    machine.plane.metadata["preempted"] = "TRUE"
     assert script.wait(timeout=100) == 0
     assert machine.record.count("signalled") == 1
     assert not machine.bucket("stage/exit-0").exists()
@@ -418,36 +439,127 @@ def test_the_note_is_enough_where_ssh_does_not_lead(machine: Machine) -> None:
 
 
 @pytest.mark.long
-def test_what_cannot_be_installed_ends_the_job(machine: Machine) -> None:
-    (machine.folder / "record.no-pip").touch()
+@pytest.mark.parametrize("lacks", ["no-uv", "no-pip", "old-package"])
+def test_what_cannot_be_installed_ends_the_job(machine: Machine, lacks: str) -> None:
+    (machine.folder / f"record.{lacks}").touch()
     assert machine.runs(0) == 1
     assert machine.starts == []
     assert machine.bucket("stage/exit-0").read_text() == "0 1\n"
-    assert (
-        "install has failed; again in 2 s"
-        in next(machine.bucket("stage/log").iterdir()).read_text()
-    )
+    log = next(machine.bucket("stage/log").iterdir()).read_text()
+    assert "this machine cannot start the run" in log
+    assert lacks == "old-package" or "startup: again in 2 s" in log
+    (machine.folder / f"record.{lacks}").unlink()
+    assert machine.runs(0) == 0, "a boot after the end does nothing"
+    assert machine.starts == []
+
+
+@pytest.fixture
+def slow_installation(machine: Machine) -> Path:
+    """A file that ends an installation."""
+    pip, end = machine.folder / "bin" / "python3", machine.folder / "go-on"
+    pip.write_text(f"#!/bin/bash\nuntil [ -e {end} ]; do /bin/sleep 0.05; done\n{PIP}")
+    return end
 
 
 @pytest.mark.long
-def test_an_installer_with_another_content_is_not_used(machine: Machine) -> None:
-    with Path(machine.environment["UV"]).open("ab") as wheel:
-        wheel.write(b"\0")
-    assert machine.runs(0) == 1
-    assert not any(line.startswith(("uv", "pip", "samestep")) for line in machine.record)
+def test_the_log_is_copied_while_the_package_is_installed(
+    machine: Machine, slow_installation: Path
+) -> None:
+    script = machine.boots(0)
+    until(lambda: list(machine.bucket("stage/log").glob("*")))
+    [log] = machine.bucket("stage/log").iterdir()
+    first = log.stat().st_mtime_ns
+    until(lambda: log.stat().st_mtime_ns > first)
+    assert "has booted" in log.read_text()
+    slow_installation.touch()
+    assert script.wait(timeout=100) == 0
+    assert [log] == list(machine.bucket("stage/log").iterdir())
+
+
+@pytest.mark.long
+def test_a_run_that_is_cancelled_before_its_start_does_not_start(
+    machine: Machine, slow_installation: Path
+) -> None:
+    script = machine.boots("never")
+    until(lambda: list(machine.bucket("stage/log").glob("*")))
+    machine.bucket("stage/stop").write_text("")
+    slow_installation.touch()
+    assert script.wait(timeout=100) == 75
+    assert machine.starts == []
+    assert machine.bucket("stage/exit-0").read_text() == "0 75\n"
+
+
+@pytest.mark.long
+def test_a_shutdown_during_the_installation_leaves_it_to_the_next_boot(
+    machine: Machine, slow_installation: Path
+) -> None:
+    script = machine.boots("never")
+    until(lambda: list(machine.bucket("stage/log").glob("*")))
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(timeout=100) == -signal.SIGTERM
+    os.killpg(script.pid, signal.SIGKILL)  # as systemd does with the rest of a unit
+    slow_installation.touch()
+    assert not machine.bucket("stage/exit-0").exists()
+    assert machine.runs(0) == 0
+    assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
+
+
+@pytest.mark.long
+def test_a_machine_that_knows_nothing_of_itself_ends_the_job(machine: Machine) -> None:
+    machine.plane.metadata.clear()
+    assert machine.runs("never") == 1
+    assert machine.starts == []
+    name = f"exit-{platform.node()}"
+    assert machine.bucket(f"stage/{name}").read_text() == f"{platform.node()} 1\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_installer_with_another_content_is_not_used(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """With the real pip."""
+    wheel = machine.folder / "uv-1-py3-none-any.whl"
+    about = "Metadata-Version: 2.1\nName: uv\nVersion: 1\n"
+    with zipfile.ZipFile(wheel, "w") as content:
+        program = zipfile.ZipInfo("uv-1.data/scripts/uv")
+        program.external_attr = 0o100755 << 16
+        content.writestr(program, UV)
+        content.writestr("uv-1.dist-info/METADATA", about)
+        content.writestr("uv-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        content.writestr("uv-1.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes() + b"\0" * changed).hexdigest()
+    monkeypatch.setattr(tpu_startup, "UV", f"uv @ {wheel.as_uri()}#sha256={digest}")
+    pip = machine.folder / "bin" / "python3"
+    pip.write_text(f'#!/bin/sh\nmkdir tried && exec {sys.executable} "$@"\n')
+    assert machine.runs(0) == changed
+    assert any(line.startswith("uv venv") for line in machine.record) is not changed
     log = next(machine.bucket("stage/log").iterdir()).read_text()
-    assert "uv.whl has another SHA-256 than the uv that was tested" in log
+    assert ("DO NOT MATCH THE HASHES" in log) is changed
 
 
 @pytest.mark.parametrize("name", STARTUPS)
 def test_nothing_that_is_downloaded_goes_into_a_shell(name: str) -> None:
     script = STARTUPS[name].render()
     assert not re.search(r"(curl|wget)[^|\n]*\|\s*(\\?\n)?[^\n]*\b(ba)?sh\b", script)
-    downloads = re.findall(r"curl .*?https://(\S+)", script, re.DOTALL)
-    assert [address.partition("/")[0] for address in downloads] == [
-        "files.pythonhosted.org",
-        "packages.cloud.google.com",  # of gcsfuse, whose packages are signed
-    ]
+    downloads = {each.partition("/")[0] for each in re.findall(r"https://(\S+)", script)}
+    # Packages of gcsfuse are signed.
+    signed = {"packages.cloud.google.com"} if STARTUPS[name].mounts else set()
+    assert downloads == {"files.pythonhosted.org"} | signed
+    assert re.search(r"https://files\.pythonhosted\.org/\S+\.whl#sha256=[0-9a-f]{64}'", script)
+
+
+@pytest.mark.parametrize("name", STARTUPS)
+def test_root_executes_no_file_of_the_user(name: str) -> None:
+    script = replace(STARTUPS[name], user="samestep").render()
+    lines = [line for line in script.replace("\\\n", " ").splitlines() if "$home/env/" in line]
+    assert len(lines) == 3  # pip, the check of the package, and its command
+    assert all('"${become[@]}" "$home/env/' in line for line in lines)
+
+
+def test_a_usual_script_can_be_read() -> None:
+    usual = replace(STARTUPS["plain"], user="samestep").render()
+    assert usual.count("\n") < 60
 
 
 @pytest.mark.long
@@ -486,16 +598,18 @@ def test_a_bucket_that_does_not_answer_is_asked_again(machine: Machine) -> None:
     machine.bucket("stage/versions").write_text("torch==2.9.0\n")
     gcloud = machine.folder / "bin" / "gcloud"
     rest = gcloud.read_text().partition("\n")[2]
-    first = f'[[ $2 = ls ]] && mkdir "{machine.folder}/asked-${{3//\\//-}}" 2>/dev/null'
+    first = f'mkdir "{machine.folder}/asked-$(tr -c "[:alnum:]\\n" - <<<"$*")" 2>/dev/null'
     fails = "{ echo 'ERROR: ConnectionError' >&2; exit 1; }"
     gcloud.write_text(f"#!/bin/bash\n{first} && {fails}\n{rest}")
     assert machine.runs(0) == 0
     assert kept.read_text() == "before\nmetrics\n"
-    [install] = [line for line in machine.record if line.startswith("pip install")]
-    assert install.endswith(f"--constraint {machine.work}/home/versions")
+    assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
+    constraint = machine.work / "home" / "stage" / "versions"
+    assert constraint.read_text() == "torch==2.9.0\n"
     asked = [each.name for each in machine.folder.glob("asked-*")]
-    assert len(asked) >= 3
-    (machine.folder / "asked-gs:--bucket-stage-exit-0").rmdir()
+    assert len(asked) >= 8
+    for each in machine.folder.glob("asked-*-rsync-*"):
+        each.rmdir()
     assert machine.runs("never") == 0
     assert len(machine.starts) == 1, "the run has ended, though the bucket did not say so at once"
 
@@ -503,7 +617,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again(machine: Machine) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("machine", ["strange"], indirect=True)
 def test_strange_names_are_names(machine: Machine) -> None:
-    machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}
+    machine.environment = {**machine.environment, "RUN_FOLDER": machine.startup.output}
     assert machine.runs(0) == 0
     environment = dict(
         each.partition("=")[::2]
@@ -525,7 +639,8 @@ def test_strange_names_are_names(machine: Machine) -> None:
 def test_a_package_goes_below_the_snapshot(machine: Machine) -> None:
     assert machine.runs(0) == 0
     assert [line for line in machine.record if line.startswith("pip install")] == [
-        "pip install --quiet samestep[tpu]==1.0; python_version > '3'"
+        "pip install --quiet samestep[tpu]==1.0; python_version > '3' --constraint "
+        f"{machine.work}/home/stage/versions"
     ]
     environment = (machine.folder / "record.environment").read_text().split("\0")
     assert f"PYTHONPATH={machine.work}/home/code" in environment
@@ -539,26 +654,34 @@ def test_a_wheel_comes_from_a_bucket(machine: Machine) -> None:
     machine.bucket("wheels").mkdir()
     (machine.bucket("wheels") / "samestep-1.0-py3-none-any.whl").touch()
     assert machine.runs(0) == 0
-    home = machine.work / "home"
-    assert (home / "samestep-1.0-py3-none-any.whl").exists()
-    assert f"pip install --quiet {home}/samestep-1.0-py3-none-any.whl[gcs,tpu]" in machine.record
+    wheel = machine.work / "samestep-1.0-py3-none-any.whl"
+    assert wheel.exists()
+    assert any(line.startswith(f"pip install --quiet {wheel}[gcs,tpu] ") for line in machine.record)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_the_run_is_of_another_user(machine: Machine) -> None:
-    for name in ("setpriv", "chown"):
-        (machine.folder / "bin" / name).unlink()
-    with suppress(FileNotFoundError):
-        (machine.folder / "record").unlink()
-    for name in ("record", "record.codes", "record.environment"):
+    (machine.folder / "bin" / "chown").unlink()
+    # This Python may lie in a folder of root's. Only reading is allowed.
+    may_read = "--inh-caps=+dac_read_search --ambient-caps=+dac_read_search"
+    setpriv = shutil.which("setpriv")
+    (machine.folder / "bin" / "setpriv").write_text(f'#!/bin/sh\nexec {setpriv} {may_read} "$@"\n')
+    for name in ("record", "record.codes", "record.environment", "record.user", "calls"):
         (machine.folder / name).touch()
         (machine.folder / name).chmod(0o666)
+    subprocess.run(["chmod", "-R", "a+rwX", machine.folder / "buckets"], check=True)
+    machine.folder.chmod(0o777)  # the gcloud of the tests writes there
     machine.startup = replace(machine.startup, user="daemon")
     script = machine.boots("wait")
-    until(lambda: (machine.work / "pid").exists() and machine.starts)
-    pid = int((machine.work / "pid").read_text())
-    assert Path(f"/proc/{pid}").stat().st_uid != 0
+    until(lambda: machine.starts and machine.bucket("kept/metrics.jsonl").exists())
+    user, locked = (machine.folder / "record.user").read_text().split()
+    assert user != "0"
+    may_lock = subprocess.run(["bash", "-c", "ulimit -l unlimited"], capture_output=True)
+    assert locked == "unlimited" or may_lock.returncode
+    assert Path(f"/proc/{script.pid}").stat().st_uid != 0, "it has become the user's command"
+    of_root = [each for each in machine.work.iterdir() if each.stat().st_uid == 0]
+    assert {each.name for each in of_root} >= {"uv", "installed", "job.log"}
     machine.plane.metadata["preempted"] = "TRUE"
     assert script.wait(timeout=100) == 0
     assert machine.record[-1] == "signalled"

@@ -110,7 +110,7 @@ READS = {
     *("trainer/checkpoint/lock.py", "trainer/training/compute/arithmetic.py"),
     *("trainer/inspect/cli.py", "trainer/inspect/recipes.py", "trainer/studies/template.py"),
     *("trainer/monitoring/report/__init__.py", "data_pipeline/sources/kinds/python_docs.py"),
-    *("launch/tpu/startup.py", "launch/scripts/__init__.py"),
+    "launch/scripts/__init__.py",
     # Named by the user for this command; may be a pipe.
     *("samestep/config/tree.py", "trainer/elastic/secret.py", "trainer/inference/candidates.py"),
     *("trainer/inspect/certify/layouts.py", "trainer/inspect/certify/run.py"),
@@ -133,7 +133,7 @@ READS = {
     *("data_pipeline/building/build.py", "data_pipeline/building/duplicates.py"),
     *("data_pipeline/building/units.py", "data_pipeline/reading/cache.py"),
     *("launch/logs.py", "launch/records.py", "launch/kinds/slurm.py"),
-    *("launch/tpu/slice.py", "launch/tpu/supervisor.py"),
+    *("launch/tpu/slice.py", "launch/tpu/supervisor.py", "launch/tpu/machine.py"),
 }
 """Files with reads that may block, or may read for ever, if somebody else made the folder."""
 _LIBRARIES = {

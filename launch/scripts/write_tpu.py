@@ -1,0 +1,64 @@
+"""Scripts that request a slice of Cloud TPU with gcloud alone."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import jinja2
+
+from launch.scripts import FOLDER, Run, header, write_kubernetes
+from launch.tpu import types
+from launch.tpu.slice import WORK
+from launch.tpu.startup import UV
+from samestep import __version__
+
+# The type to request, a zone that has it, and the dataset in the bucket.
+_REQUESTS = {
+    "bert_base_v5e16": ("v5litepod-16", "us-central1-a", "wikipedia_en"),
+    "roberta_base_v5e64": ("v5litepod-64", "us-central1-a", "corpus_bpe"),
+    "t5_base_v6e32": ("v6e-32", "us-east5-b", "c4_en_t5"),
+}
+
+
+def runs() -> dict[str, Run]:
+    """What each script runs, by the script's name: the same as on Kubernetes."""
+    known = write_kubernetes.runs()
+    return {f"tpu/{name}.sh": known[f"kubernetes/{name}.yaml"] for name in _REQUESTS}
+
+
+def scripts() -> dict[str, str]:
+    """The text of each script, by name."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = shlex.quote
+    template = environment.get_template("tpu.sh.jinja")
+    texts = {}
+    for path, run in runs().items():
+        kind, zone, data = _REQUESTS[Path(path).stem]
+        name = Path(path).stem.replace("_", "-")
+        head = header(
+            path,
+            run,
+            f"PROJECT=my-project BUCKET=my-bucket bash launch/scripts/{path} [key=value ...]",
+            "In a clone, after `pip wheel --no-deps .`; chips cost money until they are deleted.",
+            f"Watch: gcloud storage cat 'gs://BUCKET/{name}/TIME/log/*'. Stop, with a checkpoint: "
+            f"echo | gcloud storage cp - gs://BUCKET/{name}/TIME/stop, and delete the slice as "
+            "printed, as after a preemption. Submitted again, the run continues.",
+        )
+        texts[path] = template.render(
+            header="\n".join(head),
+            name=name,
+            zone=zone,
+            experiment=run.experiment,
+            data=data,
+            version=__version__,
+            work=WORK,
+            uv=UV,
+            type=kind,
+            image=types.image(kind),
+        )
+    return texts
