@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from samestep.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class WeightsAndBiases:
@@ -21,6 +23,7 @@ class WeightsAndBiases:
         log_checkpoints: log committed checkpoints as artifacts; those in object stores as
             references.
         alerts: notify people when the run fails or hangs, skips a step, or was restarted.
+        required: end with an error if the package wandb is not installed, instead of a warning.
     """
 
     project: str = "samestep"
@@ -31,6 +34,11 @@ class WeightsAndBiases:
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     log_checkpoints: bool = False
     alerts: bool = True
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        if self.required and self.mode == "disabled":
+            raise ConfigError("required is true and mode is disabled. Change one of them.")
 
 
 @dataclass(frozen=True)
