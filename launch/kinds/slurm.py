@@ -174,14 +174,18 @@ class Config(NodeCluster):
             f"echo $code > {exit_file}",
             "exit $code",
         ]
-        log = _pattern(job.folder / ("job-%a.log" if build else LOG))
-        return Submission(
-            {SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT)
-        )
+        command = ("sbatch", "--parsable", f"--output={self._log(job)}", SCRIPT)
+        return Submission({SCRIPT: "\n".join(lines) + "\n"}, command)
+
+    def _log(self, job: JobSpec) -> str:
+        return _pattern(job.folder / ("job-%a.log" if job.action == "build" else LOG))
 
     def _options(self, job: JobSpec) -> list[str]:
         build = job.action == "build"
         options = ["--open-mode=append"]
+        # Also here, for readers of the script; no line can hold a folder with a line break.
+        if "\n" not in (log := self._log(job)):
+            options.append(f"--output={shlex.quote(log)}")
         if self.segments > 1:
             # A segment waits for all jobs of its name, so no other jobs may have the name.
             digest = hashlib.sha256(str(job.folder).encode()).hexdigest()[:6]

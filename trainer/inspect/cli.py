@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from samestep.command import OVERRIDES, Commands, add_command
-from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from samestep.errors import EXIT_DONE, EXIT_FAILED
 
 
 def register_config(commands: Commands) -> None:
@@ -206,10 +206,7 @@ def _config(args: argparse.Namespace) -> int:
         from trainer.accelerators import detect
         from trainer.inspect import preflight
 
-        here = str(len(detect.processes(experiment.accelerator)))
-        numbers = args.devices.replace("here", here).split(",")
-        if not all(number.isdecimal() and int(number) for number in numbers):
-            raise ConfigError(f"--devices must be at least 1, or here, not {args.devices}")
-        preflight.check(experiment, [int(number) for number in numbers], elsewhere=args.elsewhere)
+        counts = detect.device_counts(args.devices, experiment.accelerator)
+        preflight.check(experiment, counts, elsewhere=args.elsewhere)
     sys.stdout.write(dump(experiment))
     return EXIT_DONE
