@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 import zstandard
 
-from data_pipeline.sources import BadRecord, Record
+from data_pipeline.sources import UTF8, BadRecord, Record
+from data_pipeline.sources.encodings import named, recoded
 from samestep import storage
 from samestep.errors import ConfigError, DataError
 from samestep.storage import objects
@@ -117,11 +118,14 @@ def identity(path: str) -> str:
     return path if storage.is_url(path) else os.path.realpath(path)
 
 
-def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
+def read_records(files: tuple[str, ...], split: Split, encoding: str = UTF8) -> Iterator[Record]:
     """Yields the records of each file.
 
     An empty file is one record with a `problem`, and so is all that follows the first damage of a
     file; `split` may raise BadRecord to name the damage.
+
+    Args:
+        encoding: of the text in the files; `split` gets UTF-8.
 
     Raises:
         DataError: a file cannot be opened or read.
@@ -137,9 +141,10 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
                 # `line` survives the loop: what follows the last record that was read is bad.
-                for line, data in split(_decompressed(disk, storage.shown(path))):
+                text = recoded(_decompressed(disk, storage.shown(path)), encoding)
+                for line, data in split(text):
                     read = (before + weight * disk.tell()) / total
-                    yield Record.of(index, line, data, read)
+                    yield Record.of(index, line, named(data, encoding), read)
             problem = "empty file" if line == 0 else None
         except EOFError:
             problem = "truncated file"
@@ -171,6 +176,11 @@ def _weights(files: tuple[str, ...]) -> list[int]:
 def uncompressed(name: str) -> str:
     """The name of a file without the suffix of its compression: "a.csv" for "a.csv.GZ"."""
     return name[: len(name) - len(_suffix(name))]
+
+
+def suffix(file: str) -> str:
+    """The format in the name of a file, such as ".csv" for "a.csv.gz"."""
+    return os.path.splitext(uncompressed(storage.shown(file)))[1].lower()
 
 
 def _suffix(name: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Self
 
-from data_pipeline.sources import BadRecord, Problem, Record, decode_utf8
+from data_pipeline.sources import UTF8, BadRecord, Problem, Record, decode_utf8
+from data_pipeline.sources.encodings import named, normalized, recoded
 from data_pipeline.sources.files import find, read_records
 from data_pipeline.sources.kinds import jsonl
 
@@ -31,15 +33,19 @@ class Config:
             members are skipped if they belong to a sample with such a document, and rejected if
             they do not.
         field: key of the text if `member` ends in `json`; dots reach into nested objects.
+        encoding: of the text, as Python names it: utf-8, cp1252, latin-1, utf-16 and others.
     """
 
     paths: tuple[str, ...]
     member: str = "txt"
     field: str = "text"
+    encoding: str = UTF8
 
     def build(self) -> WebDataset:
         """Finds the files."""
-        return WebDataset(find(self.paths), self.field, self.member)
+        return WebDataset(
+            find(self.paths), self.field, self.member, encoding=normalized(self.encoding)
+        )
 
 
 @dataclass(frozen=True)
@@ -79,12 +85,20 @@ class WebDataset(jsonl.JsonLines):
                     stream = tar.extractfile(member)
                     assert stream is not None, "it is a regular file"
                     number += 1
-                    yield number, stream.read()
+                    yield number, self._in_utf8(stream.read())
                 _check_end(tar)
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark
         # Behind the documents, so that each document keeps its number.
         yield from enumerate(samples.without_text(), start=number + 1)
+
+    def _in_utf8(self, content: bytes) -> bytes:
+        if self.encoding == UTF8:
+            return content
+        try:
+            return named(recoded(io.BytesIO(content), self.encoding).read(), self.encoding)
+        except BadRecord as error:  # the next member may be valid
+            return Problem.of(str(error))
 
 
 class _Samples:
