@@ -152,9 +152,10 @@ def _fetch(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from trainer.inspect.plan.plan import memory_of_run
     from trainer.monitoring.report import default_output, write_report
+    from trainer.training.experiment import Experiment
 
     output = Path(args.output) if args.output else default_output(args.runs)
-    write_report(args.runs, output, memory_of_run)
+    write_report(args.runs, output, memory_of_run, Experiment)
     sys.stdout.write(f"{output}\n")
     return EXIT_DONE
 
