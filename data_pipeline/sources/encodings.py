@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from data_pipeline.sources import INVALID, UTF8, BadRecord, Problem
 from samestep.errors import ConfigError
@@ -54,7 +54,7 @@ class _Recoded(io.RawIOBase):
     def __init__(self, file: BinaryIO, encoding: str) -> None:
         self._file, self._encoding = file, encoding
         # A byte that means nothing becomes half of a surrogate pair, and then itself again.
-        self._decoder: Any = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
         self._left = b""
 
     def readable(self) -> bool:

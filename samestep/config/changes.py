@@ -17,13 +17,13 @@ _MISSING = dataclasses.MISSING
 def changed(schema: type[object], tree: Tree, default: object = None) -> Iterator[str]:
     """Yields the dotted keys of settings that a user must have set, by their values.
 
-    These are the ones without a default, or with another value; also all settings in a section
-    that is empty by default, in a list or under a free name, and those of an unknown kind.
+    These have no default or another value than it. So do all settings under a free name, and of a
+    kind that cannot be imported. A list counts as one setting.
 
     Args:
         schema: a dataclass.
         tree: its settings.
-        default: an instance of it with the defaults; None takes those of the class.
+        default: an instance of it with the defaults; None takes the defaults of the class.
     """
     assert dataclasses.is_dataclass(schema)
     hints = typing.get_type_hints(schema, include_extras=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -160,29 +161,21 @@ def _plan(args: argparse.Namespace) -> int:
                 "batch is the one that training takes there. --memory SIZE shows what fits."
             )
     phases = _distinct(phases)
-    cases = [
-        (count, phase, names or _strategies(experiment, count))
-        for count in counts
-        for phase in phases
-    ]
+    tried = {count: names or _strategies(experiment, count) for count in counts}
     found: dict[int, list[tuple[Phase, list[Plan]]]] = {count: [] for count in counts}
     # The first unit is the optimizer's update, the others are plans.
-    units = 1 + sum(len(tried) for _, _, tried in cases)
+    units = 1 + len(phases) * sum(map(len, tried.values()))
     with Progress("running steps without memory", units) as progress:
         step = Step(experiment, on_cpu=isinstance(experiment.accelerator, cpu.Config))
         progress.advance()
-        for count, phase, tried in cases:
+        for count, phase in itertools.product(counts, phases):
             planner = Planner(experiment, phase, count, step)
-            plans = [planner.plan(name, memory) for name in progress.track(tried)]
+            plans = [planner.plan(name, memory) for name in progress.track(tried[count])]
             found[count].append((phase, plans))
     needed = {count: work(experiment, count, device, costs.Config()) for count in counts}
     if args.json:
-        facts = {"memory": memory, "memory_assumed": memory is not None and not args.memory}
-        trees = [
-            _as_json({"devices": count, **facts}, needed[count], found[count]) for count in counts
-        ]
-        # One object for one number, as programs read it.
-        sys.stdout.write(json.dumps(trees if len(trees) > 1 else trees[0], indent=1) + "\n")
+        assumed = memory is not None and not args.memory
+        _write_json({"memory": memory, "memory_assumed": assumed}, needed, found)
         return EXIT_DONE
     console = Console(highlight=False, markup=False)
     if assumption:
@@ -205,16 +198,22 @@ def _strategies(experiment: Experiment, devices: int) -> list[str]:
     return [name for name in STRATEGIES if divides or name != "hsdp"]
 
 
-def _as_json(
-    planned: dict[str, object], needed: Work, found: Sequence[tuple[Phase, list[Plan]]]
-) -> dict[str, object]:
+def _write_json(
+    facts: dict[str, object],
+    needed: Mapping[int, Work],
+    found: Mapping[int, Sequence[tuple[Phase, list[Plan]]]],
+) -> None:
     from trainer.inspect.plan.plan import as_json
 
-    phases = [
-        {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
-        for phase, plans in found
-    ]
-    return {**planned, "work": asdict(needed), "phases": phases}
+    trees: list[dict[str, object]] = []
+    for count, rows in found.items():
+        phases = [
+            {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
+            for phase, plans in rows
+        ]
+        trees.append({"devices": count, **facts, "work": asdict(needed[count]), "phases": phases})
+    # One object for one number, as programs read it.
+    sys.stdout.write(json.dumps(trees if len(trees) > 1 else trees[0], indent=1) + "\n")
 
 
 def _show_throughput(

@@ -121,7 +121,7 @@ def test_several_numbers_of_devices_are_planned_one_after_the_other(
     assert shown.index("With 2 devices at") < shown.index("examples a step on 5 devices")
     found = json.loads(samestep(*command, "2,5", "--json").out)
     assert [each["devices"] for each in found] == [2, 5]
-    assert [each["phases"][0]["plans"][0]["micro_batch"] for each in found] == [5, 2]
+    assert [each["phases"][0]["plans"][0]["micro_batch"] for each in found] == [4, 2]
     assert "--devices is 2;5. Use numbers" in samestep(*command, "2;5").message
 
 
