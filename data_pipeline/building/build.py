@@ -148,8 +148,8 @@ class _Build:
         # Left out if they are not used, as in builds from before they existed.
         if not self.source_tree.get("header", True):
             del self.source_tree["header"]
-        if self.source_tree.pop("encoding", UTF8) and self.source.encoding != UTF8:
-            self.source_tree["encoding"] = self.source.encoding
+        if self.source_tree.get("encoding") == UTF8:
+            del self.source_tree["encoding"]
         # With the names of settings in digests, so that unfinished builds can resume.
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]

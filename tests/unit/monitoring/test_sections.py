@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.monitoring.sections import sectioned
 
@@ -31,6 +32,11 @@ PAGE = Path(__file__).parents[3] / "docs" / "monitoring.md"
 )
 def test_the_name_begins_with_the_section(name: str, shown: str):
     assert sectioned({name: 0.5}) == {shown: 0.5}
+
+
+def test_the_sweep_names_a_metric_that_wandb_gets():
+    sweep = yaml.safe_load((PAGE.parents[1] / "configs/sweeps/bert_mini.yaml").read_text())
+    assert sweep["metric"]["name"] in sectioned({"heldout/loss": 0.0})
 
 
 def test_documented_metrics_keep_names_of_their_own():
