@@ -282,7 +282,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _settings(configs: Sequence[Tree], changes: Iterable[set[str]]) -> list[Tree]:
+def _settings(configs: Sequence[Tree], changes: Iterable[set[str]] = ()) -> list[Tree]:
     """All settings: dotted key, value in each run, and whether the values differ.
 
     Those that differ from the defaults in a run are marked, and come first.
