@@ -60,7 +60,8 @@ def register_launch(commands: Commands) -> None:
     instead.add_argument(
         "--render",
         action="store_true",
-        help="print the script or manifest alone, without any check, for other commands to read",
+        help="print the script or manifest alone, for other commands to read; checks the keys and "
+        "values of all settings, and nothing else",
     )
     instead.add_argument(
         "--follow",
@@ -117,6 +118,7 @@ def _launch(args: argparse.Namespace) -> int:
     launch = submit.prepare(args.cluster, args.file, args.overrides, args.tasks)
     files = launch.submission.files
     if args.render:
+        checks.require_settings(launch)
         sys.stdout.write(next(iter(files.values())))
         return EXIT_DONE
     if args.dry_run:

@@ -105,7 +105,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         if not argument.startswith("-") and ("=" in argument or listed == "text")
     ]
     if rest != more or (more and not hasattr(args, listed)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.reject(f"unrecognized arguments: {' '.join(rest)}")
     if more:
         setattr(args, listed, [*getattr(args, listed), *more])
     return args

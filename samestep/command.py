@@ -38,7 +38,7 @@ def add_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run, looks=parser.prog if looks else None)
+    parser.set_defaults(run=run, reject=parser.error, looks=parser.prog if looks else None)
     return parser
 
 

@@ -52,7 +52,7 @@ from data_pipeline.format.manifest import (
     ShardInfo,
     token_dtype,
 )
-from data_pipeline.sources import PairSource, Source, TaskSource, fault
+from data_pipeline.sources import INVALID, UTF8, PairSource, Source, TaskSource, fault
 from data_pipeline.tokenizers.sentences import splitter_version
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.config import Tree, renamed, to_tree
@@ -145,9 +145,11 @@ class _Build:
         for name in self.source_tree:
             if name.endswith("paths") or name == "heldout":
                 self.source_tree[name] = list(map(shown, self.source_tree[name]))
-        # Left out if it is not used, as in builds from before it existed.
+        # Left out if they are not used, as in builds from before they existed.
         if not self.source_tree.get("header", True):
             del self.source_tree["header"]
+        if self.source_tree.get("encoding") == UTF8:
+            del self.source_tree["encoding"]
         # With the names of settings in digests, so that unfinished builds can resume.
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]
@@ -444,8 +446,9 @@ class _Build:
 
 def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     """Makes the error that names a record without a document."""
+    fix = "Set source.encoding to the file's, such as cp1252" if reason == INVALID else "Correct it"
     return DataError(
-        f"{shown(source.files[file])}:{line}: {reason}. Correct it, or count, list and leave out "
+        f"{shown(source.files[file])}:{line}: {reason}. {fix}, or count, list and leave out "
         "such documents with on_error=skip."
     )
 

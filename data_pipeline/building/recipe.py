@@ -62,7 +62,7 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
             tokenizer or no output.
     """
     tree = read_tree(path)
-    is_task = "objective" in tree
+    is_task = "objective" in tree and "training" not in tree  # which an experiment has
     if is_task:
         tree = {name: value for name, value in tree.items() if name not in OF_RUNS}
         # Tasks are small: 0.005 of their rows, a dataset's default, would be too few to score.

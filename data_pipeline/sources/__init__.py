@@ -17,6 +17,9 @@ from samestep.errors import MissingExtra
 from samestep.examples import TaskRow
 from samestep.tasks import TaskKind
 
+UTF8 = "utf-8"
+INVALID = "invalid UTF-8"  # the reason for rejecting a record of another encoding
+
 
 class BadRecord(Exception):
     """A record without a usable document.
@@ -92,11 +95,13 @@ class Source(ABC):
         files: names, in reading order.
         first_heldout: index into `files` of the first file of the held-out split, which all later
             files belong to as well; None chooses the split by hash.
+        encoding: of text files, see `encodings.normalized`; their records are in UTF-8.
     """
 
     files: tuple[str, ...]
     # By keyword only, so that subclasses can have fields without a default.
     first_heldout: int | None = field(default=None, kw_only=True)
+    encoding: str = field(default=UTF8, kw_only=True)
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
@@ -241,7 +246,7 @@ def decode_utf8(data: bytes) -> str:
         # Editors of Windows begin files with a byte-order mark, which is no part of the text.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise BadRecord("invalid UTF-8") from None
+        raise BadRecord(INVALID) from None
 
 
 def require(

@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 import zstandard
 
-from data_pipeline.sources import BadRecord, Record
+from data_pipeline.sources import UTF8, BadRecord, Record
+from data_pipeline.sources.encodings import named, recoded
 from samestep import storage
 from samestep.errors import ConfigError, DataError
 from samestep.storage import objects
@@ -137,12 +138,18 @@ def open_file(path: str) -> tuple[BinaryIO, str]:
 
 
 def read_records(
-    files: tuple[str, ...], split: Split, open_file: OpenFile = open_file
+    files: tuple[str, ...],
+    split: Split,
+    encoding: str = UTF8,
+    open_file: OpenFile = open_file,
 ) -> Iterator[Record]:
     """Yields the records of each file.
 
     An empty file is one record with a `problem`, and so is all that follows the first damage of a
     file; `split` may raise BadRecord to name the damage.
+
+    Args:
+        encoding: of the text in the files; `split` gets UTF-8.
 
     Raises:
         DataError: a file cannot be opened or read.
@@ -159,9 +166,10 @@ def read_records(
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
                 # `line` survives the loop: what follows the last record that was read is bad.
-                for line, data in split(_decompressed(disk, name)):
+                text = recoded(_decompressed(disk, name), encoding)
+                for line, data in split(text):
                     read = (before + weight * disk.tell()) / total
-                    yield Record.of(index, line, data, read)
+                    yield Record.of(index, line, named(data, encoding), read)
             problem = "empty file" if line == 0 else None
         except DAMAGE as error:
             problem = damage(error)
@@ -215,6 +223,11 @@ def decompressed(data: bytes, name: str) -> bytes:
         One of `DAMAGE`: it is truncated or corrupt, or expands like a decompression bomb.
     """
     return _decompressed(io.BytesIO(data), name).read()
+
+
+def suffix(file: str) -> str:
+    """The format in the name of a file, such as ".csv" for "a.csv.gz"."""
+    return os.path.splitext(uncompressed(storage.shown(file)))[1].lower()
 
 
 def _suffix(name: str) -> str:

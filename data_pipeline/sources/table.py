@@ -12,7 +12,6 @@ import csv
 import functools
 import io
 import itertools
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, TypedDict
 
-from data_pipeline.sources import BadRecord, Problem, Record, Source, require
+from data_pipeline.sources import INVALID, UTF8, BadRecord, Problem, Record, Source, require
 from data_pipeline.sources.columns import (
     no_column,
     outer_columns,
     repeated,
     with_class_names,
 )
-from data_pipeline.sources.files import Split, find, identity, read_records, uncompressed
+from data_pipeline.sources.encodings import normalized
+from data_pipeline.sources.files import Split, find, identity, read_records, suffix
 from data_pipeline.sources.kinds import huggingface, parquet
 from data_pipeline.sources.kinds.jsonl import encoded, json_or_none, lines, values
 from samestep.errors import ConfigError
@@ -101,6 +101,7 @@ class Found(TypedDict):
     first_heldout: int | None
     header: tuple[str, ...]
     parts: tuple[huggingface.Config, ...]
+    encoding: str
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,14 @@ class TableConfig:
         header: names of the columns of .csv and .tsv files that have no line of names; [] reads
             the names from the first line.
         dataset: a Hugging Face dataset instead of files.
+        encoding: of files of text, as Python names it: utf-8, cp1252, latin-1, utf-16 and others.
     """
 
     paths: tuple[str, ...] = ()
     heldout: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
     dataset: HubDataset | None = None
+    encoding: str = UTF8
     formats: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
     def __post_init__(self) -> None:
@@ -136,6 +139,10 @@ class TableConfig:
         if self.header and self.dataset is not None:
             raise ConfigError(
                 "header names the columns of files, and dataset has names. Leave header out."
+            )
+        if self.dataset is not None and normalized(self.encoding) != UTF8:
+            raise ConfigError(
+                f"encoding {self.encoding} is of files, and dataset names none. Leave encoding out."
             )
 
     def find(self) -> Found:
@@ -152,7 +159,13 @@ class TableConfig:
             # The held-out split is the last one, or the only one.
             first_heldout = None if self.dataset.heldout is None else len(parts) - 1
             titles = tuple(part.title for part in parts)
-            return {"files": titles, "first_heldout": first_heldout, "header": (), "parts": parts}
+            return {
+                "files": titles,
+                "first_heldout": first_heldout,
+                "header": (),
+                "parts": parts,
+                "encoding": UTF8,
+            }
         train = find(self.paths) if self.paths else ()
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
         # A row in both splits would be trained on and then scored. A link may bring it there.
@@ -183,12 +196,8 @@ class TableConfig:
             "first_heldout": first_heldout,
             "header": self.header,
             "parts": (),
+            "encoding": normalized(self.encoding),
         }
-
-
-def suffix(file: str) -> str:
-    """The format in the name of a file, such as ".csv" for "a.csv.gz"."""
-    return os.path.splitext(uncompressed(shown(file)))[1].lower()
 
 
 @dataclass(frozen=True)
@@ -245,7 +254,9 @@ class TableSource(Source):
             if self.parts:
                 found = self.parts[index].read(self._chosen, self._encoder)
             else:
-                found = read_records((name,), self.splitter(suffix(name)))
+                form = suffix(name)
+                encoding = UTF8 if form == ".parquet" else self.encoding
+                found = read_records((name,), self.splitter(form), encoding)
             for record in found:
                 # Files count alike, since the number of rows of a later one is unknown.
                 read = (index + record.read) / len(self.files)
@@ -281,7 +292,7 @@ class TableSource(Source):
         except UnicodeDecodeError:
             # Arrow converts a batch as a whole or not at all: find the bad row by itself.
             if batch.num_rows == 1:
-                yield Problem.of("invalid UTF-8")
+                yield Problem.of(INVALID)
                 return
             for index in range(batch.num_rows):
                 yield from self._batch_rows(batch.slice(index, 1))
@@ -315,7 +326,7 @@ class TableSource(Source):
                 try:
                     row[name] = content.decode()
                 except UnicodeDecodeError:
-                    return Problem.of("invalid UTF-8")
+                    return Problem.of(INVALID)
         return encoded(row)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
@@ -368,7 +379,7 @@ def _csv_rows(
             problem = f"not as many cells as {names_of} has: {len(cells)}, not {len(header)}"
             yield from _lost(line, reader.line_num, problem)
         else:
-            yield line, encoded(dict(zip(header, cells, strict=True)), "invalid UTF-8")
+            yield line, encoded(dict(zip(header, cells, strict=True)), INVALID)
 
 
 def _lost(first: int, last: int, problem: str) -> Iterator[tuple[int, bytes]]:

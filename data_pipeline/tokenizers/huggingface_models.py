@@ -46,13 +46,15 @@ def train(
     algorithm: str,
     vocab_size: int,
     lowercase: bool,
+    strip_accents: bool | None,
     min_frequency: int,
 ) -> tokenizers.Tokenizer:
     """Trains "wordpiece" as for BERT, "words", or "bpe", byte-level, as for RoBERTa."""
+    normalizer = _normalizer(lowercase, strip_accents)
     if algorithm == "wordpiece":
-        backend = _train_wordpiece(texts, vocab_size, lowercase, min_frequency)
+        backend = _train_wordpiece(texts, vocab_size, normalizer, min_frequency)
     elif algorithm == "words":
-        backend = _of_words(models.WordLevel({}, unk_token="[UNK]"), lowercase)
+        backend = _of_words(models.WordLevel({}, unk_token="[UNK]"), normalizer)
         words = trainers.WordLevelTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
@@ -78,7 +80,10 @@ def train(
 
 
 def _train_wordpiece(
-    texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int
+    texts: Iterable[str],
+    vocab_size: int,
+    normalizer: normalizers.BertNormalizer,
+    min_frequency: int,
 ) -> tokenizers.Tokenizer:
     """Trains a WordPiece vocabulary, the same one each time.
 
@@ -87,7 +92,7 @@ def _train_wordpiece(
     second has them as tokens with fixed ids.
     """
     with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
-        characters = _characters(_kept(texts, file), lowercase)
+        characters = _characters(_kept(texts, file), normalizer)
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
@@ -95,15 +100,15 @@ def _train_wordpiece(
             show_progress=False,
             limit_alphabet=0,  # no other characters
         )
-        trained = _wordpiece({}, lowercase)
+        trained = _wordpiece({}, normalizer)
         trained.train_from_iterator(_again(file), trainer)
     # The trained one would take the characters for special tokens.
-    backend = _wordpiece(trained.get_vocab(), lowercase)
+    backend = _wordpiece(trained.get_vocab(), normalizer)
     backend.add_special_tokens(_BERT_SPECIAL)
     return backend
 
 
-def _characters(texts: Iterable[str], lowercase: bool) -> list[str]:
+def _characters(texts: Iterable[str], normalizer: normalizers.BertNormalizer) -> list[str]:
     """Returns the most frequent characters, then those that continue a word, as "##a"."""
     counts: Counter[str] = Counter()
 
@@ -112,7 +117,7 @@ def _characters(texts: Iterable[str], lowercase: bool) -> list[str]:
             counts.update(text)
             yield text
 
-    backend = _wordpiece({}, lowercase)
+    backend = _wordpiece({}, normalizer)
     # Without room for merges, the vocabulary has the characters only.
     trainer = trainers.WordPieceTrainer(vocab_size=0, show_progress=False)
     backend.train_from_iterator(counted(), trainer)
@@ -169,6 +174,17 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
     return backend
 
 
+def _normalizer(
+    lowercase: bool, strip_accents: bool | None, chinese: bool = True
+) -> normalizers.BertNormalizer:
+    """Makes BERT's normalizer. Without `strip_accents`, accents go with upper case."""
+    # None is the same as `lowercase`, and every tokenizer has one fingerprint.
+    accents = None if strip_accents == lowercase else strip_accents
+    return normalizers.BertNormalizer(
+        handle_chinese_chars=chinese, strip_accents=accents, lowercase=lowercase
+    )
+
+
 def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
     check_wordpiece(settings)
     tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -184,16 +200,10 @@ def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
             file,
             CONFIG,
         )
-    accents = flag(settings, "strip_accents", lowercase)
+    chinese = bool(flag(settings, "tokenize_chinese_chars", True))
+    normalizer = _normalizer(lowercase, flag(settings, "strip_accents", None), chinese)
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = role_name(settings, "unk") or "[UNK]"
-    backend = _wordpiece(vocab, lowercase, unknown)
-    backend.normalizer = normalizers.BertNormalizer(
-        handle_chinese_chars=bool(flag(settings, "tokenize_chinese_chars", True)),
-        # None is the same as `lowercase`, and every tokenizer has one fingerprint.
-        strip_accents=None if accents == lowercase else accents,
-        lowercase=lowercase,
-    )
+    backend = _wordpiece(vocab, normalizer, role_name(settings, "unk") or "[UNK]")
     _add_special_tokens(backend)
     return backend
 
@@ -215,18 +225,18 @@ def _mask_token(name: str) -> tokenizers.AddedToken:
 
 
 def _wordpiece(
-    vocab: dict[str, int], lowercase: bool, unknown: str = "[UNK]"
+    vocab: dict[str, int], normalizer: normalizers.BertNormalizer, unknown: str = "[UNK]"
 ) -> tokenizers.Tokenizer:
     """Makes BERT's own tokenizer (Devlin et al. 2019)."""
-    backend = _of_words(models.WordPiece(vocab, unk_token=unknown), lowercase)
+    backend = _of_words(models.WordPiece(vocab, unk_token=unknown), normalizer)
     backend.decoder = decoders.WordPiece()
     return backend
 
 
-def _of_words(model: models.Model, lowercase: bool) -> tokenizers.Tokenizer:
+def _of_words(model: models.Model, normalizer: normalizers.BertNormalizer) -> tokenizers.Tokenizer:
     """Makes a tokenizer that splits text at white space and around signs, as BERT's does."""
     backend = tokenizers.Tokenizer(model)
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return backend
 

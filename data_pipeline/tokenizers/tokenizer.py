@@ -43,8 +43,9 @@ class Config:
             frequent words and signs as they are (ELMo); or SentencePiece's "unigram" (T5) or
             "sentencepiece_bpe".
         vocab_size: number of ids, special tokens included, but not `sentinels`.
-        lowercase: convert the text to lower case and, for WordPiece, remove accents (BERT
-            "uncased").
+        lowercase: convert the text to lower case (BERT "uncased").
+        strip_accents: for wordpiece and words: remove accents, so that "schön" is "schon". None
+            does so with `lowercase`, as BERT does. The other algorithms keep accents.
         min_frequency: pairs of tokens seen less often are not merged, and words seen less often
             have no token; not for SentencePiece.
         sample: fraction of the documents, chosen by hash, that it is trained on.
@@ -61,6 +62,7 @@ class Config:
     algorithm: Literal["wordpiece", "bpe", "words", "unigram", "sentencepiece_bpe"] = "wordpiece"
     vocab_size: int = 30_522
     lowercase: bool = False
+    strip_accents: bool | None = None
     min_frequency: int = 2
     sample: float = 1.0
     sample_size: str = "100MB"
@@ -77,6 +79,11 @@ class Config:
         if not least <= self.vocab_size <= 2**31:
             raise ConfigError(
                 f"vocab_size must be at least {least} for {self.algorithm}, not {self.vocab_size}"
+            )
+        if self.strip_accents and self.algorithm not in ("wordpiece", "words"):
+            raise ConfigError(
+                f"strip_accents is true, and {self.algorithm} keeps accents. Leave it out, or use "
+                "wordpiece or words."
             )
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample must be a fraction in (0, 1], not {self.sample}")
@@ -99,7 +106,8 @@ class Config:
             from data_pipeline.tokenizers.huggingface import HuggingFace
             from data_pipeline.tokenizers.huggingface_models import train
 
-            settings = (self.algorithm, self.vocab_size, self.lowercase, self.min_frequency)
+            case = (self.lowercase, self.strip_accents)
+            settings = (self.algorithm, self.vocab_size, *case, self.min_frequency)
             return Tokenizer(HuggingFace(train(texts, *settings), {}))
         from data_pipeline.tokenizers.sentencepiece import SentencePiece, train_sentencepiece
 

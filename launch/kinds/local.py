@@ -75,7 +75,8 @@ class Config(Cluster):
         write_exit = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"
         lines = [
             "#!/bin/bash",
-            "# Written by samestep launch.",
+            "# Written by samestep launch, which sends the output to",
+            f"# {str(job.folder / LOG)!r}.",
             f"trap {shlex.quote(write_exit)} EXIT",
             "trap : TERM  # the command handles it",
             'export SAMESTEP_JOB="local-$$"',

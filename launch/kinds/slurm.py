@@ -150,10 +150,13 @@ class Config(NodeCluster):
     def render(self, job: JobSpec) -> Submission:
         """One batch script."""
         build = job.action == "build"
+        log = _pattern(job.folder / ("job-%a.log" if build else LOG))
         exit_file = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in self.batch_options(job)),
+            # Also here, for readers of the script; no line can hold a folder with a line break.
+            *([] if "\n" in log else [f"#SBATCH --output={shlex.quote(log)}"]),
             "",
             "# Written by samestep launch. Slurm runs it on the first node, and again after each",
             "# requeue.",
@@ -174,10 +177,8 @@ class Config(NodeCluster):
             f"echo $code > {exit_file}",
             "exit $code",
         ]
-        log = _pattern(job.folder / ("job-%a.log" if build else LOG))
-        return Submission(
-            {SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT)
-        )
+        command = ("sbatch", "--parsable", f"--output={log}", SCRIPT)
+        return Submission({SCRIPT: "\n".join(lines) + "\n"}, command)
 
     def batch_options(self, job: JobSpec) -> list[str]:
         """The options of sbatch, all but the log's name."""

@@ -168,6 +168,17 @@ def _other_jobs(launch: Launch) -> str:
     return f"none works on {launch.output}"
 
 
+def require_settings(launch: Launch) -> None:
+    """Rejects unknown keys and invalid values; files and devices are not looked at.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    command = ["config"] if launch.job.action == "train" else ["data", "build", "--check"]
+    arguments = [*command, *launch.arguments, "--elsewhere"]
+    _ask(arguments, launch.cluster.environment.variables)
+
+
 def _settings(launch: Launch) -> str:
     """`samestep config` or `samestep data build --check` reads all settings and their files."""
     logger.info("checking whether this could start there")

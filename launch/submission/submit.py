@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -68,9 +69,9 @@ def prepare(
     # `cluster.nodes=4` changes the cluster's file, `training.steps=10` the experiment's.
     of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
     of_file = [each for each in overrides if not each.startswith(_CLUSTER)]
-    settings = read_tree(cluster_file, of_cluster)
+    settings, tree = read_tree(cluster_file, of_cluster), read_tree(file, of_file)
+    _check_order(cluster_file, settings, file, tree)
     cluster = decode(Annotated[Cluster, records.KINDS], settings, "cluster")
-    tree = read_tree(file, of_file)
     # Only a dataset's file has a source; everything else is an experiment.
     build = "source" in tree
     output = tree.get("output")
@@ -122,6 +123,21 @@ def prepare(
     arguments = (file, *of_file)
     code = tuple(files) if files else None
     return Launch(settings["kind"], cluster, job, submission, arguments, output, code)
+
+
+def _check_order(cluster_file: str, settings: Tree, file: str, tree: Tree) -> None:
+    """Rejects swapped files: a cluster's file alone has a `kind` outside of all sections."""
+    if "kind" in tree:
+        other = "an experiment or a dataset"
+        fix = f"Name {other} after the cluster's file."
+        if "kind" not in settings:
+            fix = f"Swap the two: samestep launch {shlex.join([file, cluster_file])}"
+        raise ConfigError(f"{file} describes a cluster, and not {other}. {fix}")
+    if "kind" not in settings:
+        raise ConfigError(
+            f"{cluster_file} has no kind, so it describes no cluster. Name a file such as "
+            "configs/launch/local.yaml first, then the experiment or the dataset."
+        )
 
 
 def _with_preemption(job: JobSpec, tree: Tree) -> JobSpec:

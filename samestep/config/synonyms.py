@@ -99,6 +99,15 @@ SETTINGS: Mapping[str, str] = {
 """Last part of a key -> the setting of an experiment that does it."""
 
 
+_OTHER_FILES = {
+    "kind": "a cluster, for samestep launch CLUSTER EXPERIMENT",
+    "source": "a dataset, for samestep data build",
+    "question": "a study, for samestep study",
+    **dict.fromkeys(("data", "model", "training"), "an experiment, for samestep train"),
+}
+"""Key outside of all sections -> what the file with it describes, and the command for it."""
+
+
 def place(root: object, path: str, key: str, known: Iterable[str]) -> str:
     """Where the setting is that a user has looked for in another place or by another name."""
     setting = SETTINGS.get(key)
@@ -109,7 +118,8 @@ def place(root: object, path: str, key: str, known: Iterable[str]) -> str:
     elsewhere = [_join(section, key) for section, names in sections.items() if key in names]
     if elsewhere:
         return f"set {' or '.join(elsewhere)} instead"
-    return suggest(key, known)
+    other = _OTHER_FILES.get(key) if not path else None
+    return (f"a file with it describes {other}. " if other else "") + suggest(key, known)
 
 
 def _sections(schema: object, path: str = "") -> dict[str, tuple[str, ...]]:

@@ -29,6 +29,7 @@ from data_pipeline.sources.kinds import (
     jsonl,
     parquet,
     question_answering,
+    table,
     table_pairs,
     tagging,
     text,
@@ -161,6 +162,7 @@ def _sources(name: str) -> list[Source]:
         tagging.Config(paths=paths, tags="tags", labels=("O", "B-x")).build(),
         question_answering.Config(paths=paths).build(),
         table_pairs.Config(paths=paths, source="text", target="target").build(),
+        table.Config(paths, encoding="utf-16").build(),
     ]
 
 
@@ -184,6 +186,7 @@ def read_sources(folder: Path) -> object:
             sources.append(webdataset.Config((path.name,), "*.json").build())
         elif kind == "txt":
             sources.append(text.Config((path.name,)).build())
+            sources.append(text.Config((path.name,), "paragraph", "shift_jis").build())
         for source in sources:
             _use(source)
     return None

@@ -154,8 +154,8 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
             "cannot write in /proc, which checkpoint.folder=/proc/run needs",
         ),
         (["training.evaluate_every=4", "output=/proc/run"], "2", "cannot write in /proc"),
-        ([], "none", "--devices must be at least 1, or here, not none"),
-        ([], "0", "--devices must be at least 1, or here, not 0"),
+        ([], "none", "--devices is none. Use numbers of at least 1, such as 8 or 8,64, or here"),
+        ([], "0", "--devices is 0. Use numbers of at least 1, such as 8 or 8,64, or here"),
     ],
 )
 def test_what_would_keep_a_run_from_starting(

@@ -92,7 +92,7 @@ def test_tensorboard_starts_and_report_of_a_run_that_goes_on(
         == 0
     )
     events = accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
+    assert [event.step for event in events.Scalars("loss/train_loss")] == list(range(1, 10))
     starts = rows_of(run, "devices", "starts.jsonl")
     assert [(row["step"], row["precision"], row["strategy"]) for row in starts] == [
         (0, "fp32", "fsdp"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,6 +102,16 @@ KINDS: dict[str, Any] = {
     "with_number": WithNumber,
 }
 STRATEGIES = {"rprop": "single"}  # torch's Rprop takes no partitioned parameters
+
+
+@pytest.mark.long
+def test_one_process_trains_without_a_warning(experiment_file: str, tmp_path: Path) -> None:
+    settings = ["training.steps=2", "schedule.warmup_steps=1", "data.threads=0", "strategy=fsdp"]
+    experiment = library.load_experiment(experiment_file, [f"output={tmp_path}", *settings])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert library.train(experiment) == 0
+    assert [str(each.message) for each in shown] == []
 
 
 @pytest.mark.long

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from samestep.config import read_tree, recipes
+from samestep.errors import DataError
 from tests.integration.commands import Samestep
+from trainer.inference.candidates import read_probes
 from trainer.inspect.recipes import copy as copy_of
 from trainer.inspect.recipes import file_of
+from trainer.studies.study import Study
 
 
 def test_the_list_names_each_recipe_with_a_summary(samestep: Samestep) -> None:
@@ -57,6 +61,26 @@ def test_all_copies_are_read_in_another_folder(tmp_path: Path) -> None:
     for number, name in enumerate(with_bases):
         copy = copy_of(name, tmp_path / str(number))
         assert read_tree(copy) == read_tree(name), name
+
+
+@pytest.mark.long
+def test_copies_of_studies_find_their_files(tmp_path: Path) -> None:
+    names = [each for each in recipes.names() if re.fullmatch(r"recipes/studies/\w+", each)]
+    assert len(names) > 30
+    for name in names:
+        study, copied = Study.read(name), Study.read(str(copy_of(name, tmp_path)))
+        for arm in study.config.arms:
+            assert copied.stages_of(arm) == study.stages_of(arm), name
+
+
+def test_probes_that_come_along_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for prefix in ("recipes", "configs"):
+        assert len(read_probes(f"{prefix}/studies/probes/cloze.jsonl")) == 140
+    with pytest.raises(DataError, match=r"cannot read the probes in probes/cloze\.jsonl"):
+        read_probes("probes/cloze.jsonl")
 
 
 def has_base(file: Path) -> bool:

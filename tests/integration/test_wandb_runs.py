@@ -89,7 +89,7 @@ def test_a_run_that_is_cut_and_requeued_is_one_run(
     assert [record.run_id for record in offline_records(run, "run")] == [first]
     assert [row["_step"] for row in offline_rows(run)] == list(range(1, 13))
     facts = {"job": "42", "nodes": "n1,n2", "restarts": 1}
-    assert offline_summary(run).items() >= {**facts, "train/loss": losses(run)[12]}.items()
+    assert offline_summary(run).items() >= {**facts, "loss/train_loss": losses(run)[12]}.items()
     (described,) = offline_records(run, "run")
     config = {item.key: json.loads(item.value_json) for item in described.config.update}
     assert (config["training"]["steps"], config["optimizer"]["lr"]) == (12, 1e-3)
@@ -138,8 +138,8 @@ def test_a_finished_run_sends_what_its_tracker_has_lost(
         assert samestep(*again).code == 0
         assert list(run.glob(files)) == [written], "it has all"
     if tracker == "wandb":
-        rows = [row for row in offline_rows(run) if "train/loss" in row]
-        assert {row["_step"]: row["train/loss"] for row in rows} == losses(run)
+        rows = [row for row in offline_rows(run) if "loss/train_loss" in row]
+        assert {row["_step"]: row["loss/train_loss"] for row in rows} == losses(run)
         assert offline_summary(run)["restarts"] == 0
 
 
@@ -328,3 +328,25 @@ def test_sweep(
     result = samestep("train", experiment_file, "output=runs/sweep/trial1", "tracking.wandb={}")
     assert result.code == 2
     assert "holds the W&B run trial1, and trial trial2 of a sweep" in result.message
+
+
+@pytest.mark.long
+def test_without_the_package_a_run_warns_and_trains(
+    samestep: Samestep,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    few = ("training.steps=2", "schedule.warmup_steps=1")
+    required = samestep(*settings, *few, "tracking.wandb.required=true")
+    assert required.code == 2
+    assert "tracking.wandb needs the package 'wandb'" in required.message
+    result = samestep(*settings, *few)
+    assert result.code == 0
+    assert result.err.count("tracking.wandb needs the package 'wandb'") == 1
+    run = tmp_path / "run"
+    assert sorted(losses(run)) == [1, 2]
+    assert not (run / "wandb_run.json").exists()
+    refused = samestep("sync", run)
+    assert (refused.code, "pip install" in refused.message) == (2, True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from samestep.errors import install_command
+from samestep.errors import ConfigError, install_command
 from trainer import accelerators
 from trainer.accelerators import Accelerator, version_of
 from trainer.accelerators.kinds import cpu
@@ -52,6 +52,21 @@ def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
     """
     # Not `best`: it may initialize CUDA, which a forked process could not use then.
     return (config or _gpu()).processes()
+
+
+def device_counts(option: str, config: accelerators.Config | None) -> list[int]:
+    """Parses the value of --devices: "8", "8,64", or "here" for the devices of this machine.
+
+    Raises:
+        ConfigError: it names no numbers above 0.
+    """
+    here = str(len(processes(config))) if "here" in option else ""
+    numbers = [number.strip() for number in option.replace("here", here).split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise ConfigError(
+            f"--devices is {option}. Use numbers of at least 1, such as 8 or 8,64, or here."
+        )
+    return list(dict.fromkeys(map(int, numbers)))
 
 
 def gpu_count() -> int:

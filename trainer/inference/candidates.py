@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 
+from samestep.config import recipes
 from samestep.errors import ConfigError, DataError
 from samestep.storage import write_text
 from samestep.stored_json import JsonError, parse_json
@@ -92,12 +93,15 @@ class _Row(TypedDict):
 def read_probes(path: str | Path) -> list[Cloze]:
     """Reads JSON Lines with text, candidates, label and, if they have one, group.
 
+    Args:
+        path: of a file, or of one that comes with samestep, as recipes/studies/probes/cloze.jsonl.
+
     Raises:
         DataError: the file cannot be read, or a line is no probe.
     """
     found = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = recipes.locate(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise DataError(
             f"cannot read the probes in {path}: {error}. Name a file of JSON Lines in UTF-8."

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from samestep.command import OVERRIDES, Commands, add_command
-from samestep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from samestep.errors import EXIT_DONE, EXIT_FAILED
 
 
 def register_config(commands: Commands) -> None:
@@ -152,9 +152,10 @@ def _fetch(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from trainer.inspect.plan.plan import memory_of_run
     from trainer.monitoring.report import default_output, write_report
+    from trainer.training.experiment import Experiment
 
     output = Path(args.output) if args.output else default_output(args.runs)
-    write_report(args.runs, output, memory_of_run)
+    write_report(args.runs, output, memory_of_run, Experiment)
     sys.stdout.write(f"{output}\n")
     return EXIT_DONE
 
@@ -206,10 +207,7 @@ def _config(args: argparse.Namespace) -> int:
         from trainer.accelerators import detect
         from trainer.inspect import preflight
 
-        here = str(len(detect.processes(experiment.accelerator)))
-        numbers = args.devices.replace("here", here).split(",")
-        if not all(number.isdecimal() and int(number) for number in numbers):
-            raise ConfigError(f"--devices must be at least 1, or here, not {args.devices}")
-        preflight.check(experiment, [int(number) for number in numbers], elsewhere=args.elsewhere)
+        counts = detect.device_counts(args.devices, experiment.accelerator)
+        preflight.check(experiment, counts, elsewhere=args.elsewhere)
     sys.stdout.write(dump(experiment))
     return EXIT_DONE

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from samestep.config import recipes
 from samestep.errors import ConfigError
+
+_STAGE_FILE = re.compile(r'(\b(?:recipe|experiment|task|probes): "?)([\w{}./-]+\.(?:yaml|jsonl))')
+"""`recipe: "scales/{scale}/corpus.yaml"` and the like: a file by its place beside the study."""
 
 
 def listing() -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -53,7 +57,7 @@ def copy(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write(_with_named_bases(source))
+            file.write(_with_named_files(source))
     except FileExistsError:
         raise ConfigError(
             f"{target} exists already. Remove it, or copy to another folder."
@@ -61,8 +65,15 @@ def copy(name: str, folder: Path) -> Path:
     return target
 
 
-def _with_named_bases(file: Path) -> str:
-    """The text of a recipe, with `base:` naming recipes, which are found from any folder."""
+def _with_named_files(file: Path) -> str:
+    """The text of a recipe, with its files by names of recipes, which are found from any folder.
+
+    These are the recipes of `base:`, and the files of a study's stages.
+    """
+    folder = file.parent.relative_to(recipes.FOLDER.resolve())
+
+    def stage_file(found: re.Match[str]) -> str:
+        return found[1] + posixpath.normpath(f"{recipes.PREFIX}/{folder.as_posix()}/{found[2]}")
 
     def named(base: re.Match[str]) -> str:
         return recipes.name_of(recipes.locate(base[0], file.parent)) or base[0]
@@ -70,6 +81,6 @@ def _with_named_bases(file: Path) -> str:
     def line(found: re.Match[str]) -> str:
         return "base:" + re.sub(r"[\w./-]+", named, found["bases"])
 
-    text = file.read_text(encoding="utf-8")
+    text = _STAGE_FILE.sub(stage_file, file.read_text(encoding="utf-8"))
     # One name, or a list as [a, b].
     return re.sub(r"^base:(?P<bases>[\w./, \[\]-]+)$", line, text, flags=re.MULTILINE)

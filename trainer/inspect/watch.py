@@ -29,6 +29,7 @@ from samestep.config import Tree
 from samestep.errors import ConfigError, SamestepError
 from samestep.storage import write_text
 from trainer.monitoring.report import Report, as_json, has_metrics, page, policy
+from trainer.training.experiment import Experiment
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def watch(runs: Sequence[str], output: Path, port: int | None = None, once: bool
         ConfigError: the file cannot be written; or see `Report` and `Server`.
         StorageError: the file cannot be written.
     """
-    report = Report(runs)
+    report = Report(runs, Experiment)
     # Found now, rather than at the end of days. The folder of a run may not exist yet.
     place = next(parent for parent in output.absolute().parents if parent.exists())
     if output.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from samestep.errors import ConfigError
+
 Level: TypeAlias = Literal["INFO", "WARN", "ERROR"]
 """Severity of an alert."""
 
@@ -60,6 +62,7 @@ class WeightsAndBiases:
         log_checkpoints: log committed checkpoints as artifacts; those in object stores as
             references.
         alerts: notify people when the run fails or hangs, skips a step, or was restarted.
+        required: end with an error if the package wandb is not installed, instead of a warning.
     """
 
     project: str = "samestep"
@@ -70,6 +73,11 @@ class WeightsAndBiases:
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     log_checkpoints: bool = False
     alerts: bool = True
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        if self.required and self.mode == "disabled":
+            raise ConfigError("required is true and mode is disabled. Change one of them.")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from samestep.config import Tree
 from samestep.errors import MissingExtra
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.sections import sectioned
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -144,7 +145,8 @@ class TensorBoardTracker(Tracker):
         # After a failure there is no writer, and the run goes on without one.
         if self._writer is not None:
             value = self._summary.Value
-            values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
+            shown = sectioned(metrics).items()
+            values = [value(tag=name, simple_value=number) for name, number in shown]
             summary = self._summary(value=values)
             self._writer.add_event(self._event(step=step, wall_time=wall_time, summary=summary))
 

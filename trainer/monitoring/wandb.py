@@ -41,6 +41,7 @@ from samestep.stored_json import damage_of, read_json
 from trainer.monitoring import Level, Tracker, WeightsAndBiases, transaction_log
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.sections import sectioned
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class WandbTracker(Tracker):
             self._send_step()
             # The time of the step, rather than the time at which it is sent.
             self._step, self._row = step, {"_timestamp": time.time()}
-        self._row |= metrics
+        self._row |= sectioned(metrics)
         if self._artifacts is not None:
             self._artifacts.look()
 

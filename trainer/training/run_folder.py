@@ -16,7 +16,7 @@ import torch
 
 from samestep import __version__
 from samestep.config import kind_name, to_tree
-from samestep.errors import SamestepError
+from samestep.errors import MissingExtra, SamestepError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.monitoring import Tracker
@@ -72,7 +72,17 @@ def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) ->
         from trainer.monitoring.wandb import WandbTracker
 
         listed = partial(_checkpoints, driver.checkpoints.durable.folder)
-        trackers.append(WandbTracker(tracking.wandb, folder, description, listed, start))
+        try:
+            trackers.append(WandbTracker(tracking.wandb, folder, description, listed, start))
+        except MissingExtra as error:
+            if tracking.wandb.required:
+                raise
+            logger.warning(
+                "%s. The run goes on without W&B: metrics.jsonl has every metric, and samestep "
+                "sync %s sends them later. tracking.wandb=null silences this.",
+                error,
+                folder,
+            )
     # Last, so a line on the terminal says that the row is stored.
     trackers.append(ProgressTracker(step, experiment.training.steps))
     for tracker in trackers:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from data_pipeline.sources import BadRecord, Problem, Record, Source, decode_utf8
+from data_pipeline.sources import UTF8, BadRecord, Problem, Record, Source, decode_utf8
+from data_pipeline.sources.encodings import normalized
 from data_pipeline.sources.files import find, read_records
 
 
@@ -22,14 +23,16 @@ class Config:
     Attributes:
         paths: files, glob patterns or URLs; `.gz`, `.bz2`, `.xz` and `.zst` are decompressed.
         field: key of the text; dots reach into nested objects, unless a key has the dots.
+        encoding: of the text, as Python names it: utf-8, cp1252, latin-1, utf-16 and others.
     """
 
     paths: tuple[str, ...]
     field: str = "text"
+    encoding: str = UTF8
 
     def build(self) -> JsonLines:
         """Finds the files."""
-        return JsonLines(find(self.paths), self.field)
+        return JsonLines(find(self.paths), self.field, encoding=normalized(self.encoding))
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class JsonLines(Source):
     field: str
 
     def records(self) -> Iterator[Record]:
-        return read_records(self.files, values)
+        return read_records(self.files, values, self.encoding)
 
     def decode(self, data: bytes) -> str:
         return text_of(load_json(data), self.field)

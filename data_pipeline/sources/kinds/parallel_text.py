@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import BinaryIO, ClassVar
 
-from data_pipeline.sources import PairSource, Record, decode_utf8
+from data_pipeline.sources import UTF8, PairSource, Record, decode_utf8
+from data_pipeline.sources.encodings import normalized
 from data_pipeline.sources.files import matches, read_records
 from samestep.errors import ConfigError, DataError
 from samestep.storage import shown
@@ -25,11 +26,13 @@ class Config:
         target_paths: files of the targets, as many and in the same order (the files of a pattern
             are ordered by name).
         prefix: prepended to each source, as "translate English to German: ".
+        encoding: of both texts, as Python names it: utf-8, cp1252, latin-1, utf-16 and others.
     """
 
     source_paths: tuple[str, ...]
     target_paths: tuple[str, ...]
     prefix: str = ""
+    encoding: str = UTF8
 
     def at(self, paths: tuple[str, ...]) -> Config:
         """Returns the settings for other files: first the sources, then as many targets.
@@ -58,7 +61,7 @@ class Config:
                 "file of targets for each file of sources."
             )
         files = tuple(chain.from_iterable(zip(sources, targets, strict=True)))
-        return ParallelText(files, self.prefix)
+        return ParallelText(files, self.prefix, encoding=normalized(self.encoding))
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ class ParallelText(PairSource):
 
     def _read(self, first: int) -> Iterator[Record]:
         """Yields the records of a pair of files, up to the first damage of either."""
-        both = [read_records((path,), _lines) for path in self.files[first : first + 2]]
+        both = [
+            read_records((path,), _lines, self.encoding) for path in self.files[first : first + 2]
+        ]
         for source, target in zip_longest(*both):
             if source is None or target is None:
                 names = [shown(path) for path in self.files[first : first + 2]]

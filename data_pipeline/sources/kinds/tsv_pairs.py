@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from data_pipeline.sources import BadRecord, PairSource, Record, decode_utf8
+from data_pipeline.sources import UTF8, BadRecord, PairSource, Record, decode_utf8
+from data_pipeline.sources.encodings import normalized
 from data_pipeline.sources.files import find, read_records
 from data_pipeline.sources.kinds.jsonl import lines
 from samestep.errors import ConfigError
@@ -21,12 +22,14 @@ class Config:
         source: column of the source, counted from 1.
         target: column of the target.
         prefix: prepended to each source, as "translate English to German: ".
+        encoding: of the text, as Python names it: utf-8, cp1252, latin-1, utf-16 and others.
     """
 
     paths: tuple[str, ...]
     source: int = 1
     target: int = 2
     prefix: str = ""
+    encoding: str = UTF8
 
     def __post_init__(self) -> None:
         if min(self.source, self.target) < 1 or self.source == self.target:
@@ -41,7 +44,13 @@ class Config:
 
     def build(self) -> TsvPairs:
         """Finds the files."""
-        return TsvPairs(find(self.paths), self.prefix, self.source, self.target)
+        return TsvPairs(
+            find(self.paths),
+            self.prefix,
+            self.source,
+            self.target,
+            encoding=normalized(self.encoding),
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class TsvPairs(PairSource):
     target: int
 
     def records(self) -> Iterator[Record]:
-        return read_records(self.files, lines)
+        return read_records(self.files, lines, self.encoding)
 
     def decode_pair(self, data: bytes) -> tuple[str, str]:
         # Only the line break is removed: a tab at the end begins an empty last column.

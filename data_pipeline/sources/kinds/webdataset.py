@@ -10,6 +10,7 @@ would import torch with it, and its decoders unpickle.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import tarfile
@@ -18,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Self, TypeAlias
 
-from data_pipeline.sources import BadRecord, Problem, Record, decode_utf8
+from data_pipeline.sources import UTF8, BadRecord, Problem, Record, decode_utf8
+from data_pipeline.sources.encodings import named, normalized, recoded
 from data_pipeline.sources.files import (
     DAMAGE,
     check_expansion,
@@ -66,11 +68,13 @@ class Config:
             compressed, as `0001.txt.gz`. Other members of a sample are skipped; a sample without
             such a document is rejected.
         field: key of the text if `member` ends in `json` or `jsn`; dots reach into nested objects.
+        encoding: of the text, as Python names it: utf-8, cp1252, latin-1, utf-16 and others.
     """
 
     paths: tuple[str, ...]
     member: str = "txt"
     field: str = "text"
+    encoding: str = UTF8
 
     def __post_init__(self) -> None:
         if uncompressed(self.member.lower()).rpartition(".")[2] in _PICKLES:
@@ -81,7 +85,8 @@ class Config:
 
     def build(self) -> WebDataset:
         """Finds the files."""
-        return WebDataset(_shards(self.paths), self.field, self.member)
+        encoding = normalized(self.encoding)
+        return WebDataset(_shards(self.paths), self.field, self.member, encoding=encoding)
 
 
 def _shards(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -157,7 +162,7 @@ class WebDataset(jsonl.JsonLines):
     member: str
 
     def records(self) -> Iterator[Record]:
-        return read_records(self.files, self._documents, _open)
+        return read_records(self.files, self._documents, open_file=_open)
 
     def decode(self, data: bytes) -> str:
         is_json = self._suffix.endswith(("json", "jsn"))
@@ -202,8 +207,9 @@ class WebDataset(jsonl.JsonLines):
                 texts.append(Problem.of(f"several documents in a sample: {key}.{documents[1]}"))
             elif documents:
                 content = sample[documents[0]]
-                texts.append(_plain(content, f"{key}.{documents[0]}"))
-                stored, expanded = stored + len(content), expanded + len(texts[0])
+                plain = _plain(content, f"{key}.{documents[0]}")
+                texts.append(self._in_utf8(plain))
+                stored, expanded = stored + len(content), expanded + len(plain)
                 check_expansion(expanded, stored)
             elif not failures:  # else the damage may have cost the document
                 texts += self._missing(list(sample.values()))
@@ -231,6 +237,14 @@ class WebDataset(jsonl.JsonLines):
                     f"'*.{self._suffix}'"
                 )
             yield Problem.of(reason)
+
+    def _in_utf8(self, content: bytes) -> bytes:
+        if self.encoding == UTF8 or isinstance(content, Problem):
+            return content
+        try:
+            return named(recoded(io.BytesIO(content), self.encoding).read(), self.encoding)
+        except BadRecord as error:  # the next member may be valid
+            return Problem.of(str(error))
 
 
 def _members(file: BinaryIO, keys: Keys, document: str) -> Iterator[tuple[str, str | bytes]]:

@@ -181,6 +181,17 @@ def test_wandb_is_asked_where_it_is_and_waited_for_briefly(monkeypatch: pytest.M
     assert there.state == "ok"
 
 
+@pytest.mark.parametrize(("required", "state"), [(False, "warning"), (True, "failed")])
+def test_a_missing_wandb_fails_only_where_it_is_required(
+    experiment_file: str, monkeypatch: pytest.MonkeyPatch, required: bool, state: str
+):
+    monkeypatch.setattr(checks, "version_of", lambda package: None)
+    experiment = load(Experiment, experiment_file, [f"tracking.wandb={{required: {required}}}"])
+    (finding,) = checks._wandb(experiment)
+    assert finding.state == state
+    assert "tracking.wandb=null" in finding.fix
+
+
 def test_the_table_shows_every_finding_and_a_failure_decides():
     console = Console(file=io.StringIO(), width=100)
     findings = [

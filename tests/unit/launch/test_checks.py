@@ -62,12 +62,15 @@ def test_a_dry_run_ends_with_would_start(
 
 
 def test_rendering_prints_what_can_be_piped(
-    project: Path, samestep: Samestep, experiment_file: str
+    project: Path, samestep: Samestep, experiment_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(checks, "_ask", lambda arguments, _: asked.append(arguments))
     result = samestep("launch", "slurm.yaml", experiment_file, "output=run", "--render")
     assert result.code == 0
     assert result.out.startswith("#!/bin/bash\n")
     assert result.out.endswith("exit $code\n")
+    assert asked == [["config", experiment_file, "output=run", "--elsewhere"]]
     assert not (project / "asked").exists()
     cluster = {"kind": "kubernetes", "image": "i"}
     (project / "k8s.yaml").write_text(yaml.safe_dump(cluster))
@@ -93,11 +96,34 @@ def test_what_would_not_start_is_refused_by_a_dry_run_and_a_submission(
 
 
 @pytest.mark.long
-def test_unknown_keys(project: Path, samestep: Samestep, experiment_file: str) -> None:
-    wrong = ("output=run", "trainig.steps=5", "--dry-run")
+@pytest.mark.parametrize("option", ["--dry-run", "--render"])
+def test_unknown_keys(project: Path, samestep: Samestep, experiment_file: str, option: str) -> None:
+    wrong = ("output=run", "trainig.steps=5", option)
     result = samestep("launch", "slurm.yaml", experiment_file, *wrong)
     assert result.code == 2
     assert "did you mean 'training'" in result.message
+
+
+@pytest.mark.long
+def test_rendering_a_build_checks_its_keys_and_no_files(project: Path, samestep: Samestep) -> None:
+    text = "output: built\nsource: {kind: jsonl, paths: [x]}\ntokenizer: {path: t}\n"
+    (project / "data.yaml").write_text(text)
+    arguments = ("launch", "slurm.yaml", "data.yaml", "--render")
+    assert "job-%a.log\n" in samestep(*arguments).out
+    result = samestep(*arguments, "source.pahts=[y]")
+    assert (result.code, result.out) == (2, "")
+    assert "did you mean 'paths'" in result.message
+
+
+def test_swapped_files_are_recognized(
+    project: Path, samestep: Samestep, experiment_file: str
+) -> None:
+    swapped = samestep("launch", experiment_file, "slurm.yaml", "output=run").message
+    assert f"Swap the two: samestep launch slurm.yaml {experiment_file}" in swapped
+    twice = samestep("launch", "slurm.yaml", "slurm.yaml", "output=run").message
+    assert "Name an experiment or a dataset after the cluster's file" in twice
+    none = samestep("launch", experiment_file, experiment_file, "output=run").message
+    assert f"{experiment_file} has no kind, so it describes no cluster" in none
 
 
 @pytest.mark.parametrize(

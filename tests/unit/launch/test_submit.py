@@ -50,7 +50,8 @@ def options(*overrides: str, **more: str) -> list[str]:
 
 def test_rendering_imports_no_torch_and_writes_nothing(project: Path) -> None:
     code = (
-        "import sys; from samestep.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from launch.submission import checks; from samestep.cli import main; "
+        "checks._ask = lambda *_: None; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'numpy', 'fsspec', 'rich', 'tokenizers', 'wandb'} & set(sys.modules); "
         "sys.exit(code or ' '.join(heavy) or 0)"
     )
@@ -104,6 +105,7 @@ def test_options_of_sbatch(project: Path) -> None:
     ) == [
         "--job-name=run",
         "--open-mode=append",
+        f"--output={project}/run/launch/001/job.log",
         "--nodes=2-4",
         "--gres=gpu:8",
         "--partition=a,b",
@@ -168,7 +170,7 @@ def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
     assert "--signal=TERM@90" in options("training.preemption={signals: [SIGTERM], deadline: 30}")
     for names in ("[]", "[SIGINT]"):  # Ctrl-C is a user's
         settings = options(f"training.preemption.signals={names}")
-        assert not [each for each in settings if "signal" in each]
+        assert not [each for each in settings if each.startswith("--signal")]
     (case,) = re.findall(
         r"case \$code in ([\d|]+)\)", script("training.preemption.signals=[SIGTERM]")
     )
@@ -287,6 +289,17 @@ def test_what_others_write_beside_a_launch_that_fails_stays(
     with pytest.raises(LaunchError):
         submit.submit(launch)
     assert [path.name for path in (project / "sweep").iterdir()] == ["other"]
+
+
+def test_the_script_says_where_its_log_goes(project: Path) -> None:
+    log = f"{project}/my run/launch/001/job.log"
+    assert f"#SBATCH --output='{log}'\n" in script("output=my run")
+    assert f"#SBATCH --output={project}/built.launch/001/job-%a.log\n" in script(file="data.yaml")
+    assert f"# '{log}'.\n" in script("output=my run", cluster="local.yaml")
+    # A line of the script cannot hold a line break; sbatch's own argument can.
+    broken = submit.prepare("slurm.yaml", "run.yaml", ['output="a\\nb"'])
+    assert "#SBATCH --output" not in broken.submission.files["job.sh"]
+    assert f"--output={project}/a\nb/launch/001/job.log" in broken.submission.command
 
 
 @pytest.mark.parametrize("cluster", ["local.yaml", "slurm.yaml"])

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from samestep.config import dump, load
 from samestep.errors import ConfigError, DataError
 from trainer.monitoring.report import Report, write_report
+from trainer.training.experiment import Experiment
 
 
 def write_run(
@@ -71,7 +73,8 @@ def test_a_page_needs_nothing_else_and_says_what_was_measured(tmp_path: Path):
     assert described["summary"].items() >= wanted.items()
     assert described["summary"]["mfu"] == 0.4
     assert described["summary"]["energy_kwh"] is None
-    assert {"key": "optimizer.lr", "values": ["0.001"], "differs": False} in data["settings"]
+    setting = {"key": "optimizer.lr", "values": ["0.001"], "differs": False, "changed": False}
+    assert setting in data["settings"]  # without a schema, no default is known
     assert described["series"]["heldout/loss"]["y"] == [4.5]
 
 
@@ -159,6 +162,21 @@ def test_runs_of_the_same_name_with_other_settings_and_metrics_stand_side_by_sid
     ]
     assert data["runs"][1]["series"].keys() - data["runs"][0]["series"].keys() == {"train/nsp_loss"}
     assert data["runs"][2]["series"] == {}
+
+
+def test_settings_that_differ_from_the_defaults_come_first(experiment_file: str, tmp_path: Path):
+    experiment = load(Experiment, experiment_file, ["training.steps=7", "data.threads=0"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(experiment))
+    settings = Report([str(run)], Experiment).data()["settings"]
+    marks = [setting["changed"] for setting in settings]
+    assert marks == sorted(marks, reverse=True)
+    found = {setting["key"]: setting["changed"] for setting in settings}
+    assert found["training.steps"]
+    assert found["data.threads"]
+    assert not found["training.dropout_version"]
+    assert sum(marks) < len(marks) / 2
 
 
 def test_what_cannot_be_reported_is_explained(tmp_path: Path):

@@ -60,10 +60,10 @@ def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     run_steps(tmp_path, 1, 10, "kill")
     run_steps(tmp_path, 7, 14, "close")  # from a checkpoint before the kill
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    loss = events.Scalars("train/loss")
+    loss = events.Scalars("loss/train_loss")
     assert [event.step for event in loss] == list(range(1, 15))
     assert [event.value for event in loss] == pytest.approx([1 / step for step in range(1, 15)])
-    assert [event.step for event in events.Scalars("heldout/loss")] == [5, 10]
+    assert [event.step for event in events.Scalars("loss/heldout_loss")] == [5, 10]
     assert len(events.Scalars("train/lr")) == 14
     times = {
         row["step"]: row["time"]

@@ -104,8 +104,8 @@ def check_history(rows: list[dict[str, Any]], folder: Path, last: int) -> None:
     """
     times = {row["step"]: row["time"] for row in read_rows(folder / "metrics.jsonl")}
     assert [row["_step"] for row in rows] == list(range(1, last + 1))
-    assert [row["train/loss"] for row in rows] == [1 / step for step in range(1, last + 1)]
-    assert [row.get("heldout/loss") for row in rows] == [
+    assert [row["loss/train_loss"] for row in rows] == [1 / step for step in range(1, last + 1)]
+    assert [row.get("loss/heldout_loss") for row in rows] == [
         None if s % 5 else 2 / s for s in range(1, last + 1)
     ]
     assert times[1] - 0.001 <= rows[0]["_timestamp"] <= times[2] + 0.001
@@ -323,7 +323,7 @@ def test_a_failure_between_the_rows_of_a_step_loses_none_of_them(
         tracker.close()
     assert sorted(sent) == [1, 2, 3, 4, 5]
     assert sent[5].pop("_timestamp") >= began
-    assert sent[5] == {"train/loss": 0.2, "heldout/loss": 0.2}
+    assert sent[5] == {"loss/train_loss": 0.2, "loss/heldout_loss": 0.2}
 
 
 def log_steps(folder: Path, tracker: Any, last: int) -> None:
@@ -440,7 +440,7 @@ def test_offline_the_old_history_stays_until_the_new_folder_has_all_of_it(
     tracker.log(3, {"train/loss": 1 / 3})
     tracker.close()
     assert run.steps == [1, 2, 3]
-    assert run.rows[2].items() >= {"train/loss": 0.5, "heldout/loss": 0.25}.items()
+    assert run.rows[2].items() >= {"loss/train_loss": 0.5, "loss/heldout_loss": 0.25}.items()
 
 
 def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(

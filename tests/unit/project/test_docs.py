@@ -44,6 +44,13 @@ def test_links_lead_somewhere(page: Path):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_the_line_that_installs_pytorch_for_cpus_is_whole():
+    pages = [(ROOT / "docs" / name).read_text() for name in ("install.md", "containers.md")]
+    (command,) = re.findall(r"\| CPU only \| `([^`]+)`", pages[0])
+    (index,) = re.findall(r"https://\S+/whl/cpu", pages[1])
+    assert shlex.split(command) == ["pip", "install", "torch", "--index-url", index]
+
+
 def test_every_threat_has_a_test_that_exists():
     """In a table of docs/security.md: the last column names tests, `none`, or `the same`."""
     prose = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

@@ -75,6 +75,25 @@ def test_a_worker_that_fails_leaves_the_handlers_of_libraries_alone(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (("train", "x.yaml", "--proceses", "2"), "train"),
+        (("data", "build", "x.yaml", "--forse"), "data build"),
+        (("jobs", "a=b"), "jobs"),
+    ],
+)
+def test_an_unknown_option_prints_the_usage_of_its_command(
+    arguments: tuple[str, ...], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    assert left.value.code == EXIT_USAGE
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: samestep {command} [-h]")
+    assert f"samestep {command}: error: unrecognized arguments: " in printed
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("finetune-suite", "runs/x", "--tasks", "mrpc", "a.b=lamb", "--seeds", "1", "a.b.lr=1e-3"),

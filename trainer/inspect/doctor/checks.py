@@ -186,8 +186,8 @@ def _object_store(url: str) -> Iterator[Finding]:
 
 def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
     config = None if experiment is None else experiment.tracking.wandb
-    missing: State = "failed" if config else "ok"  # only an experiment with W&B needs it
     if not version_of("wandb"):
+        missing: State = "ok" if config is None else "failed" if config.required else "warning"
         fix = f"{install_command('wandb')}, or tracking.wandb=null" if config else ""
         yield Finding("W&B", missing, "the package wandb is not installed", fix)
         return

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,10 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("file", metavar="EXPERIMENT", help="the experiment, a YAML file")
     parser.add_argument(
-        "--devices", type=int, required=True, metavar="N", help="number of devices for the run"
+        "--devices",
+        required=True,
+        metavar="N[,N]|here",
+        help="number of devices for the run (or several numbers), or the devices of this machine",
     )
     parser.add_argument(
         "--strategy",
@@ -101,7 +105,10 @@ def register(commands: Commands) -> None:
         "--price", type=float, metavar="N", help="with --throughput: price of one device per hour"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object; sizes are in bytes"
+        "--json",
+        action="store_true",
+        help="print one JSON object, or a list of them for several numbers of devices; sizes are "
+        "in bytes",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
@@ -109,9 +116,10 @@ def register(commands: Commands) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from samestep.config import parse_size
     from samestep.terminal import Console
+    from trainer.accelerators import detect
     from trainer.accelerators.kinds import cpu
     from trainer.inspect.plan import throughput_table
-    from trainer.inspect.plan.plan import STRATEGIES, Planner, copies_of
+    from trainer.inspect.plan.plan import STRATEGIES, Planner
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
@@ -127,8 +135,6 @@ def _plan(args: argparse.Namespace) -> int:
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategy {name} is unknown. Use {', '.join(STRATEGIES)}")
-    if args.devices < 1:
-        raise ConfigError(f"--devices must be at least 1, not {args.devices}")
     memory = parse_size(args.memory, "--memory") if args.memory else None
     device = _device(args)
     if args.throughput is not None:
@@ -136,8 +142,9 @@ def _plan(args: argparse.Namespace) -> int:
     elif args.price is not None:
         raise ConfigError("--price is for predictions of throughput. Add --throughput.")
     experiment = load_experiment(args.file, overrides, offline=True)
+    counts = detect.device_counts(args.devices, experiment.accelerator)
     if args.throughput is not None:
-        _show_throughput(args, experiment, names)
+        _show_throughput(args, experiment, counts, names)
         return EXIT_DONE
     phases, assumption = list(experiment.resolved_phases()), ""
     if memory is None and any(phase.micro_batch_size == "auto" for phase in phases):
@@ -153,52 +160,64 @@ def _plan(args: argparse.Namespace) -> int:
                 "micro_batch_size is auto, and this accelerator's memory is not measured: the "
                 "batch is the one that training takes there. --memory SIZE shows what fits."
             )
-    if not names:
-        names = list(STRATEGIES)
-        if args.devices % copies_of(experiment, args.devices):
-            names.remove("hsdp")
-    console = Console(highlight=False, markup=False)
-    found: list[tuple[Phase, list[Plan]]] = []
     phases = _distinct(phases)
+    tried = {count: names or _strategies(experiment, count) for count in counts}
+    found: dict[int, list[tuple[Phase, list[Plan]]]] = {count: [] for count in counts}
     # The first unit is the optimizer's update, the others are plans.
-    with Progress("running steps without memory", 1 + len(phases) * len(names)) as progress:
+    units = 1 + len(phases) * sum(map(len, tried.values()))
+    with Progress("running steps without memory", units) as progress:
         step = Step(experiment, on_cpu=isinstance(experiment.accelerator, cpu.Config))
         progress.advance()
-        for phase in phases:
-            planner = Planner(experiment, phase, args.devices, step)
-            found.append((phase, [planner.plan(name, memory) for name in progress.track(names)]))
-    needed = work(experiment, args.devices, device, costs.Config())
+        for count, phase in itertools.product(counts, phases):
+            planner = Planner(experiment, phase, count, step)
+            plans = [planner.plan(name, memory) for name in progress.track(tried[count])]
+            found[count].append((phase, plans))
+    needed = {count: work(experiment, count, device, costs.Config()) for count in counts}
     if args.json:
         assumed = memory is not None and not args.memory
-        planned = {"devices": args.devices, "memory": memory, "memory_assumed": assumed}
-        _write_json(planned, needed, found)
+        _write_json({"memory": memory, "memory_assumed": assumed}, needed, found)
         return EXIT_DONE
+    console = Console(highlight=False, markup=False)
     if assumption:
         console.print(assumption)
-    for phase, plans in found:
-        console.print(table_of(_title(experiment, phase, step, args.devices), _rows(plans)))
-    console.print(_work_line(needed, args.devices, device))
+    for count, rows in found.items():
+        for phase, plans in rows:
+            console.print(table_of(_title(experiment, phase, step, count), _rows(plans)))
+        console.print(_work_line(needed[count], count, device))
     fused = _FUSED if step.fuses_attention else ""
     notes = [_NOTES, _FITS if memory else "", fused, experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
 
 
+def _strategies(experiment: Experiment, devices: int) -> list[str]:
+    """All strategies, without hsdp where its copies do not divide the devices."""
+    from trainer.inspect.plan.plan import STRATEGIES, copies_of
+
+    divides = devices % copies_of(experiment, devices) == 0
+    return [name for name in STRATEGIES if divides or name != "hsdp"]
+
+
 def _write_json(
-    planned: dict[str, object], needed: Work, found: Sequence[tuple[Phase, list[Plan]]]
+    facts: dict[str, object],
+    needed: Mapping[int, Work],
+    found: Mapping[int, Sequence[tuple[Phase, list[Plan]]]],
 ) -> None:
     from trainer.inspect.plan.plan import as_json
 
-    phases = [
-        {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
-        for phase, plans in found
-    ]
-    tree = {**planned, "work": asdict(needed), "phases": phases}
-    sys.stdout.write(json.dumps(tree, indent=1) + "\n")
+    trees: list[dict[str, object]] = []
+    for count, rows in found.items():
+        phases = [
+            {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
+            for phase, plans in rows
+        ]
+        trees.append({"devices": count, **facts, "work": asdict(needed[count]), "phases": phases})
+    # One object for one number, as programs read it.
+    sys.stdout.write(json.dumps(trees if len(trees) > 1 else trees[0], indent=1) + "\n")
 
 
 def _show_throughput(
-    args: argparse.Namespace, experiment: Experiment, names: Sequence[str]
+    args: argparse.Namespace, experiment: Experiment, counts: Sequence[int], names: Sequence[str]
 ) -> None:
     from trainer.inspect.plan import throughput_table
     from trainer.inspect.plan.throughput import HOST
@@ -208,7 +227,7 @@ def _show_throughput(
         experiment,
         experiment.resolved_phases(),
         Step(experiment, on_cpu=args.throughput == HOST),
-        args.devices,
+        counts,
         names[0] if names else experiment.strategy.plan or "ddp",
         args.throughput,
         args.price,

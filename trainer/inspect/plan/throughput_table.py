@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from samestep.errors import ConfigError
@@ -56,7 +56,7 @@ def show(
     experiment: Experiment,
     phases: Sequence[Phase],
     step: Step,
-    devices: int,
+    counts: Sequence[int],
     strategy: str,
     device: str,
     price: float | None,
@@ -65,6 +65,7 @@ def show(
     """Prints the predictions of all phases.
 
     Args:
+        counts: numbers of devices.
         device: its name, or `ALL`.
         price: of a device for an hour; None prints no cost.
     """
@@ -72,38 +73,52 @@ def show(
     from trainer.inspect.plan.datasheets import DEVICES
 
     names = list(DEVICES) if device == ALL else [device]
-    predictor = Predictor(experiment, step, devices, strategy)
-    with Progress("running steps without memory", len(phases)) as progress:
-        found = list(progress.track(predictor.predictions(phases, names)))
-    totals = list(_totals(found, devices, price))
+    found: dict[int, list[tuple[Phase, list[Prediction]]]] = {}
+    with Progress("running steps without memory", len(phases) * len(counts)) as progress:
+        for count in counts:
+            predictor = Predictor(experiment, step, count, strategy)
+            found[count] = list(progress.track(predictor.predictions(phases, names)))
+    totals = {count: list(_totals(found[count], count, price)) for count in counts}
     if json_wanted:
-        listed = [
-            {"sequence_length": phase.sequence_length, "predictions": list(map(as_json, rows))}
-            for phase, rows in found
-        ]
-        tree = {"devices": devices, "strategy": strategy, "phases": listed, "run": totals}
-        sys.stdout.write(json.dumps(tree, indent=1) + "\n")
+        trees = [_tree(count, strategy, found[count], totals[count]) for count in counts]
+        sys.stdout.write(json.dumps(trees if len(trees) > 1 else trees[0], indent=1) + "\n")
         return
     console = Console(highlight=False, markup=False)
-    for phase, rows in found:
-        title = f"length {phase.sequence_length}, {experiment.training.precision}, {strategy} on"
-        console.print(table_of(f"Predicted throughput, {title} {devices}", map(_rates, rows)))
-        console.print(table_of("Milliseconds of a step", map(_times, rows)))
-    for total in totals:
-        line = f"All steps, {total['device']}, {total['implementation']}: {_time(total['hours'])}"
-        if price is not None:
-            line += f", {total['cost']:,.0f} for {devices} at {price:g} an hour each"
-        console.print(line + ".")
-    if any(not each.fits for _, rows in found for each in rows):
+    for count in counts:
+        for phase, rows in found[count]:
+            title = f"length {phase.sequence_length}, {experiment.training.precision}, {strategy}"
+            title = f"Predicted throughput, {title} on {count}"
+            console.print(table_of(title, map(_rates, rows)))
+            console.print(table_of("Milliseconds of a step", map(_times, rows)))
+        for total in totals[count]:
+            devices = f"{total['device']}, {total['implementation']}"
+            line = f"All steps, {devices}: {_time(total['hours'])}"
+            if price is not None:
+                line += f", {total['cost']:,.0f} for {count} at {price:g} an hour each"
+            console.print(line + ".")
+    if any(not each.fits for of_count in found.values() for _, rows in of_count for each in rows):
         console.print("* One example does not fit the memory of the device under this strategy.")
     console.print(_NOTES, style="dim")
     if device == HOST:
         console.print("The rates of the CPU were measured now.", style="dim")
 
 
+def _tree(
+    devices: int,
+    strategy: str,
+    found: Sequence[tuple[Phase, list[Prediction]]],
+    totals: Sequence[dict[str, object]],
+) -> dict[str, object]:
+    phases = [
+        {"sequence_length": phase.sequence_length, "predictions": list(map(as_json, rows))}
+        for phase, rows in found
+    ]
+    return {"devices": devices, "strategy": strategy, "phases": phases, "run": totals}
+
+
 def _totals(
     found: Sequence[tuple[Phase, list[Prediction]]], devices: int, price: float | None
-) -> Iterable[dict[str, object]]:
+) -> Iterator[dict[str, object]]:
     """The whole run on each device, with each implementation."""
     for rows in zip(*(rows for _, rows in found), strict=True):
         hours = sum(each.hours for each in rows)

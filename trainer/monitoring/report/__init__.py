@@ -8,17 +8,19 @@ The page of `samestep watch` is the same one: its script fetches the data again 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from samestep.config import Kinds, Tree
+from samestep.config.changes import changed
 from samestep.errors import ConfigError, DataError, SamestepError
 from samestep.storage import shown, write_text
 from samestep.stored_json import finite
@@ -40,12 +42,16 @@ class Report:
     Args:
         folders: at most 10 runs, suites of `samestep finetune-suite`, or folders of `samestep
             study`. They need not exist yet.
+        schema: of a run's settings; with it, settings that differ from the defaults come first.
 
     Raises:
         ConfigError: there are too many, one is named twice, or one is a file.
     """
 
-    def __init__(self, folders: Sequence[str]) -> None:
+    def __init__(self, folders: Sequence[str], schema: type[object] | None = None) -> None:
+        self._schema = schema
+        # A page that is watched asks every two seconds.
+        self._set_by_users = functools.lru_cache(maxsize=2 * MOST_RUNS)(self._changed)
         if len(folders) > MOST_RUNS:
             raise ConfigError(
                 f"a report shows at most {MOST_RUNS} runs, not {len(folders)}; leave some out"
@@ -86,7 +92,7 @@ class Report:
             "runs": runs,
             "suites": suites,
             "studies": studies,
-            "settings": _settings(configs),
+            "settings": _settings(configs, map(self._set_by_users, map(json.dumps, configs))),
             # Curves of several tasks in one chart have no name in common.
             "task": tasks[0] if len(set(tasks)) == 1 else None,
             "of_task": all(tasks),
@@ -94,6 +100,9 @@ class Report:
             "live": live,
             "now": now,
         }
+
+    def _changed(self, config: str) -> set[str]:
+        return set() if self._schema is None else set(changed(self._schema, json.loads(config)))
 
     def linked(self, link: str) -> tuple[str, bool] | None:
         """The page behind a link in the data: of a study, or of a run of a study.
@@ -115,7 +124,7 @@ class Report:
         path, run = found
         if run is None:
             return read_regular(path, MOST_PAGE_BYTES).decode(errors="replace"), False
-        report = Report([str(path)])
+        report = Report([str(path)], self._schema)
         report.names = [run]
         return page(report.names, report.data()), True
 
@@ -129,6 +138,7 @@ def write_report(
     runs: Sequence[str],
     output: Path,
     planned_memory: Callable[[Path], float | None] = lambda run: None,
+    schema: type[object] | None = None,
 ) -> None:
     """Writes the page. A run may still be running.
 
@@ -137,13 +147,14 @@ def write_report(
         output: the HTML file.
         planned_memory: returns the peak that `samestep plan` predicts for a run, in GiB of a
             device; None if unknown.
+        schema: see `Report`.
 
     Raises:
         ConfigError: there are too many runs, or a folder is not a run.
         DataError: no run has metrics.
         StorageError: the file cannot be written.
     """
-    report = Report(runs)
+    report = Report(runs, schema)
     for run in report.folders:
         if not _is_known(run):
             raise ConfigError(
@@ -271,8 +282,12 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _settings(configs: Sequence[Tree]) -> list[Tree]:
-    """All settings: dotted key, value in each run, and whether the values differ."""
+def _settings(configs: Sequence[Tree], changes: Iterable[set[str]] = ()) -> list[Tree]:
+    """All settings: dotted key, value in each run, and whether the values differ.
+
+    Those that differ from the defaults in a run are marked, and come first.
+    """
+    set_by_users = set[str]().union(*changes)
     # Runs of different kinds have different settings; a missing one is an empty text.
     flat = [dict(_leaves(config)) for config in configs]
     table = []
@@ -280,8 +295,9 @@ def _settings(configs: Sequence[Tree]) -> list[Tree]:
         values = [settings.get(key, "") for settings in flat]
         # The output folder always differs and is not marked.
         differs = key != "output" and len(set(values)) > 1
-        table.append({"key": key, "values": values, "differs": differs})
-    return table
+        is_set = key in set_by_users
+        table.append({"key": key, "values": values, "differs": differs, "changed": is_set})
+    return sorted(table, key=lambda setting: not setting["changed"])
 
 
 def _leaves(

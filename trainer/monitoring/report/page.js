@@ -443,8 +443,11 @@ function settings() {
   const chosen = data.settings.filter(setting => all || setting.differs);
   section("settings", [all, chosen, data.runs.map(run => run.name)], parent => {
     if (!data.settings.length) return;
+    const marked = data.settings.some(setting => setting.changed);
     table(parent, several && !all ? "Settings that differ" : "Settings", [["setting"], ...data.runs.map(run => [run.name])],
-      chosen.map(({ key, values, differs }) => ({ cells: [key, ...values], class: all && differs ? "differs" : "" })));
+      chosen.map(({ key, values, differs, changed }) => ({ cells: [key, ...values],
+        class: all && differs ? "differs" : all && marked && !changed ? "default" : "" })));
+    if (all && marked) element(parent, "p", { class: "dim" }, "Settings with another value than the default come first.");
     const toggle = element(parent, "button", {}, all ? "Fewer" : "All settings");
     toggle.hidden = !several || !differing;
     toggle.onclick = () => { state.allSettings = !state.allSettings; settings(); };

@@ -7,6 +7,7 @@ FSDP"; the idea is ZeRO-3, Rajbhandari et al. 2020).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class FullyShardedDataParallel(Strategy):
     def _shard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        # An in-place change of the model's output would skip a gather; no loss makes one.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         # Under 16-bit precision, layers' matrices are gathered in 16 bits: half the traffic, and
         # autocast makes no copies of weights, which autograd would keep whole until the backward
         # pass. Gradients are summed in fp32.

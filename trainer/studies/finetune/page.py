@@ -13,6 +13,7 @@ from trainer.studies.finetune.runs import Run
 from trainer.studies.finetune.suite import PREDICTIONS, REPORT
 from trainer.studies.finetune.table import HEADINGS, Row, columns, notes, percent
 from trainer.studies.template import render
+from trainer.training.experiment import Experiment
 
 _WIDTH, _MARGIN = 150, 6  # of a plot in pixels
 
@@ -40,7 +41,7 @@ def write_curves(rows: Sequence[Row], folder: Path) -> None:
     for row in rows:
         if row.best and row.metric == row.runs[0].score:
             runs = [str(run.folder) for run in row.runs[:MOST_RUNS]]
-            write_report(runs, folder / _curves_file(row))
+            write_report(runs, folder / _curves_file(row), schema=Experiment)
 
 
 def _curves_file(row: Row) -> Path:

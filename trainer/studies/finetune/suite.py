@@ -25,6 +25,7 @@ from trainer.monitoring.report import write_report
 from trainer.monitoring.report.suite import PLAN, PlannedRun, SuiteFolder
 from trainer.studies.execution import Execution, Slot
 from trainer.studies.finetune.runs import Run
+from trainer.training.experiment import Experiment
 
 PREDICTIONS, REPORT = "predictions.jsonl", "report.html"
 """Files of a finished run: a line for each held-out row, and the page of `samestep report`."""
@@ -205,7 +206,7 @@ class Suite:
         (run.folder / "log.txt").unlink(missing_ok=True)
         for arguments in commands:
             self._execution.command(run, arguments, slot)
-        write_report([str(run.folder)], run.folder / REPORT)
+        write_report([str(run.folder)], run.folder / REPORT, schema=Experiment)
         return _result(run, round(time.monotonic() - began, 1))
 
 

@@ -358,6 +358,7 @@ def test_python_docs_come_from_the_standard_library_without_importing_it():
         {"kind": "jsonl", "paths": ["a"]},
         {"kind": "text", "paths": ["a"], "document": "file"},
         {"kind": "webdataset", "paths": ["a"]},
+        {"kind": "table", "paths": ["a"], "encoding": "cp1252"},
     ],
 )
 def test_every_source_round_trips_through_the_configuration(source):

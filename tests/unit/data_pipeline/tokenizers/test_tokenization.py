@@ -1,5 +1,7 @@
 import json
 import os
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,16 +29,20 @@ def one_thread():
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def train(algorithm: str, lowercase: bool = False) -> Tokenizer:
+def train(algorithm: str, lowercase: bool = False, strip_accents: bool | None = None) -> Tokenizer:
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(TEXT.split(), 30)).capitalize() + "." for _ in range(200)]
-    return Config("unused", algorithm, vocab_size=400, lowercase=lowercase).train(texts)
+    case = {"lowercase": lowercase, "strip_accents": strip_accents}
+    return Config("unused", algorithm, vocab_size=400, **case).train(texts)
 
 
-@pytest.fixture(scope="module", params=["wordpiece", "wordpiece-lowercase", "bpe", "bpe-lowercase"])
+@pytest.fixture(
+    scope="module",
+    params=["wordpiece", "wordpiece-lowercase", "wordpiece-accents", "bpe", "bpe-lowercase"],
+)
 def tokenizer(request) -> Tokenizer:
-    algorithm, _, lowercase = request.param.partition("-")
-    return train(algorithm, bool(lowercase))
+    algorithm, _, case = request.param.partition("-")
+    return train(algorithm, bool(case), False if case == "accents" else None)
 
 
 def ids_of(tokenizer, texts=HARD):
@@ -119,6 +125,41 @@ def test_lowercase_and_cased_differ_as_said():
     cased, uncased = train("wordpiece"), train("wordpiece", lowercase=True)
     assert ids_of(uncased, ["THE CAFÉ"]) == ids_of(uncased, ["the cafe"])
     assert ids_of(cased, ["THE"]) != ids_of(cased, ["the"])
+
+
+@pytest.mark.parametrize("algorithm", ["wordpiece", "words"])
+def test_lower_case_may_keep_accents(algorithm: str, tmp_path: Path):
+    text = "Die Straße führt über Köln nach Süden"
+    config = partial(Config, "unused", algorithm, 200, min_frequency=1)
+    german = config(lowercase=True, strip_accents=False).train([text])
+    assert german.normalized("KÖLN") == "köln"
+    (upper,), (lower,) = ids_of(german, [text.upper().replace("SS", "ß")]), ids_of(german, [text])
+    assert upper == lower
+    assert german.has("köln") or german.has("kö")
+    assert ids_of(german, ["Köln"]) != ids_of(german, ["Koln"])
+    german.save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (settings["do_lower_case"], settings["strip_accents"]) == (True, False)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs([text], add_special_tokens=False)["input_ids"] == [lower]
+    if algorithm == "wordpiece":
+        bert = transformers.BertTokenizerFast.from_pretrained(tmp_path)
+        assert bert([text], add_special_tokens=False)["input_ids"] == [lower]
+    # One spelling of each: what the default says as well is the same tokenizer.
+    for lowercase in (True, False):
+        said, silent = (
+            config(lowercase=lowercase, strip_accents=lowercase),
+            config(lowercase=lowercase),
+        )
+        assert said.train([text]).fingerprint == silent.train([text]).fingerprint
+    assert config(strip_accents=True).train([text]).normalized("Köln") == "Koln"
+
+
+def test_other_algorithms_keep_accents():
+    for algorithm in ("bpe", "unigram", "sentencepiece_bpe"):
+        with pytest.raises(ConfigError, match=f"strip_accents is true, and {algorithm} keeps"):
+            Config("unused", algorithm, strip_accents=True)
+    assert train("bpe", lowercase=True, strip_accents=False).normalized("KÖLN") == "köln"
 
 
 def test_arrays_have_the_narrowest_type(tokenizer):

@@ -26,13 +26,21 @@ HARD = (
 
 @pytest.fixture(
     scope="module",
-    params=["wordpiece", "wordpiece-lowercase", "words", "words-lowercase", "bpe", "bpe-lowercase"],
+    params=[
+        "wordpiece",
+        "wordpiece-lowercase",
+        "words",
+        "words-lowercase",
+        "bpe",
+        "bpe-lowercase",
+        "wordpiece-accents",
+    ],
 )
 def tokenizer(request) -> Tokenizer:
-    algorithm, _, lowercase = request.param.partition("-")
-    return Config("unused", algorithm, vocab_size=3000, lowercase=bool(lowercase)).train(
-        [*TEXTS[::3], HARD]
-    )
+    algorithm, _, case = request.param.partition("-")
+    accents = False if case == "accents" else None
+    config = Config("unused", algorithm, 3000, lowercase=bool(case), strip_accents=accents)
+    return config.train([*TEXTS[::3], HARD])
 
 
 def backend_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

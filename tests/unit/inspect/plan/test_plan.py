@@ -112,6 +112,26 @@ def test_bert_large_is_planned_without_scores_where_attention_is_fused(samestep:
     assert unfused - fused == pytest.approx(layers * scores * (4 + 4 + 2), rel=0.2)
 
 
+def test_several_numbers_of_devices_are_planned_one_after_the_other(
+    samestep: Samestep, experiment_file: str
+) -> None:
+    command = ("plan", experiment_file, "--strategy", "ddp", "model.layers=1", "--devices")
+    found = json.loads(samestep(*command, "2,5", "--json").out)
+    assert [each["devices"] for each in found] == [2, 5]
+    assert [each["phases"][0]["plans"][0]["micro_batch"] for each in found] == [4, 2]
+    assert "--devices is 2;5. Use numbers" in samestep(*command, "2;5").message
+
+
+@pytest.mark.long
+def test_each_number_of_devices_has_its_table_and_its_time(
+    samestep: Samestep, experiment_file: str
+) -> None:
+    command = ("plan", experiment_file, "--strategy", "ddp", "model.layers=1")
+    shown = " ".join(samestep(*command, "--devices", "2,5").out.split())
+    parts = [f"{part} {count} devices" for count in (2, 5) for part in ("a step on", "With")]
+    assert sorted(parts, key=shown.index) == parts
+
+
 def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str) -> None:
     named = ["--strategy", "zero2", "fsdp", "--memory", "100KiB"]
     result = samestep("plan", experiment_file, "--devices", 2, *named, "model.layers=1")
@@ -185,7 +205,7 @@ def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: s
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--devices", "0"], "--devices must be at least 1"),
+        (["--devices", "0"], "--devices is 0"),
         (["--devices", "2", "--strategy", "zero4"], "zero4"),
         (["--devices", "2", "--memory", "much"], "--memory"),
         (["--devices", "3", "--strategy", "hsdp"], "does not divide 3 devices"),

@@ -216,6 +216,9 @@ def test_the_command_prints_tables_and_json(experiment_file: str, samestep: Same
         parts = each["step"]["seconds"].values()
         exposed = each["step"]["waiting"] + each["exposed"]
         assert each["seconds"] == pytest.approx(sum(parts) + exposed)
+    several = json.loads(samestep(*plan[:3], "1,2", *plan[4:], "--throughput", "--json").out)
+    assert [each["devices"] for each in several] == [1, 2]
+    assert several[1] == tree
     # A setting after the option is no device.
     both = json.loads(
         samestep(

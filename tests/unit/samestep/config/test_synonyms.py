@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from data_pipeline.building.config import Config as BuildConfig
 from samestep.config import Kinds, decode
 from samestep.config.synonyms import SETTINGS, _sections
 from samestep.errors import ConfigError
@@ -43,6 +44,21 @@ def test_an_unknown_key_names_the_setting(tree: dict[str, object], words: str) -
     with pytest.raises(ConfigError) as caught:
         decode(Experiment, tree)
     assert words in str(caught.value)
+
+
+def test_the_file_of_another_command_is_recognized() -> None:
+    for tree, words in (
+        ({"kind": "slurm"}, "a cluster, for samestep launch CLUSTER EXPERIMENT. Known: "),
+        ({"source": {}, "output": "x"}, "a dataset, for samestep data build. Known: "),
+        ({"question": "?"}, "a study, for samestep study. Known: "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            decode(Experiment, tree)
+        assert f"is not a known key; a file with it describes {words}" in str(caught.value)
+    with pytest.raises(ConfigError, match="describes an experiment, for samestep train"):
+        decode(BuildConfig, {"model": {}})
+    with pytest.raises(ConfigError, match=r"training.kind is not a known key; [^a]"):
+        decode(Experiment, {"training": {"kind": "x"}})
 
 
 def test_other_files_have_no_such_settings() -> None:
