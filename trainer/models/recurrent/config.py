@@ -13,6 +13,7 @@ from trainer.models.config import TaskHead, check_labels
 from trainer.models.extras.task_parts import check_task_parts
 from trainer.models.recurrent.characters import Characters
 from trainer.models.recurrent.lstm_layers import Rates, RecurrentLayer
+from trainer.models.recurrent.sentences import Sentences
 
 _RATES = ("dropout", "embedding_dropout", "output_dropout", "weight_dropout", "token_dropout")
 
@@ -61,6 +62,8 @@ class RecurrentConfig(ModelConfig):
             layers close to equal; 0: none.
         head_lstm: number of bidirectional LSTM layers between states and a task's head.
         crf: scores transitions between tags, for `tagging` with `objective.crf`.
+        sentences: a classifier that encodes the two texts of a pair apart, in place of the one of
+            pooled states (`trainer.models.recurrent.sentences`); null: none.
     """
 
     vocab_size: int
@@ -89,6 +92,7 @@ class RecurrentConfig(ModelConfig):
     scalar_mix_l2: float = 0.0
     head_lstm: int = 0
     crf: bool = False
+    sentences: Sentences | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "hidden_size", "embedding_width", "head_width"):
@@ -124,6 +128,11 @@ class RecurrentConfig(ModelConfig):
                 "false."
             )
         check_task_parts(self)
+        if self.sentences is not None and (self.head != "classification" or self.head_lstm):
+            raise ConfigError(
+                f"sentences is set, but head is {self.head} and head_lstm {self.head_lstm}. Use it "
+                "for classification or regression, with head_lstm 0, or set it to null."
+            )
         if self.scalar_mix and len(self.mixed_layers) <= self.layers:
             raise ConfigError(
                 "scalar_mix adds up layers, and these have different widths. Set embedding_width "

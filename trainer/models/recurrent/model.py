@@ -25,6 +25,7 @@ from trainer.models.recurrent.characters import CharacterEmbeddings
 from trainer.models.recurrent.concat_pooling import ConcatPoolHead, pool_directions
 from trainer.models.recurrent.config import RecurrentConfig
 from trainer.models.recurrent.lstm_layers import drop, stacked_gates
+from trainer.models.recurrent.sentences import SentenceClassifier, number_texts
 from trainer.models.stack import LayerPlace, Stack, place_in_stacks
 
 _OPTIONAL = ("mix", "head_lstm", "tag_transitions")
@@ -124,9 +125,11 @@ class RecurrentModel(Model):
             self.offers = hidden_outputs(config) | {config.head}
             self.trains = {config.head: "model.head=language_model"}
         if config.head == "classification":
-            inputs = 3 * config.width
-            rates = config.head_dropout
-            self.head = ConcatPoolHead(inputs, config.head_width, config.classes, rates)
+            if config.sentences is not None:
+                self.head = SentenceClassifier(config.sentences, config.width, config.classes)
+            else:
+                inputs, rates = 3 * config.width, config.head_dropout
+                self.head = ConcatPoolHead(inputs, config.head_width, config.classes, rates)
             # It reads all positions, whichever of them an objective pools.
             self.offers |= {"first_position", "last_position"}
         elif config.head != "language_model":
@@ -199,7 +202,10 @@ class RecurrentModel(Model):
         if self.head_lstm is not None:
             hidden = self.head_lstm(hidden, inputs.segments, embedded.lstm_key)
             directions = 2
-        if head == "classification":
+        if isinstance(self.head, SentenceClassifier):
+            texts = number_texts(inputs.token_types, inputs.segments)
+            found[head] = self.head(hidden, texts, embedded.head_key)[:, None]
+        elif head == "classification":
             pooled = pool_directions(hidden, inputs.segments, directions)
             found[head] = self.head(pooled, embedded.head_key)[:, None]
         else:
@@ -271,6 +277,9 @@ class RecurrentModel(Model):
         if self.head_lstm is not None:
             layers += matrix_flops(self.head_lstm)
         head = matrix_flops(self.head)
+        if isinstance(self.head, SentenceClassifier):
+            of_position, head = self.head.flops(sequence_length)
+            layers += of_position
         if self.config.head == "language_model":
             tied = 6 * self.token_embeddings.numel() if self.config.tied else 0
             head = len(self.stacks) * (head + tied)

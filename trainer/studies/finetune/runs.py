@@ -224,11 +224,15 @@ def _from_scratch(
     checkpoint: str,
     rows: Sequence[str],
 ) -> Run:
-    """The same run from random weights: no adapter, no frozen or selected layers."""
-    model = merge(
-        model_of({**point.experiment, "init_from": checkpoint}),
-        point.experiment.get("model") or {},
-    )
+    """The same run from random weights: no adapter, no frozen or selected layers.
+
+    A model of another kind than the checkpoint's has its vocabulary and the task's labels.
+    """
+    before = model_of({**point.experiment, "init_from": checkpoint})
+    own = point.experiment.get("model") or {}
+    model = merge({"model": before}, {"model": own})["model"]
+    if model["kind"] != before["kind"]:
+        model = {name: before[name] for name in ("vocab_size", "labels")} | model
     if "peft" in model:  # recurrent models have none
         model["peft"] = None
     changes = {
