@@ -25,6 +25,7 @@ def listed(recipe: str, checkpoint: Path, folder: Path, *overrides: str) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_a_recipe_of_another_kind_has_the_checkpoint_s_vocabulary(
     finished_run: Path, tmp_path: Path
 ) -> None:

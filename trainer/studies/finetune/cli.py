@@ -47,7 +47,7 @@ def register(commands: Commands) -> None:
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks)
     recipes = (
         "bert, roberta, gpt, t5, ulmfit (LSTMs), elmo or elmo_attention (biLMs), mini (small "
-        "BERTs), distilbert, cbow or bilstm_attention (word vectors, with --scratch-only) "
+        "BERTs), distilbert, cbow or bilstm_attention (word vectors: add --scratch-only) "
         "(default: the tasks' own)"
     )
     add("--recipe", metavar="NAME", help=recipes)

@@ -156,6 +156,7 @@ CASES = {
         {"text": "Good.", "label": 4, "label_text": "very positive"}, ("Good.",), 4
     ),
     "classification/imdb": Case({"text": "Good.", "label": 1}, ("Good.",), 1),
+    "classification/yelp": Case({"text": "Good.", "label": 1}, ("Good.",), 1),
     "classification/trec6": Case(TREC, ("Who ?",), 3),
     "classification/ag_news": Case({"text": "Stocks fell.", "label": 2}, ("Stocks fell.",), 2),
     "choice/swag": Case(
@@ -391,12 +392,15 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
         "mini": (4, 0.1),
         "ulmfit": (50, 0.1),
         "elmo": (10, 0.1),
+        "elmo_attention": (10, 0.1),
+        "cbow": (5, 0.1),
+        "bilstm_attention": (5, 0.1),
     }.get(name, (3, 0.1))
 
 
 def test_what_is_no_recipe_is_refused(tmp_path: Path):
     with pytest.raises(
-        ConfigError, match=r"no recipe 'best'. Use a file, or one of bert, distilbert"
+        ConfigError, match=r"no recipe 'best'. Use a file, or one of bert, bilstm_attention, cbow"
     ):
         find_tasks(["cb"], "best")
     (tmp_path / "a.yaml").write_text("score: f1\n")
