@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from samestep.examples import Batch, Examples, PackSpec
 from trainer.objectives import Predictions, Task
@@ -32,7 +31,7 @@ class AroundTask(Task):
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         return self.of.collate(examples, sequence_length)
 
-    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
+    def weights(self, batch: Mapping[str, object]) -> dict[str, float]:
         return self.of.weights(batch)
 
     def loss_of(self, means: Mapping[str, float]) -> float:
@@ -44,7 +43,7 @@ class AroundTask(Task):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return self.of.scores(predictions)
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         return self.of.row_predictions(predictions)
 
     def combined(self, outputs: Sequence[Float32]) -> Float32:

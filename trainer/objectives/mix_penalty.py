@@ -50,8 +50,10 @@ class MixPenalty(AroundTask):
         """
         if not torch.is_grad_enabled():
             return self.of.loss(model, batch, totals)
+        # The scores come out of the same forward pass, in which a strategy has gathered them.
         scored = _WithScores(model)
         own = self.of.loss(scored, batch, totals)
+        # Of 8 examples in micro-batches of 5 and 3, these add 5/8 and 3/8 of the penalty.
         share = batch["weights"].sum() / totals[self.denominator]
         penalty = self.l2 * scored.scores.float().square().sum()
         return replace(own, total=own.total + share * penalty)

@@ -36,6 +36,7 @@ class HeadLstm(Extra):
         output = width if output is None else output
 
         def direction() -> nn.ModuleList:
+            # A layer above the first reads both directions of the one below.
             return nn.ModuleList(
                 RecurrentLayer(output if index else width, output // 2, rates=Rates(dropout))
                 for index in range(layers)

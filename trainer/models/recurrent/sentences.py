@@ -78,6 +78,7 @@ def number_words(texts: Tensor) -> Tensor:
     # [CLS] a b [SEP] c [SEP] [PAD]
     #   1   1 1   1   2   2     0      texts
     #   0   1 1   0   2   0     0      words
+    # The words' numbers are segments to the LSTM layers, so no state passes from text to text.
     is_last = F.pad(texts[:, 1:] != texts[:, :-1], (0, 1), value=True)
     is_first = torch.arange(texts.shape[1], device=texts.device) == 0
     return texts.masked_fill(is_last | is_first, 0)
@@ -122,10 +123,12 @@ class SentenceClassifier(nn.Module):
         hidden = dropout(hidden, rate, keys[0])
         if self.lstm is not None:
             hidden = self.lstm(hidden, words, keys[1])
+        # A single text has no other to read: it keeps the states of the layers below.
         if self.attended is not None:
             both = torch.cat([hidden, attend_across(hidden, words)], -1)
             hidden = torch.where(is_pair[..., None], self.attended(both, words, keys[2]), hidden)
         first, second = (pool_text(hidden, words == text, self.config.pooling) for text in (1, 2))
+        # Of a single text u the features are [u, 0, 0, 0], not a comparison with nothing.
         compared = torch.cat([second, (first - second).abs(), first * second], -1)
         features = torch.cat([first, compared * is_pair], -1)
         inner = F.relu(self.dense(dropout(features, rate, keys[3])))
@@ -142,6 +145,7 @@ def attend_across(hidden: Tensor, words: Tensor) -> Tensor:
     """
     of_query, of_key = words[:, :, None], words[:, None]
     is_other = (of_query != of_key) & (of_query > 0) & (of_key > 0)
+    # A position that may read nothing has equal shares of all, which the mask then removes.
     scores = hidden @ hidden.transpose(1, 2)
     shares = scores.float().masked_fill(~is_other, torch.finfo(torch.float32).min).softmax(-1)
     return (shares * is_other).to(hidden.dtype) @ hidden

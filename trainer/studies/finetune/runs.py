@@ -231,6 +231,7 @@ def _from_scratch(
     before = model_of({**point.experiment, "init_from": checkpoint})
     own = point.experiment.get("model") or {}
     model = merge({"model": before}, {"model": own})["model"]
+    # CBoW beside a BERT, for example: the settings of the BERT's layers mean nothing to it.
     if model["kind"] != before["kind"]:
         model = {name: before[name] for name in ("vocab_size", "labels")} | model
     if "peft" in model:  # recurrent models have none
