@@ -9,19 +9,26 @@ import pytest
 import torch
 import yaml
 
-from tests.integration import tasks
-from tests.integration.commands import Samestep, Start
-from trainer.studies.finetune.runs import Run, list_runs
+from samestep.errors import ConfigError
+from tests.integration import commands, tasks
+from tests.integration.commands import Samestep
+from trainer.studies.finetune.runs import Run, Start, list_runs
 from trainer.studies.finetune.task import find_tasks
 from trainer.training.weights.loading import load_weights
 from trainer.vectors.folder import WordVectors
 
 
-def listed(recipe: str, checkpoint: Path, folder: Path, *overrides: str) -> Run:
+def listed(
+    recipe: str,
+    checkpoint: Path,
+    folder: Path,
+    *overrides: str,
+    starts: tuple[Start, ...] = ("random",),
+) -> Run:
     chosen = find_tasks([str(tasks.write_task("classification", folder))], recipe)
     settings = ["accelerator=cpu", "model.embedding_width=16", *overrides]
     options = (folder, range(1), False, settings)
-    (run,) = list_runs(str(checkpoint), chosen, *options, starts=("random",))
+    (run,) = list_runs(str(checkpoint), chosen, *options, starts=starts)
     return run
 
 
@@ -36,6 +43,8 @@ def test_a_recipe_of_another_kind_has_the_checkpoint_s_vocabulary(
     assert model["sentences"]["attention"] is True
     assert len(model["labels"]) > 1
     assert "heads" not in model
+    with pytest.raises(ConfigError, match=r"model.kind is word_vectors, .* Add --scratch-only"):
+        listed("cbow", finished_run, tmp_path, starts=("checkpoint",))
 
 
 @pytest.mark.long
@@ -46,7 +55,7 @@ def test_it_learns_a_task_from_vectors(
     dataset_folder: Path,
     tmp_path: Path,
     samestep: Samestep,
-    start: Start,
+    start: commands.Start,
 ) -> None:
     vectors = tmp_path / "vectors"
     options = ("--method", "glove", "--units", "tokens", "--dimensions", 16, "--min-count", 1)
