@@ -18,8 +18,9 @@ from data_pipeline.sources import BadRecord, PairSource
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.cli import main
-from samestep.config import read_tree
+from samestep.config import decode, read_tree, to_tree
 from samestep.errors import ConfigError
+from trainer.models.families import bilm
 from trainer.studies.finetune.task import Task, find_tasks
 
 FOLDER = Path(__file__).parents[4] / "configs" / "tasks"
@@ -396,6 +397,18 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
         "cbow": (5, 0.1),
         "bilstm_attention": (5, 0.1),
     }.get(name, (3, 0.1))
+
+
+@pytest.mark.parametrize("name", ["elmo", "elmo_attention"])
+def test_a_recurrent_model_has_no_dropout_of_attention(name: str):
+    """The tasks' own settings are BERT's; a recipe leaves out what its model lacks."""
+    (task,) = find_tasks(["mrpc"], name)
+    model = task.experiment["model"]
+    assert "attention_dropout" not in model
+    config = bilm.Config(30, head="classification", labels=("a", "b"))
+    changed = decode(bilm.Config, {**to_tree(config), **model})
+    assert changed.scalar_mix
+    assert (changed.sentences is not None) == (name == "elmo_attention")
 
 
 def test_what_is_no_recipe_is_refused(tmp_path: Path):
