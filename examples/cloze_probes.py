@@ -144,6 +144,32 @@ PROBES = {
         many: not few but _ people came .
         half: thirty minutes are _ an hour .
     """,
+    "chemistry": """
+        oxygen: sugar is composed of carbon , hydrogen and _ .
+        salt: the sea is not sweet , as its water is full of _ .
+        ice: at zero degrees , water becomes _ .
+        iron: steel is made of carbon and _ .
+
+        gas: oxygen is neither solid nor liquid but a _ .
+        metal: iron is a hard _ .
+        acid: the juice of a lemon is a weak _ .
+        element: atoms of another kind are another _ .
+
+        hydrogen: water is composed of oxygen and _ .
+        carbon: diamonds are a pure form of _ .
+        gold: the ring is yellow , as it is made of _ .
+        copper: the wires that carry electricity are made of _ .
+
+        boils: at one hundred degrees , water _ .
+        melts: in the heat of the sun , ice _ .
+        burns: in a fire , wood _ .
+        rusts: in wet air , iron _ .
+
+        atoms: a molecule is made of several _ .
+        electrons: around the core of an atom move its _ .
+        crystals: salt forms small white _ .
+        metals: gold , silver and iron are _ .
+    """,
     "common sense": """
         water: fish live in _ .
         fire: the wood burns in the _ .

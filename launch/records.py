@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, TypedDict
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from launch.job import CONFIG, Cluster, Record, State
 from samestep.config import Kinds, decode
@@ -21,8 +19,10 @@ from samestep.config.tree import parse_file
 from samestep.environment import expand_home
 from samestep.errors import ConfigError, LaunchError
 from samestep.stored_json import Count, JsonError, Matching, Seconds, checked, parse_json
-from samestep.terminal import Console
 from samestep.untrusted import open_regular, read_regular
+
+if TYPE_CHECKING:
+    from samestep.terminal import Console
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,8 @@ def cluster_of(record: Record) -> Cluster:
 
 def show(console: Console, everything: bool) -> None:
     """Prints the jobs that wait or run, and the newest of those that have ended."""
+    from rich.table import Table  # submitting a job needs no terminal
+
     found = newest_first()
     if not found:
         console.print("no job has been submitted from here; see samestep launch --help")

@@ -16,6 +16,7 @@ PAGES: Mapping[str, str] = {
     "model": "models.md",
     "model.peft": "peft.md",
     "model.scalar_mix": "finetuning_methods.md",
+    "model.scalar_mix_l2": "finetuning_methods.md",
     "model.head_lstm": "finetuning_methods.md",
     "model.crf": "finetuning_methods.md",
     "objective": "objectives.md",

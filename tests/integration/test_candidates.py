@@ -234,7 +234,7 @@ def test_a_model_that_ignores_the_sentence_is_right_in_a_quarter_of_the_cloze_pr
     right = Counter((probe.group, tuple(probe.candidates), probe.label) for probe in found)
     groups = Counter(group for group, _, _ in right)
     assert set(right.values()) == {1}
-    assert len(groups) == 7
+    assert len(groups) == 8
     assert set(groups.values()) == {20}
     for group, candidates, _ in right:
         assert all((group, candidates, word) in right for word in candidates)

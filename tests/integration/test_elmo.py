@@ -67,7 +67,7 @@ def test_a_task_brings_new_words(
     frozen = "frozen=[embeddings,forward_layers,backward_layers]"
     settings = (
         *(frozen, f"model.vocab_size={size}", "model.scalar_mix=true", "model.head_lstm=1"),
-        *("model.crf=true", "objective.crf=true", "optimizer.lr=2e-2"),
+        *("model.crf=true", "objective.crf=true", "optimizer.lr=2e-2", "model.scalar_mix_l2=0.1"),
     )
     experiment = tasks.tune("tagging", tmp_path, run, larger, *settings)
     tuned = tmp_path / "run-tagging"

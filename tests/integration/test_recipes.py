@@ -243,6 +243,7 @@ PROMISES = {
     "bert_l3_a12": Promise(46_315_580, TOKENS, bert()),
     "bert_l6_a12": Promise(67_579_196, TOKENS, bert()),
     "bert_l6_a3": Promise(67_579_196, TOKENS, bert()),
+    "bert_l12_1024": Promise(185_071_420, TOKENS, bert()),
     "bert_base_fast": Promise(
         109_532_736,
         ((70_000, 4096, 128),),

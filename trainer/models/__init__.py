@@ -55,6 +55,7 @@ Outputs: TypeAlias = frozenset[str]
                        factorization order (XLNet)
     embedding          [B, S, D], hidden states, whose mean is the embedding of a text
     tag_transitions    [C + 1, C + 1], scores of transitions between tags (`crf`)
+    mix_scores         [layers + 1], scores of a learned mean of layers (`scalar_mix`)
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
     inputs.noise       no output: the model reads `Inputs.noise`
@@ -387,6 +388,11 @@ class ModelConfig(ABC):
     def max_positions(self) -> int | None:
         """Usable rows of the position table; None without a table."""
         return None
+
+    @property
+    def scalar_mix_l2(self) -> float:
+        """Coefficient of the penalty on the scores of a learned mean of layers."""
+        return 0.0
 
     @property
     def peft(self) -> Peft | None:

@@ -29,7 +29,15 @@ def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Object
         equal = [
             other.index for other in phases[: phase.index] if other.objective == phase.objective
         ]
-        objectives.append(objectives[equal[0]] if equal else phase.objective.build(vocabulary))
+        if equal:
+            objectives.append(objectives[equal[0]])
+            continue
+        objective = phase.objective.build(vocabulary)
+        if l2 := experiment.model.scalar_mix_l2:
+            from trainer.objectives.mix_penalty import with_penalty
+
+            objective = with_penalty(objective, l2)
+        objectives.append(objective)
     for before, phase in itertools.pairwise(phases):
         # A position in a data order counts examples, so its examples must be cut alike.
         length = phase.sequence_length

@@ -105,7 +105,6 @@ def test_options_of_sbatch(project: Path) -> None:
     ) == [
         "--job-name=run",
         "--open-mode=append",
-        f"--output={project}/run/launch/001/job.log",
         "--nodes=2-4",
         "--gres=gpu:8",
         "--partition=a,b",
@@ -114,6 +113,7 @@ def test_options_of_sbatch(project: Path) -> None:
         "--time=1-02:00:00",
         "--signal=USR1@180",
         "--requeue",
+        f"--output={project}/run/launch/001/job.log",
     ]
     more = options(
         "cluster.gpu_type=h100",
@@ -122,7 +122,7 @@ def test_options_of_sbatch(project: Path) -> None:
         "cluster.exclusive=true",
     )
     assert {"--gres=gpu:h100:8", "--mincpus=96", "--mem=0", "--exclusive"} <= set(more)
-    assert options("cluster.options=[--reservation=week7, --comment=a b]")[-2:] == [
+    assert options("cluster.options=[--reservation=week7, --comment=a b]")[-3:-1] == [
         "--reservation=week7",
         "--comment='a b'",
     ]

@@ -461,6 +461,23 @@ def test_options_of_an_evaluation_change_its_command_and_its_digest_only_if_set(
     assert options["--predictions"] == str(tmp_path / "predictions.jsonl")
 
 
+def test_an_evaluation_of_texts_generates_them(tmp_path: Path) -> None:
+    tree = content(tmp_path)
+    tree["stages"]["again"] |= {"metrics": ["accuracy"], "generate": {"max_new_tokens": 4}}
+    job = jobs_of(tree, tmp_path).of["a", 0, "again"]
+    (command,) = job.config.commands(tmp_path, job.seed, job.settings())
+    assert list(command[-4:]) == ["--generate", "max_new_tokens=4", "--metrics", "accuracy"]
+    assert job.resolved["metrics"] == ["accuracy"]
+    for wrong, named in (
+        ({"metrics": []}, "generate needs metrics"),
+        ({"keep_predictions": True}, "Leave encoder and keep_predictions out"),
+    ):
+        changed = content(tmp_path)
+        changed["stages"]["again"] = {**tree["stages"]["again"], **wrong}
+        with pytest.raises(ConfigError, match=named):
+            jobs_of(changed, tmp_path)
+
+
 def test_a_distance_is_measured_between_two_stages(tmp_path: Path) -> None:
     tree = content(tmp_path)
     tree["stages"]["second"] = {**tree["stages"]["pretrain"], "seed_offset": 100}

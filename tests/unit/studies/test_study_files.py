@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import pytest
 
 from samestep.config import Kinds, Tree, decode, load, recipes, to_tree
+from samestep.config.tree import merge
 from samestep.tasks import TASKS
 from trainer.models.families import lstm
 from trainer.studies.jobs import Job, list_jobs
@@ -54,7 +55,7 @@ def pretrained(job: Job) -> Tree:
 
 
 def check_settings_of_the_model(before: Tree, file: Tree) -> None:
-    """A task's settings of a model are those that the kind of its start has."""
+    """A task's settings of a model are those that the kind of its start has, or their own kind."""
     changes, source = file["experiment"].get("model") or {}, file["source"]
     config = decode(_MODEL, before, "model")
     if source["kind"] in TASKS:
@@ -63,7 +64,8 @@ def check_settings_of_the_model(before: Tree, file: Tree) -> None:
         direction = {"causal": changes["causal"]} if "causal" in changes else {}
         config = dataclasses.replace(config, **direction)
         config = config.for_needs(frozenset({TASKS[source["kind"]].head}), tuple(labels))
-    decode(_MODEL, {"kind": before["kind"], **to_tree(config), **changes}, "model")
+    tree = merge({"model": {"kind": before["kind"], **to_tree(config)}}, {"model": changes})
+    decode(_MODEL, {"vocab_size": config.vocab_size, **tree["model"]}, "model")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -18,30 +18,34 @@ from trainer.models.stack import Context
 
 
 class HeadLstm(Extra):
-    """Layers of a forward and a backward LSTM, each half as wide as the hidden states.
+    """Layers of a forward and a backward LSTM, each half as wide as their output.
 
     Args:
         layers: number of layers.
-        width: D, of the hidden states; even.
+        width: D, of the hidden states; even, unless `output` is set.
         dropout: rate of each layer's output.
+        output: width of the output, even; None: D.
     """
 
     name = "head_lstm"
     is_below_head = True
     needs_positions = "all"
 
-    def __init__(self, layers: int, width: int, dropout: float) -> None:
+    def __init__(self, layers: int, width: int, dropout: float, output: int | None = None) -> None:
         super().__init__()
+        output = width if output is None else output
 
         def direction() -> nn.ModuleList:
+            # A layer above the first reads both directions of the one below.
             return nn.ModuleList(
-                RecurrentLayer(width, width // 2, rates=Rates(dropout)) for _ in range(layers)
+                RecurrentLayer(output if index else width, output // 2, rates=Rates(dropout))
+                for index in range(layers)
             )
 
         self.forward_layers, self.backward_layers = direction(), direction()
 
     def forward(self, hidden: Tensor, segments: Tensor | None, key: Tensor | None) -> Tensor:
-        """[B, S, D] -> [B, S, D].
+        """[B, S, D] -> [B, S, output].
 
         Args:
             segments: int [B, S], see `trainer.models.inputs`: a sequence and padding, as in rows of

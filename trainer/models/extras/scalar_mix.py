@@ -8,19 +8,22 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trainer.models.extras import Extra
+from trainer.models import Outputs
+from trainer.models.extras import Extra, HeadInput
 
 
 class ScalarMix(Extra):
     """A learned mean of all layers, for a head on frozen features (Peters et al. 2018, equation 1).
 
-    gain * sum_j softmax(scores)_j h_j; at first all layers count alike, and the gain is 1.
+    gain * sum_j softmax(scores)_j h_j; at first all layers count alike, and the gain is 1. The
+    output `mix_scores` is for a penalty on the scores (`trainer.objectives.mix_penalty`).
 
     Args:
         layers: number of layers, the embeddings included.
     """
 
     name = "mix"
+    offers = frozenset({"mix_scores"})
     is_below_head = True
     needs_layers = True
     needs_positions = "all"
@@ -46,6 +49,13 @@ class ScalarMix(Extra):
     ) -> Tensor:
         mixed: Tensor = self(layers)
         return mixed
+
+    def given(self, outputs: Outputs) -> dict[str, Tensor]:
+        """The scores, if they are among the outputs; a copy, as for `TagTransitions`."""
+        return {"mix_scores": self.scores.clone()} if "mix_scores" in outputs else {}
+
+    def answer(self, model: nn.Module, head_input: HeadInput) -> dict[str, Tensor]:
+        return self.given(head_input.outputs)
 
     def initial_std(self, shape: Sequence[int]) -> float:
         return 0.0

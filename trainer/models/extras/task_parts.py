@@ -13,6 +13,7 @@ class HasTaskParts(Protocol):
 
     Attributes:
         scalar_mix: whether the head reads a learned mean of all layers instead of the last one.
+        scalar_mix_l2: coefficient of the penalty on that mean's scores.
         head_lstm: number of bidirectional LSTM layers below the head.
         crf: whether transitions between tags have scores.
     """
@@ -32,6 +33,8 @@ class HasTaskParts(Protocol):
     @property
     def scalar_mix(self) -> bool: ...
     @property
+    def scalar_mix_l2(self) -> float: ...
+    @property
     def head_lstm(self) -> int: ...
     @property
     def crf(self) -> bool: ...
@@ -45,6 +48,11 @@ def check_task_parts(config: HasTaskParts) -> None:
     """
     if config.head_lstm < 0:
         raise ConfigError(f"head_lstm is {config.head_lstm}. Use a number of layers, or 0.")
+    if config.scalar_mix_l2 < 0 or (config.scalar_mix_l2 and not config.scalar_mix):
+        raise ConfigError(
+            f"scalar_mix_l2 is {config.scalar_mix_l2}. Use a coefficient such as 0.001 with "
+            "scalar_mix=true, or 0."
+        )
     if config.head == "language_model" or config.virtual_tokens:
         parts = {"scalar_mix": config.scalar_mix, "head_lstm": config.head_lstm}
         if given := [name for name, value in parts.items() if value]:

@@ -49,6 +49,8 @@ class Config(Family):
             (`question_answering`), or embeds texts (`embedding`).
         scalar_mix: whether a task's head reads a learned mean of all layers instead of the last
             one, for a frozen encoder (`frozen: [embeddings, layers]`).
+        scalar_mix_l2: coefficient of the sum of that mean's squared scores in the loss, which keeps
+            layers close to equal; 0: none.
         head_lstm: number of bidirectional LSTM layers between hidden states and a task's head, half
             as wide as the hidden states in each direction; for a frozen encoder, too.
         crf: scores transitions between tags, for `objective: {kind: tagging, crf: true}`.
@@ -75,6 +77,7 @@ class Config(Family):
     teacher_width: int = 0
     head: Head = "language_model"
     scalar_mix: bool = False
+    scalar_mix_l2: float = 0.0
     head_lstm: int = 0
     crf: bool = False
     labels: tuple[str, ...] = ()
@@ -114,7 +117,7 @@ class Config(Family):
 
     @property
     def _has_task_parts(self) -> bool:
-        return self.scalar_mix or self.head_lstm != 0 or self.crf
+        return self.scalar_mix or self.scalar_mix_l2 != 0 or self.head_lstm != 0 or self.crf
 
     @property
     def causal_outputs(self) -> frozenset[str]:

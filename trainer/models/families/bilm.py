@@ -17,8 +17,9 @@ from trainer.models.base import layer_numbers
 from trainer.models.heads import answer
 from trainer.models.inputs import Inputs
 from trainer.models.layers.attention import take
+from trainer.models.recurrent.config import RecurrentConfig
 from trainer.models.recurrent.lstm_layers import resets
-from trainer.models.recurrent.model import RecurrentConfig, RecurrentModel
+from trainer.models.recurrent.model import RecurrentModel
 from trainer.models.stack import Context, Stack
 
 

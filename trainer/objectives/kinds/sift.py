@@ -7,7 +7,7 @@ most. The embeddings are normalized first, so the noise has the same size for al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from samestep.config import Kinds, kind_name
 from samestep.errors import ConfigError
-from samestep.examples import Batch, Examples, PackSpec, Vocabulary
+from samestep.examples import Vocabulary
 from trainer.models import Model, Outputs
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import normal
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, adapted_inside
-from trainer.objectives.rows import Float32
+from trainer.objectives import Loss, ObjectiveConfig, Task, Tensors, adapted_inside
+from trainer.objectives.around import AroundTask
 from trainer.objectives.task_rows import PairConfig
 
 _KINDS = ("classification", "regression", "tagging")
@@ -73,26 +73,13 @@ class Config(ObjectiveConfig):
         return Sift(self, self.of.build(vocabulary))
 
 
-class Sift(Task):
+class Sift(AroundTask):
     """Adds the second loss to a task's objective, which makes the batches and the scores."""
 
     def __init__(self, config: Config, of: Task) -> None:
-        self.config, self.of = config, of
-        self.predicts, self.denominator = of.predicts, of.denominator
-        self.needs, self.columns = of.needs | {"inputs.noise"}, of.columns
-        self.score_names, self.mean_names = of.score_names, of.mean_names
-
-    def pack_spec(self, sequence_length: int) -> PackSpec:
-        return self.of.pack_spec(sequence_length)
-
-    def predictions(self, sequence_length: int) -> int:
-        return self.of.predictions(sequence_length)
-
-    def collate(self, examples: Examples, sequence_length: int) -> Batch:
-        return self.of.collate(examples, sequence_length)
-
-    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        return self.of.weights(batch)
+        super().__init__(of)
+        self.config = config
+        self.needs = of.needs | {"inputs.noise"}
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The task's loss plus `weight` times the mean divergence; evaluations have the former.
@@ -122,15 +109,6 @@ class Sift(Task):
             return self.of.loss_of(means)
         own = self.of.loss_of({**means, "loss": means["task_loss"]})
         return own + self.config.weight * means["sift_loss"]
-
-    def scores(self, predictions: Predictions) -> dict[str, float]:
-        return self.of.scores(predictions)
-
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
-        return self.of.row_predictions(predictions)
-
-    def combined(self, outputs: Sequence[Float32]) -> Float32:
-        return self.of.combined(outputs)
 
     def _noise(self, model: nn.Module, clean: _Remembered) -> Tensor:
         """Noise in the direction in which predictions change: float [B, S, E]."""

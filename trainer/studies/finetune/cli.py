@@ -46,7 +46,8 @@ def register(commands: Commands) -> None:
     tasks = "glue, mrpc, ... (see configs/tasks), or YAML files"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks)
     recipes = (
-        "bert, roberta, gpt, t5, ulmfit (LSTMs), elmo (biLMs), mini (small BERTs) or distilbert "
+        "bert, roberta, gpt, t5, ulmfit (LSTMs), elmo or elmo_attention (biLMs), mini (small "
+        "BERTs), distilbert, cbow or bilstm_attention (word vectors: add --scratch-only) "
         "(default: the tasks' own)"
     )
     add("--recipe", metavar="NAME", help=recipes)

@@ -158,6 +158,8 @@ def list_runs(
             if not parents:
                 loading = {"init_from": checkpoint}
             points = _points(task, datasets, whole_grid, changes, folder)
+            if "checkpoint" in starts:
+                _check_kind(points, _MODELS.kind_of(weights.config))
             variants = [
                 replace(
                     point,
@@ -174,6 +176,17 @@ def list_runs(
                 variants += [_from_scratch(point, checkpoint, rows) for point in points]
             runs += [_seeded(run, seed) for run in variants for seed in seeds]
     return runs
+
+
+def _check_kind(points: Sequence[Run], kind: str) -> None:
+    """Rejects another kind of model than the checkpoint's, which its weights do not fit."""
+    for point in points:
+        other = (point.experiment.get("model") or {}).get("kind", kind)
+        if other != kind:
+            raise ConfigError(
+                f"model.kind is {other}, and the checkpoint is of kind {kind}. Add --scratch-only, "
+                "for which it gives the tokenizer, or leave model.kind out."
+            )
 
 
 def _comparable(task: Task, model: ModelConfig, experiment: Tree) -> bool:
@@ -224,11 +237,16 @@ def _from_scratch(
     checkpoint: str,
     rows: Sequence[str],
 ) -> Run:
-    """The same run from random weights: no adapter, no frozen or selected layers."""
-    model = merge(
-        model_of({**point.experiment, "init_from": checkpoint}),
-        point.experiment.get("model") or {},
-    )
+    """The same run from random weights: no adapter, no frozen or selected layers.
+
+    A model of another kind than the checkpoint's has its vocabulary and the task's labels.
+    """
+    before = model_of({**point.experiment, "init_from": checkpoint})
+    own = point.experiment.get("model") or {}
+    model = merge({"model": before}, {"model": own})["model"]
+    # CBoW beside a BERT, for example: the settings of the BERT's layers mean nothing to it.
+    if model["kind"] != before["kind"]:
+        model = {name: before[name] for name in ("vocab_size", "labels")} | model
     if "peft" in model:  # recurrent models have none
         model["peft"] = None
     changes = {

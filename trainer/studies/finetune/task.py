@@ -173,7 +173,8 @@ class Task:
 
         Args:
             path: the file.
-            recipe: epochs, warmup, unfreeze_epochs, grid and experiment that replace the file's.
+            recipe: epochs, warmup, unfreeze_epochs, grid and experiment that replace the file's; a
+                setting of the model that is null is left out.
 
         Raises:
             ConfigError: the file does not describe a task.
@@ -182,6 +183,7 @@ class Task:
         if recipe is not None:
             # A grid replaces the task's as a whole: values for the same setting do not add up.
             tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
+            _leave_out(tree, (recipe.get("experiment") or {}).get("model") or {})
         for name in ("tokenizer", "output"):  # used by `samestep data build` only
             tree.pop(name, None)
         sections: dict[str, Tree] = {}
@@ -251,6 +253,13 @@ def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
     nothing: Tree = {"paths": []} if merged.get("dataset") is None else {"dataset": {"split": None}}
     config: SourceConfig = decode(_SOURCE, merge(merged, nothing), f"also.{name}")
     return config
+
+
+def _leave_out(tree: Tree, of_recipe: Tree) -> None:
+    """Removes the settings of the model that are null in a recipe: other models lack them."""
+    model = (tree.get("experiment") or {}).get("model") or {}
+    for name in [name for name, value in of_recipe.items() if value is None]:
+        model.pop(name, None)
 
 
 def find_tasks(

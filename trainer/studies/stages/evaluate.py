@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.config import Tree
+from samestep.errors import ConfigError
 from trainer.studies.finetune.suite import PREDICTIONS
 from trainer.studies.inputs import stamps_of_experiment, stamps_of_weights
 from trainer.studies.stages import ScoringConfig
@@ -25,6 +26,9 @@ class Config(ScoringConfig):
         ensemble: further runs of the same task. Their predictions are combined with the run's.
         keep_predictions: of a task, keep the predictions of each row, so that intervals include
             the choice of rows.
+        metrics: of a text-to-text task, as accuracy: texts are generated and scored, where an
+            ensemble averages the logits of each token. Empty scores the objective.
+        generate: settings of this, as max_new_tokens or beams.
     """
 
     run: str
@@ -32,6 +36,18 @@ class Config(ScoringConfig):
     encoder: str | None = None
     ensemble: tuple[str, ...] = ()
     keep_predictions: bool = False
+    metrics: tuple[str, ...] = ()
+    generate: Tree = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics and (self.encoder is not None or self.keep_predictions):
+            raise ConfigError(
+                f"metrics is {list(self.metrics)}, which generates texts. Leave encoder and "
+                "keep_predictions out."
+            )
+        if self.generate and not self.metrics:
+            raise ConfigError("generate needs metrics, as [accuracy]. Add them, or leave it out.")
 
     def resolved(self) -> Tree:
         tree: Tree = {"run": self.run, "settings": self.settings}
@@ -40,6 +56,8 @@ class Config(ScoringConfig):
             "encoder": self.encoder,
             "ensemble": list(self.ensemble),
             "keep_predictions": self.keep_predictions,
+            "metrics": list(self.metrics),
+            "generate": self.generate,
         }
         return tree | {name: value for name, value in options.items() if value}
 
@@ -57,6 +75,8 @@ class Config(ScoringConfig):
             file = folder / PREDICTIONS
             file.unlink(missing_ok=True)  # of an attempt that was stopped
             options += ["--predictions", str(file)]
+        if self.metrics:
+            options += ["--generate", *overrides(self.generate), "--metrics", *self.metrics]
         return [["evaluate", settings["run"], *overrides(settings["settings"]), *options]]
 
     def predictions(self, folder: Path) -> Path | None:

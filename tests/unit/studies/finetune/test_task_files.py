@@ -18,8 +18,9 @@ from data_pipeline.sources import BadRecord, PairSource
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.cli import main
-from samestep.config import read_tree
+from samestep.config import decode, read_tree, to_tree
 from samestep.errors import ConfigError
+from trainer.models.families import bilm
 from trainer.studies.finetune.task import Task, find_tasks
 
 FOLDER = Path(__file__).parents[4] / "configs" / "tasks"
@@ -156,6 +157,7 @@ CASES = {
         {"text": "Good.", "label": 4, "label_text": "very positive"}, ("Good.",), 4
     ),
     "classification/imdb": Case({"text": "Good.", "label": 1}, ("Good.",), 1),
+    "classification/yelp": Case({"text": "Good.", "label": 1}, ("Good.",), 1),
     "classification/trec6": Case(TREC, ("Who ?",), 3),
     "classification/ag_news": Case({"text": "Stocks fell.", "label": 2}, ("Stocks fell.",), 2),
     "choice/swag": Case(
@@ -391,12 +393,27 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
         "mini": (4, 0.1),
         "ulmfit": (50, 0.1),
         "elmo": (10, 0.1),
+        "elmo_attention": (10, 0.1),
+        "cbow": (5, 0.1),
+        "bilstm_attention": (5, 0.1),
     }.get(name, (3, 0.1))
+
+
+@pytest.mark.parametrize("name", ["elmo", "elmo_attention"])
+def test_a_recurrent_model_has_no_dropout_of_attention(name: str):
+    """The tasks' own settings are BERT's; a recipe leaves out what its model lacks."""
+    (task,) = find_tasks(["mrpc"], name)
+    model = task.experiment["model"]
+    assert "attention_dropout" not in model
+    config = bilm.Config(30, head="classification", labels=("a", "b"))
+    changed = decode(bilm.Config, {**to_tree(config), **model})
+    assert changed.scalar_mix
+    assert (changed.sentences is not None) == (name == "elmo_attention")
 
 
 def test_what_is_no_recipe_is_refused(tmp_path: Path):
     with pytest.raises(
-        ConfigError, match=r"no recipe 'best'. Use a file, or one of bert, distilbert"
+        ConfigError, match=r"no recipe 'best'. Use a file, or one of bert, bilstm_attention, cbow"
     ):
         find_tasks(["cb"], "best")
     (tmp_path / "a.yaml").write_text("score: f1\n")
