@@ -52,8 +52,9 @@ def header(name: str, run: Run, submit: str, *further: str) -> list[str]:
     forecast = json.loads(FORECASTS.read_text(encoding="utf-8"))[name]
     hours, device = forecast["hours"], forecast["device"]
     cost = (
-        f"Cost, a forecast of `samestep plan`: {_rounded(hours)} hours on {run.devices} {device}, "
-        f"{_rounded(hours * run.devices)} device hours, without the time for data and checkpoints."
+        f"Cost, a forecast of `samestep plan --throughput {run.device}`, {run.implementation}: "
+        f"{_rounded(hours)} hours on {run.devices} {device}, {_rounded(hours * run.devices)} "
+        "device hours, without the time for data and checkpoints."
     )
     about = [line for text in (run.about, cost) for line in textwrap.wrap(text, 98)]
     rest = [line for text in further for line in textwrap.wrap(text, 98)]

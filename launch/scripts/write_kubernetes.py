@@ -82,9 +82,10 @@ def _manifest(path: str, run: Run) -> str:
         path,
         run,
         f"kubectl create -f launch/scripts/{path}",
-        "Change first: config.yaml below, the image, the namespace, and the claim or the secret, "
-        "if they have other names. docs/kubernetes.md says how to make them. The pods of the "
-        "JobSet restart, and continue the run from its newest checkpoint. To end it: kubectl "
-        f"delete -f launch/scripts/{path}",
+        "Change first: config.yaml below, the image and the namespace, and what must exist in it: "
+        "the claim samestep-work (ReadWriteMany), the secret wandb with the key api-key"
+        + (", and the service account samestep with access to the bucket" if places else "")
+        + " (docs/kubernetes.md). The pods of the JobSet restart, and continue the run from its "
+        f"newest checkpoint. To end it: kubectl delete -f launch/scripts/{path}",
     )
     return "\n".join([*head, text])

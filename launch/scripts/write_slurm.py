@@ -65,8 +65,9 @@ def _script(path: str, run: Run) -> str:
     )
     command = (
         'samestep train "$EXPERIMENT" "output=$OUTPUT" ${DATA:+"data.path=$DATA"} '
-        '"${overrides[@]}" \\\n'
-        '  --elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"'
+        f"{''.join(f'{each} ' for each in run.overrides)}\\\n"
+        '  "${overrides[@]}" '
+        '--elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"'
     )
     stopped = "|".join(map(str, codes_of_stops(job)))
     lines = [
@@ -75,10 +76,13 @@ def _script(path: str, run: Run) -> str:
             path,
             run,
             f"sbatch launch/scripts/{path}",
-            "Options of sbatch override the lines below, as --account=lab --nodes=3, and variables "
-            "of the environment the settings after them. The run saves a checkpoint before the "
-            "time limit, and the job is requeued until the run is done. Submitted again, it goes "
-            "on from its newest checkpoint, on any number of nodes.",
+            "Change first: account and partition. The dataset must exist (docs/recipes.md), or "
+            "DATA names another. Options of sbatch override the lines below, as --account=lab "
+            "--nodes=3, and variables of the environment the settings after them.",
+            "The run saves a checkpoint before the time limit, and the job is requeued until the "
+            "run is done. Submitted again, it goes on from its newest checkpoint, on any number "
+            f"of nodes. Watch: tail -f {name}-JOB.log. Stop: scancel JOB, which leaves it Slurm's "
+            "KillWait (30 s) for a checkpoint.",
         ),
         *(f"#SBATCH {option}" for option in cluster.batch_options(job)),
         "#SBATCH --output=%x-%j.log",
@@ -88,9 +92,10 @@ def _script(path: str, run: Run) -> str:
         f': "${{OUTPUT:=runs/{name}}}"',
         ': "${DATA:=}"  # a dataset in place of the experiment\'s',
         ': "${VENV:=.venv}"  # the environment with samestep',
-        "# Further settings, as training.steps=100 optimizer.lr=1e-4",
-        f'read -r -a overrides <<<"${{OVERRIDES-{" ".join(run.overrides)}}}"',
+        "# Further settings, as training.steps=100 training.micro_batch_size=32",
+        'read -r -a overrides <<<"${OVERRIDES:-}"',
         "",
+        "# What your site needs: module load cuda; export NCCL_SOCKET_IFNAME=ib0",
         'source "$VENV/bin/activate" || exit 1',
         'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"',
         "# The nodes find each other at the first one, at a port that no other job has.",

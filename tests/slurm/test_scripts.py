@@ -30,7 +30,8 @@ def test_the_scripts_run(
     slurm.wait_until_idle()
     monkeypatch.chdir(tmp_path)
     sentinels = read_tree(t5_experiment)["data"]["path"]
-    variables = {"VENV": sys.prefix, "OVERRIDES": "accelerator=cpu", "OMP_NUM_THREADS": "1"}
+    on_cpus = "accelerator=cpu training.compile=false"
+    variables = {"VENV": sys.prefix, "OVERRIDES": on_cpus, "OMP_NUM_THREADS": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -63,7 +64,7 @@ def test_a_canceled_script_is_not_requeued(
         "VENV": sys.prefix,
         "EXPERIMENT": experiment_file,
         "OUTPUT": str(tmp_path / "run"),
-        "OVERRIDES": "training.steps=100000 checkpoint.every=100000",
+        "OVERRIDES": "training.steps=100000 checkpoint.every=100000 training.compile=false",
         "GLOO_SOCKET_IFNAME": "lo",
     }.items():
         monkeypatch.setenv(name, value)

@@ -2,15 +2,18 @@
 # T5-3B on 8 nodes under DeepSpeed's ZeRO-3. Other stages:
 # EXPERIMENT=configs/strategies/bert_large_zero1.yaml, roberta_large_zero2.yaml, or
 # t5_11b_zero3_offload.yaml for few GPUs.
-# Cost, a forecast of `samestep plan`: 550 hours on 64 H100 SXM, 35,000 device hours, without the
-# time for data and checkpoints.
+# Cost, a forecast of `samestep plan --throughput h100`, eager: 550 hours on 64 H100 SXM, 35,000
+# device hours, without the time for data and checkpoints.
 #
 #   sbatch launch/scripts/slurm/deepspeed_zero3.sh
 #
-# Options of sbatch override the lines below, as --account=lab --nodes=3, and variables of the
-# environment the settings after them. The run saves a checkpoint before the time limit, and the job
-# is requeued until the run is done. Submitted again, it goes on from its newest checkpoint, on any
-# number of nodes.
+# Change first: account and partition. The dataset must exist (docs/recipes.md), or DATA names
+# another. Options of sbatch override the lines below, as --account=lab --nodes=3, and variables of
+# the environment the settings after them.
+# The run saves a checkpoint before the time limit, and the job is requeued until the run is done.
+# Submitted again, it goes on from its newest checkpoint, on any number of nodes. Watch: tail -f
+# deepspeed_zero3-JOB.log. Stop: scancel JOB, which leaves it Slurm's KillWait (30 s) for a
+# checkpoint.
 #SBATCH --job-name=deepspeed_zero3
 #SBATCH --open-mode=append
 #SBATCH --nodes=8
@@ -29,9 +32,10 @@
 : "${OUTPUT:=runs/deepspeed_zero3}"
 : "${DATA:=}"  # a dataset in place of the experiment's
 : "${VENV:=.venv}"  # the environment with samestep
-# Further settings, as training.steps=100 optimizer.lr=1e-4
-read -r -a overrides <<<"${OVERRIDES-}"
+# Further settings, as training.steps=100 training.micro_batch_size=32
+read -r -a overrides <<<"${OVERRIDES:-}"
 
+# What your site needs: module load cuda; export NCCL_SOCKET_IFNAME=ib0
 source "$VENV/bin/activate" || exit 1
 export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"
 # The nodes find each other at the first one, at a port that no other job has.
@@ -39,8 +43,8 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"
 
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
-  samestep train "$EXPERIMENT" "output=$OUTPUT" ${DATA:+"data.path=$DATA"} "${overrides[@]}" \
-  --elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"
+  samestep train "$EXPERIMENT" "output=$OUTPUT" ${DATA:+"data.path=$DATA"} \
+  "${overrides[@]}" --elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"
 code=$?
 
 # The codes of a run that was stopped, or whose node was lost.

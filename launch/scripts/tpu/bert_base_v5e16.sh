@@ -1,11 +1,11 @@
 #!/bin/bash
 # BERT-base on a slice of 16 v5e chips: batches of 131,072 tokens (Devlin et al. 2019).
-# Cost, a forecast of `samestep plan`: 20 hours on 16 TPU v5e, 320 device hours, without the time
-# for data and checkpoints.
+# Cost, a forecast of `samestep plan --throughput v5e`, compiled: 20 hours on 16 TPU v5e, 320 device
+# hours, without the time for data and checkpoints.
 #
 #   PROJECT=my-project BUCKET=my-bucket bash launch/scripts/tpu/bert_base_v5e16.sh [key=value ...]
 #
-# In a clone, after `pip wheel --no-deps .`; chips cost money until they are deleted.
+# In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).
 # Watch: gcloud storage cat 'gs://BUCKET/bert-base-v5e16/TIME/log/*'. Stop, with a checkpoint: echo
 # | gcloud storage cp - gs://BUCKET/bert-base-v5e16/TIME/stop, and delete the slice as printed, as
 # after a preemption. Submitted again, the run continues.

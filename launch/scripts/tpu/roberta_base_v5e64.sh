@@ -1,12 +1,12 @@
 #!/bin/bash
 # RoBERTa-base on a slice of 64 v5e chips: 500,000 batches of 8,192 sequences of 512 (Liu et al.
 # 2019).
-# Cost, a forecast of `samestep plan`: 86 hours on 64 TPU v5e, 5,500 device hours, without the time
-# for data and checkpoints.
+# Cost, a forecast of `samestep plan --throughput v5e`, compiled: 86 hours on 64 TPU v5e, 5,500
+# device hours, without the time for data and checkpoints.
 #
 #   PROJECT=my-project BUCKET=my-bucket bash launch/scripts/tpu/roberta_base_v5e64.sh [key=value ...]
 #
-# In a clone, after `pip wheel --no-deps .`; chips cost money until they are deleted.
+# In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).
 # Watch: gcloud storage cat 'gs://BUCKET/roberta-base-v5e64/TIME/log/*'. Stop, with a checkpoint:
 # echo | gcloud storage cp - gs://BUCKET/roberta-base-v5e64/TIME/stop, and delete the slice as
 # printed, as after a preemption. Submitted again, the run continues.

@@ -1,12 +1,12 @@
 #!/bin/bash
 # T5-base on a slice of 32 v6e chips: a million batches of 2,048 texts of 512 tokens (Raffel et al.
 # 2020).
-# Cost, a forecast of `samestep plan`: 52 hours on 32 TPU v6e, 1,700 device hours, without the time
-# for data and checkpoints.
+# Cost, a forecast of `samestep plan --throughput v6e`, compiled: 52 hours on 32 TPU v6e, 1,700
+# device hours, without the time for data and checkpoints.
 #
 #   PROJECT=my-project BUCKET=my-bucket bash launch/scripts/tpu/t5_base_v6e32.sh [key=value ...]
 #
-# In a clone, after `pip wheel --no-deps .`; chips cost money until they are deleted.
+# In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).
 # Watch: gcloud storage cat 'gs://BUCKET/t5-base-v6e32/TIME/log/*'. Stop, with a checkpoint: echo |
 # gcloud storage cp - gs://BUCKET/t5-base-v6e32/TIME/stop, and delete the slice as printed, as after
 # a preemption. Submitted again, the run continues.
