@@ -44,7 +44,7 @@ def scripts() -> dict[str, str]:
             path,
             run,
             f"PROJECT=my-project BUCKET=my-bucket bash launch/scripts/{path} [key=value ...]",
-            "In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).",
+            "In a clone, after `pip wheel --no-deps .`; DATA is in the bucket (docs/cloud_tpu.md).",
             f"Watch: gcloud storage cat 'gs://BUCKET/{name}/TIME/log/*'. Stop, with a checkpoint: "
             f"echo | gcloud storage cp - gs://BUCKET/{name}/TIME/stop, and delete the slice as "
             "printed, as after a preemption. Submitted again, the run continues.",

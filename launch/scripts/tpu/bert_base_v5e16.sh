@@ -5,7 +5,7 @@
 #
 #   PROJECT=my-project BUCKET=my-bucket bash launch/scripts/tpu/bert_base_v5e16.sh [key=value ...]
 #
-# In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).
+# In a clone, after `pip wheel --no-deps .`; DATA is in the bucket (docs/cloud_tpu.md).
 # Watch: gcloud storage cat 'gs://BUCKET/bert-base-v5e16/TIME/log/*'. Stop, with a checkpoint: echo
 # | gcloud storage cp - gs://BUCKET/bert-base-v5e16/TIME/stop, and delete the slice as printed, as
 # after a preemption. Submitted again, the run continues.

@@ -6,7 +6,7 @@
 #
 #   PROJECT=my-project BUCKET=my-bucket bash launch/scripts/tpu/roberta_base_v5e64.sh [key=value ...]
 #
-# In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).
+# In a clone, after `pip wheel --no-deps .`; DATA is in the bucket (docs/cloud_tpu.md).
 # Watch: gcloud storage cat 'gs://BUCKET/roberta-base-v5e64/TIME/log/*'. Stop, with a checkpoint:
 # echo | gcloud storage cp - gs://BUCKET/roberta-base-v5e64/TIME/stop, and delete the slice as
 # printed, as after a preemption. Submitted again, the run continues.

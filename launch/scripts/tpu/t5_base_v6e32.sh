@@ -6,7 +6,7 @@
 #
 #   PROJECT=my-project BUCKET=my-bucket bash launch/scripts/tpu/t5_base_v6e32.sh [key=value ...]
 #
-# In a clone, after `pip wheel --no-deps .`, with DATA in the bucket (docs/cloud_tpu.md).
+# In a clone, after `pip wheel --no-deps .`; DATA is in the bucket (docs/cloud_tpu.md).
 # Watch: gcloud storage cat 'gs://BUCKET/t5-base-v6e32/TIME/log/*'. Stop, with a checkpoint: echo |
 # gcloud storage cp - gs://BUCKET/t5-base-v6e32/TIME/stop, and delete the slice as printed, as after
 # a preemption. Submitted again, the run continues.
