@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
-from data_pipeline.tokenizers.settings import CONFIG, MODEL, ROLES, read_file, role_name, stated
+from data_pipeline.tokenizers.settings import (
+    CONFIG,
+    MODEL,
+    ROLES,
+    parts,
+    read_file,
+    role_name,
+    stated,
+)
 from samestep.config import Tree
 from samestep.errors import DataError
 
@@ -67,6 +75,7 @@ _CLASS_OF_MODEL = {
     "flaubert": "Flaubert",
     "fnet": "FNet",
     "funnel": "Funnel",
+    "gpt_neox": "GPTNeoX",
     "herbert": "Herbert",
     "longt5": "T5",
     "mt5": "T5",
@@ -85,6 +94,22 @@ _CLASS_OF_MODEL = {
     "xlm": "XLM",
     "xlm-roberta": "XLMRoberta",
     "xlnet": "XLNet",
+}
+# With their defaults: settings of classes that build a tokenizer from those and its vocabulary.
+_SETTINGS_OF_CLASS: dict[str, dict[str, bool]] = {
+    "AlbertTokenizer": {"do_lower_case": True, "keep_accents": False, "add_prefix_space": True},
+    "BigBirdTokenizer": {"add_prefix_space": True},
+    "CamembertTokenizer": {"add_prefix_space": True},
+    "DebertaV2Tokenizer": {"do_lower_case": False, "split_by_punct": False},
+    "Qwen2Tokenizer": {"add_prefix_space": False},
+    "XLMRobertaTokenizer": {"add_prefix_space": True},
+    "XLNetTokenizer": {"do_lower_case": False, "keep_accents": False},
+}
+# Special tokens of classes where USUAL_NAMES would take another token of the vocabulary.
+_NAMES_OF_CLASS = {
+    "FunnelTokenizer": {"cls_token": "<cls>", "sep_token": "<sep>"},
+    "PegasusTokenizer": {"mask_token": "<mask_2>"},
+    "XLNetTokenizer": {"cls_token": "<cls>", "sep_token": "<sep>"},
 }
 _CONVERT = (
     "Convert it to tokenizer.json with AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of "
@@ -108,6 +133,11 @@ def class_name(folder: Path, settings: Tree) -> str | None:
         return str(own).removesuffix("Fast")
     name = _CLASS_OF_MODEL.get(model.get("model_type", ""))
     return name and f"{name}Tokenizer"
+
+
+def with_names(kind: str | None, settings: Tree) -> Tree:
+    """Returns the settings with the names that special tokens of a class have without them."""
+    return {**_NAMES_OF_CLASS.get(kind or "", {}), **settings}
 
 
 def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
@@ -164,21 +194,16 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
     """
     if kind in _IN_PYTHON:
         check_class(kind, MODEL, frozenset())
-    found = stated(backend)
-    lowercase = found.get("do_lower_case")
-    defaults = {"do_lower_case": True, "tokenize_chinese_chars": True, "add_prefix_space": False}
-    for name, default in {**defaults, "strip_accents": lowercase}.items():
-        # Other classes ignore BERT's settings.
-        if name not in found or (kind in _OF_ANY and name != "add_prefix_space"):
-            continue
-        value = lowercase if found[name] is None else found[name]
-        given = flag(settings, name, None)
+    stored = _stored_settings(backend, kind)
+    defaults: Tree = {"do_lower_case": True, "tokenize_chinese_chars": True, "clean_text": True}
+    defaults |= {"add_prefix_space": False, "strip_accents": stored.get("do_lower_case")}
+    own = _SETTINGS_OF_CLASS.get(kind or "", {})
+    warned = kind in BERT_CLASSES | GPT2_CLASSES or own
+    for name, value in stored.items():
+        given, default = flag(settings, name, None), {**defaults, **own}[name]
         if given not in (None, value):
-            raise DataError(
-                f"{name} is {json.dumps(given)} in {CONFIG}, and {MODEL} has {json.dumps(value)}. "
-                f"Correct one of them: earlier versions of samestep used {MODEL}."
-            )
-        if given is None and value != default and kind in BERT_CLASSES | GPT2_CLASSES:
+            raise _contradiction(name, given, value)
+        if given is None and value != default and warned:
             logger.warning(
                 "%s has %s %s, and %s does not say so: %s of transformers would change that. "
                 "Write it there.",
@@ -188,6 +213,51 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
                 CONFIG,
                 kind,
             )
+    unknown, named = _unknown_token(backend), role_name(settings, "unk")
+    if unknown and named not in (None, unknown) and kind not in _OF_ANY:
+        raise _contradiction("unk_token", named, unknown)
+
+
+def _contradiction(name: str, given: object, stored: object) -> DataError:
+    return DataError(
+        f"{name} is {json.dumps(given)} in {CONFIG}, and {MODEL} has {json.dumps(stored)}. "
+        f"Correct one of them: earlier versions of samestep used {MODEL}."
+    )
+
+
+def _stored_settings(backend: tokenizers.Tokenizer, kind: str | None) -> Tree:
+    """Returns what tokenizer.json says about the settings that the class reads, none of them null.
+
+    It is empty for most classes of SentencePiece models, which read none.
+    """
+    normalizer, splitter = parts(backend.normalizer), parts(backend.pre_tokenizer)
+    found = stated(backend)
+    if kind in _OF_ANY:  # which ignore BERT's settings
+        return {name: value for name, value in found.items() if name == "add_prefix_space"}
+    if "do_lower_case" in found:
+        found["clean_text"] = normalizer["BertNormalizer"]["clean_text"]
+        if found["strip_accents"] is None:
+            found["strip_accents"] = found["do_lower_case"]
+    own: Tree = {
+        "do_lower_case": "Lowercase" in normalizer,
+        "keep_accents": "StripAccents" not in normalizer,
+        "split_by_punct": "Punctuation" in splitter,
+    }
+    if "ByteLevel" in splitter:
+        own["add_prefix_space"] = splitter["ByteLevel"]["add_prefix_space"]
+    if "Metaspace" in splitter:
+        own["add_prefix_space"] = splitter["Metaspace"]["prepend_scheme"] != "never"
+    read = _SETTINGS_OF_CLASS.get(kind or "", {})
+    return found | {name: own[name] for name in read if name in own}
+
+
+def _unknown_token(backend: tokenizers.Tokenizer) -> str | None:
+    """Returns the token that stands for unknown text, if the model has one."""
+    model = backend.model
+    if isinstance(model, models.Unigram):
+        unknown = json.loads(model.__getstate__())["unk_id"]
+        return None if unknown is None else backend.id_to_token(unknown)
+    return getattr(model, "unk_token", None)
 
 
 def check_sentencepiece(

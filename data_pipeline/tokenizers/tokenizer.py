@@ -300,8 +300,10 @@ def _read_backend(path: Path, saved: bool) -> Backend:
         if saved:
             backend = read_saved(path)
         else:
+            from data_pipeline.tokenizers.foreign_settings import class_name, with_names
             from data_pipeline.tokenizers.huggingface_models import read
 
+            settings = with_names(class_name(path, settings), settings)
             backend = read(path, settings)
     # None of the files that Hugging Face reads is there.
     except FileNotFoundError:
