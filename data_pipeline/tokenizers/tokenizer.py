@@ -196,14 +196,32 @@ class Tokenizer:
         """
         return Tokenizer(self._backend.with_tokens(tokens, whole_words))
 
+    def with_content(self, tokens: Sequence[str]) -> Tokenizer:
+        """Returns this tokenizer with tokens that are content: a text may hold them by name.
+
+        All ids stay as they are.
+
+        Args:
+            tokens: special tokens without a role, or other tokens of the vocabulary.
+
+        Raises:
+            ConfigError: one has a role, as [SEP], or is not in the vocabulary; or it is a
+                SentencePiece model, whose file cannot say so.
+        """
+        return Tokenizer(self._backend.with_content(tokens)) if tokens else self
+
     def extends(self, other: Tokenizer) -> bool:
         """Whether this is `other` with further tokens after its own; see `with_tokens`."""
+        return self.vocabulary.size > other.vocabulary.size and self.keeps_ids(other)
+
+    def keeps_ids(self, other: Tokenizer) -> bool:
+        """Whether this is `other`, but for further tokens and for those that are content."""
         from data_pipeline.tokenizers.huggingface import HuggingFace
 
         ours, theirs = self._backend, other._backend
         if not (isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace)):
             return False
-        return ours.extends(theirs)
+        return ours.keeps_ids(theirs)
 
     def normalized(self, text: str) -> str:
         """Returns a text as it is before it is split into tokens, in lower case for example."""
