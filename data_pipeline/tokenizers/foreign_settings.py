@@ -105,13 +105,21 @@ _SETTINGS_OF_CLASS: dict[str, dict[str, bool]] = {
     "XLMRobertaTokenizer": {"add_prefix_space": True},
     "XLNetTokenizer": {"do_lower_case": False, "keep_accents": False},
 }
-# Special tokens of classes where USUAL_NAMES would take another token of the vocabulary.
+_ROBERTA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"}
+_ROBERTA_NAMES |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+_BERT_NAMES = {"bos_token": "[CLS]", "eos_token": "[SEP]", "sep_token": "[SEP]"}
+_BERT_NAMES |= {"cls_token": "[CLS]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+# Special tokens of classes where USUAL_NAMES would take another token of the vocabulary, or none.
 _NAMES_OF_CLASS = {
+    "AlbertTokenizer": _BERT_NAMES | {"pad_token": "<pad>", "unk_token": "<unk>"},
+    "CamembertTokenizer": _ROBERTA_NAMES,
+    "DebertaV2Tokenizer": _BERT_NAMES | {"unk_token": "[UNK]"},
     "FunnelTokenizer": {"cls_token": "<cls>", "sep_token": "<sep>"},
     "PegasusTokenizer": {"mask_token": "<mask_2>"},
-    "XLNetTokenizer": {"cls_token": "<cls>", "sep_token": "<sep>"},
+    "XLMRobertaTokenizer": _ROBERTA_NAMES,
+    "XLNetTokenizer": _ROBERTA_NAMES | {"cls_token": "<cls>", "sep_token": "<sep>"},
 }
-_CONVERT = (
+CONVERT = (
     "Convert it to tokenizer.json with AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of "
     "transformers, and name that folder."
 )
@@ -126,7 +134,7 @@ def class_name(folder: Path, settings: Tree) -> str | None:
     # Code of a stranger is never run, whatever the other settings say.
     code = settings.get("auto_map") or {}
     if isinstance(code, list) or "AutoTokenizer" in code:
-        raise DataError(f"auto_map in {CONFIG} names a class in the folder's own code. {_CONVERT}")
+        raise DataError(f"auto_map in {CONFIG} names a class in the folder's own code. {CONVERT}")
     model = read_file(folder / "config.json")
     if own := settings.get("tokenizer_class") or model.get("tokenizer_class"):
         # Both versions of a class are meant to give the same ids.
@@ -140,6 +148,11 @@ def with_names(kind: str | None, settings: Tree) -> Tree:
     return {**_NAMES_OF_CLASS.get(kind or "", {}), **settings}
 
 
+def setting(settings: Tree, kind: str, name: str) -> bool:
+    """Returns a setting of a class that builds its tokenizer from settings, or its default."""
+    return bool(flag(settings, name, _SETTINGS_OF_CLASS[kind].get(name, False)))
+
+
 def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
     """Rejects a class that makes other ids of a file.
 
@@ -147,7 +160,7 @@ def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
         DataError: it does.
     """
     if kind is not None and kind not in known:
-        fix = "Use another tokenizer." if kind in _IN_PYTHON else _CONVERT
+        fix = "Use another tokenizer." if kind in _IN_PYTHON else CONVERT
         if known:
             fix += f" If a class such as {min(known)} made the ids, set tokenizer_class to it."
         raise DataError(f"{kind} of transformers does not use {file} as it is read here. {fix}")
@@ -181,7 +194,7 @@ def check_wordpiece(settings: Tree) -> None:
         ("wordpieces_prefix", prefix, prefix == "##"),
     ):
         if not is_usual:
-            raise DataError(f"{name} is {value!r} in {CONFIG}, which is not supported. {_CONVERT}")
+            raise DataError(f"{name} is {value!r} in {CONFIG}, which is not supported. {CONVERT}")
 
 
 def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settings: Tree) -> None:
@@ -280,20 +293,20 @@ def check_sentencepiece(
         usual |= {"do_lower_case": (False,), "keep_accents": (True,), "remove_space": (True,)}
     for name, values in usual.items():
         if settings.get(name) not in (None, *values):
-            raise DataError(f"{name} is {settings[name]!r} in {CONFIG}. {_CONVERT}")
+            raise DataError(f"{name} is {settings[name]!r} in {CONFIG}. {CONVERT}")
     for role in ("pad", "eos", "unk"):
         named, own = role_name(settings, role), backend.names.get(f"{role}_token")
         if named not in (None, own):
-            raise DataError(f"{role}_token is {named!r}, and {own!r} in the model. {_CONVERT}")
+            raise DataError(f"{role}_token is {named!r}, and {own!r} in the model. {CONVERT}")
     for name in special_names(settings):
         if name not in backend.names.values() and not backend.has(name):
-            raise DataError(f"the model has no special token {name!r}. {_CONVERT}")
+            raise DataError(f"the model has no special token {name!r}. {CONVERT}")
     # A SentencePiece file cannot hold further tokens, so each must be in the model.
     for content, (_, token_id) in added.items():
         if (own := backend.token(token_id)) != content:
             raise DataError(
                 f"the added token {content!r} has the id {token_id}, where the model has {own!r}. "
-                f"{_CONVERT}"
+                f"{CONVERT}"
             )
 
 

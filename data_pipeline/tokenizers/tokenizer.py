@@ -136,9 +136,10 @@ class Tokenizer:
 
         Args:
             path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
-                merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read,
-                but spiece.model before the tokenizer.json that an export has made of it; a
-                SentencePiece model; or hf://NAME.
+                merges.txt (GPT-2), or a SentencePiece model under its name in `transformers`, as
+                spiece.model (T5), of which the first that exists is read, but spiece.model before
+                the tokenizer.json that an export has made of it; a SentencePiece model; or
+                hf://NAME.
             saved: `save` wrote the folder, for a dataset or a run. Its tokenizer.json or
                 spiece.model alone decides the ids, since earlier versions ignored the settings.
 
@@ -158,7 +159,7 @@ class Tokenizer:
         except FileNotFoundError:
             raise DataError(
                 f"there is no tokenizer in {path}: neither tokenizer.json, nor vocab.txt, nor "
-                f"vocab.json with merges.txt, nor {SPIECE}. Train one with: samestep data "
+                f"vocab.json with merges.txt, nor a {SPIECE}. Train one with: samestep data "
                 "tokenizer CONFIG"
             ) from None
         except Exception as error:  # `tokenizers` raises bare Exception for files it cannot read

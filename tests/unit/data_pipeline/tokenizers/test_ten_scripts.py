@@ -53,11 +53,21 @@ MODELS = {
     "t5": ("spiece.model", T5),
     "albert": (
         "spiece.model",
-        {**T5, "unk_id": 1, "eos_id": -1, "control_symbols": ["[CLS]", "[SEP]", "[MASK]"]},
+        {
+            **T5,
+            "unk_id": 1,
+            "eos_id": -1,
+            "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
+            "user_defined_symbols": ["x@", "½"],
+        },
     ),
     "xlnet": (
         "spiece.model",
-        {**BOS, "control_symbols": ["<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"]},
+        {
+            **BOS,
+            "control_symbols": ["<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"],
+            "user_defined_symbols": ["."],
+        },
     ),
     "camembert": ("sentencepiece.bpe.model", BOS),
     "xlm-roberta": ("sentencepiece.bpe.model", BOS),
@@ -140,13 +150,62 @@ def saved_by_transformers(folder: Path) -> Path:
     return target
 
 
-READ_WITHOUT_JSON = ("bert", "roberta", "t5")
+READ_WITHOUT_JSON = ("bert", "roberta", "t5", "albert", "xlnet", "camembert", "xlm-roberta")
+READ_WITHOUT_JSON += ("deberta-v2",)
 TYPES = ("bert", "roberta", *MODELS)
 
 
 @pytest.mark.parametrize("model_type", READ_WITHOUT_JSON)
 def test_files_of_a_vocabulary_give_the_ids_of_transformers(model_type, tmp_path):
-    assert_ids_of_transformers(folder_of(tmp_path, model_type), UNKNOWN)
+    folder = folder_of(tmp_path, model_type)
+    assert_ids_of_transformers(folder, UNKNOWN)
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.save(tmp_path / "copy")
+    for saved in (True, False):
+        copy = Tokenizer.load(tmp_path / "copy", saved=saved)
+        assert copy.fingerprint == tokenizer.fingerprint
+        assert copy.vocabulary == tokenizer.vocabulary
+    if model_type != "t5":  # whose spiece.model needs a class
+        theirs, exported = map(
+            transformers.AutoTokenizer.from_pretrained, (folder, tmp_path / "copy")
+        )
+        assert exported(TEXTS, TEXTS[::-1])["input_ids"] == theirs(TEXTS, TEXTS[::-1])["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [
+        ("albert", "do_lower_case", False),
+        ("albert", "keep_accents", True),
+        ("albert", "add_prefix_space", False),
+        ("camembert", "add_prefix_space", False),
+        ("camembert", "additional_special_tokens", ["<e>"]),
+        ("deberta-v2", "do_lower_case", True),
+        ("deberta-v2", "split_by_punct", True),
+        ("deberta-v2", "add_prefix_space", False),
+        ("xlm-roberta", "mask_token", "<m>"),
+        ("xlnet", "do_lower_case", True),
+    ],
+)
+def test_settings_beside_a_sentencepiece_model_count(model_type, name, value, tmp_path):
+    folder = folder_of(tmp_path, model_type)
+    (folder / "tokenizer_config.json").write_text(json.dumps({name: value}))
+    assert_ids_of_transformers(folder, UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("mbart", r"sentencepiece\.bpe\.model of an unknown class is not read"),
+        ("camembert", "sp_model_kwargs is"),
+    ],
+)
+def test_other_sentencepiece_models_are_refused(model_type, message, tmp_path):
+    folder = folder_of(tmp_path, "camembert")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text('{"sp_model_kwargs": {"alpha": 0.1}}')
+    with pytest.raises(DataError, match=message):
+        Tokenizer.load(folder)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
