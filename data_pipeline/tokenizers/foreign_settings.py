@@ -270,7 +270,8 @@ def _unknown_token(backend: tokenizers.Tokenizer) -> str | None:
     if isinstance(model, models.Unigram):
         unknown = json.loads(model.__getstate__())["unk_id"]
         return None if unknown is None else backend.id_to_token(unknown)
-    return getattr(model, "unk_token", None)
+    has_name = isinstance(model, models.WordPiece | models.WordLevel | models.BPE)
+    return model.unk_token if has_name else None
 
 
 def check_sentencepiece(
