@@ -219,6 +219,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
 )
 """Files that the folder of a tokenizer may have."""
 

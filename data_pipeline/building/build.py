@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import dedup
-from data_pipeline.building import duplicates, example_counts, pool
+from data_pipeline.building import duplicates, example_counts, pool, special_names
 from data_pipeline.building.config import Config
 from data_pipeline.building.progress import Meter
 from data_pipeline.building.slices import Claim, Slice
@@ -104,7 +104,8 @@ class _Build:
         self.config = config
         self.part = part
         self.folder = Path(config.output)
-        self.tokenizer = Tokenizer.load(config.tokenizer.path)
+        tokenizer = Tokenizer.load(config.tokenizer.path)
+        self.tokenizer = tokenizer.with_content(config.content_tokens)
         self.source: Source = config.source.build()
         self.settings: Tree = {
             "heldout_fraction": config.heldout_fraction,
@@ -157,6 +158,7 @@ class _Build:
         self.left_out: list[frozenset[int]] = []  # records that repeat others, by unit
         self.units: list[str] = []  # digest of each unit, also of other slices
         self.unknown = 0
+        self.special_names: Counter[str] = Counter()
         self.examples: dict[str, list[dict[str, int]]] = {"train": [], "heldout": []}
         self.rejected: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first bad record
 
@@ -343,6 +345,7 @@ class _Build:
                 assert outcome is not None
                 documents_in += outcome.documents_in
                 self.unknown += outcome.unknown
+                self.special_names.update(outcome.special_names)
                 for split, shard in outcome.shards.items():
                     splits[split].append(shard)
                     self.examples[split].append(outcome.examples.get(split, {}))
@@ -430,6 +433,7 @@ class _Build:
                 "samestep data show, and use a tokenizer of similar text or, for SentencePiece, a "
                 "higher tokenizer.character_coverage or byte_fallback."
             )
+        special_names.warn(self.special_names, self.tokenizer)
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:

@@ -40,6 +40,7 @@ class TaskData:
 
     Attributes:
         source: the rows, held-out ones included.
+        content_tokens: special tokens that are content; see `config.Config`.
         heldout_fraction: fraction of the rows that is held out, if the source names none.
         rows: number of rows to train on: the first ones; None means all.
         on_error: whether a bad row stops the build ("stop"), or is counted, listed and left out
@@ -47,6 +48,7 @@ class TaskData:
     """
 
     source: Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
+    content_tokens: tuple[str, ...] = ()
     heldout_fraction: float = 0.1
     rows: int | None = None
     on_error: Literal["stop", "skip"] = "stop"

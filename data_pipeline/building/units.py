@@ -20,6 +20,7 @@ import numpy as np
 
 from data_pipeline.building import example_counts
 from data_pipeline.building.decontamination import Matcher
+from data_pipeline.building.special_names import SpecialNames
 from data_pipeline.building.task_rows import Encoded, encode, join
 from data_pipeline.format.manifest import ShardInfo, token_dtype
 from data_pipeline.format.writing import write_shard
@@ -160,6 +161,7 @@ class Outcome:
         shards: split -> shard; without splits that have no documents.
         unknown: number of tokens that stand for text unknown to the tokenizer.
         examples: split -> number of examples under common packings, see `example_counts.count`.
+        special_names: name of a special token -> number of documents that hold it as text.
     """
 
     build: str
@@ -169,6 +171,7 @@ class Outcome:
     shards: dict[str, ShardInfo]
     unknown: int
     examples: dict[str, dict[str, int]] = field(default_factory=dict)
+    special_names: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes it as JSON, atomically."""
@@ -225,6 +228,7 @@ class UnitWriter:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
         self._tokenizer = Tokenizer.load(folder / "tokenizer", saved=True)
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
+        self._special_names = SpecialNames(self._tokenizer)
         self._folder, self._source, self._build = folder, source, build
         self._heldout_fraction, self._splitter = heldout_fraction, splitter
         self._test = test
@@ -269,7 +273,14 @@ class UnitWriter:
             unknown += sum(int(np.isin(document.tokens, special).sum()) for _, document in members)
         reasons = tuple(sorted(rejected))
         outcome = Outcome(
-            self._build, unit.digest, len(unit.records), reasons, shards, unknown, examples
+            self._build,
+            unit.digest,
+            len(unit.records),
+            reasons,
+            shards,
+            unknown,
+            examples,
+            self._special_names.count(texts),
         )
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
-from data_pipeline.tokenizers.settings import CONFIG, MODEL, ROLES, read_file, role_name, stated
+from data_pipeline.tokenizers.settings import (
+    CONFIG,
+    MODEL,
+    ROLES,
+    parts,
+    read_file,
+    role_name,
+    stated,
+)
 from samestep.config import Tree
 from samestep.errors import DataError
 
@@ -67,6 +75,7 @@ _CLASS_OF_MODEL = {
     "flaubert": "Flaubert",
     "fnet": "FNet",
     "funnel": "Funnel",
+    "gpt_neox": "GPTNeoX",
     "herbert": "Herbert",
     "longt5": "T5",
     "mt5": "T5",
@@ -86,7 +95,31 @@ _CLASS_OF_MODEL = {
     "xlm-roberta": "XLMRoberta",
     "xlnet": "XLNet",
 }
-_CONVERT = (
+# With their defaults: settings of classes that build a tokenizer from those and its vocabulary.
+_SETTINGS_OF_CLASS: dict[str, dict[str, bool]] = {
+    "AlbertTokenizer": {"do_lower_case": True, "keep_accents": False, "add_prefix_space": True},
+    "BigBirdTokenizer": {"add_prefix_space": True},
+    "CamembertTokenizer": {"add_prefix_space": True},
+    "DebertaV2Tokenizer": {"do_lower_case": False, "split_by_punct": False},
+    "Qwen2Tokenizer": {"add_prefix_space": False},
+    "XLMRobertaTokenizer": {"add_prefix_space": True},
+    "XLNetTokenizer": {"do_lower_case": False, "keep_accents": False},
+}
+_ROBERTA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"}
+_ROBERTA_NAMES |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+_BERT_NAMES = {"bos_token": "[CLS]", "eos_token": "[SEP]", "sep_token": "[SEP]"}
+_BERT_NAMES |= {"cls_token": "[CLS]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+# Special tokens of classes where USUAL_NAMES would take another token of the vocabulary, or none.
+_NAMES_OF_CLASS = {
+    "AlbertTokenizer": _BERT_NAMES | {"pad_token": "<pad>", "unk_token": "<unk>"},
+    "CamembertTokenizer": _ROBERTA_NAMES,
+    "DebertaV2Tokenizer": _BERT_NAMES | {"unk_token": "[UNK]"},
+    "FunnelTokenizer": {"cls_token": "<cls>", "sep_token": "<sep>"},
+    "PegasusTokenizer": {"mask_token": "<mask_2>"},
+    "XLMRobertaTokenizer": _ROBERTA_NAMES,
+    "XLNetTokenizer": _ROBERTA_NAMES | {"cls_token": "<cls>", "sep_token": "<sep>"},
+}
+CONVERT = (
     "Convert it to tokenizer.json with AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of "
     "transformers, and name that folder."
 )
@@ -101,13 +134,23 @@ def class_name(folder: Path, settings: Tree) -> str | None:
     # Code of a stranger is never run, whatever the other settings say.
     code = settings.get("auto_map") or {}
     if isinstance(code, list) or "AutoTokenizer" in code:
-        raise DataError(f"auto_map in {CONFIG} names a class in the folder's own code. {_CONVERT}")
+        raise DataError(f"auto_map in {CONFIG} names a class in the folder's own code. {CONVERT}")
     model = read_file(folder / "config.json")
     if own := settings.get("tokenizer_class") or model.get("tokenizer_class"):
         # Both versions of a class are meant to give the same ids.
         return str(own).removesuffix("Fast")
     name = _CLASS_OF_MODEL.get(model.get("model_type", ""))
     return name and f"{name}Tokenizer"
+
+
+def with_names(kind: str | None, settings: Tree) -> Tree:
+    """Returns the settings with the names that special tokens of a class have without them."""
+    return {**_NAMES_OF_CLASS.get(kind or "", {}), **settings}
+
+
+def setting(settings: Tree, kind: str, name: str) -> bool:
+    """Returns a setting of a class that builds its tokenizer from settings, or its default."""
+    return bool(flag(settings, name, _SETTINGS_OF_CLASS[kind].get(name, False)))
 
 
 def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
@@ -117,7 +160,7 @@ def check_class(kind: str | None, file: str, known: frozenset[str]) -> None:
         DataError: it does.
     """
     if kind is not None and kind not in known:
-        fix = "Use another tokenizer." if kind in _IN_PYTHON else _CONVERT
+        fix = "Use another tokenizer." if kind in _IN_PYTHON else CONVERT
         if known:
             fix += f" If a class such as {min(known)} made the ids, set tokenizer_class to it."
         raise DataError(f"{kind} of transformers does not use {file} as it is read here. {fix}")
@@ -151,7 +194,7 @@ def check_wordpiece(settings: Tree) -> None:
         ("wordpieces_prefix", prefix, prefix == "##"),
     ):
         if not is_usual:
-            raise DataError(f"{name} is {value!r} in {CONFIG}, which is not supported. {_CONVERT}")
+            raise DataError(f"{name} is {value!r} in {CONFIG}, which is not supported. {CONVERT}")
 
 
 def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settings: Tree) -> None:
@@ -164,21 +207,16 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
     """
     if kind in _IN_PYTHON:
         check_class(kind, MODEL, frozenset())
-    found = stated(backend)
-    lowercase = found.get("do_lower_case")
-    defaults = {"do_lower_case": True, "tokenize_chinese_chars": True, "add_prefix_space": False}
-    for name, default in {**defaults, "strip_accents": lowercase}.items():
-        # Other classes ignore BERT's settings.
-        if name not in found or (kind in _OF_ANY and name != "add_prefix_space"):
-            continue
-        value = lowercase if found[name] is None else found[name]
-        given = flag(settings, name, None)
+    stored = _stored_settings(backend, kind)
+    defaults: Tree = {"do_lower_case": True, "tokenize_chinese_chars": True, "clean_text": True}
+    defaults |= {"add_prefix_space": False, "strip_accents": stored.get("do_lower_case")}
+    own = _SETTINGS_OF_CLASS.get(kind or "", {})
+    warned = kind in BERT_CLASSES | GPT2_CLASSES or own
+    for name, value in stored.items():
+        given, default = flag(settings, name, None), {**defaults, **own}[name]
         if given not in (None, value):
-            raise DataError(
-                f"{name} is {json.dumps(given)} in {CONFIG}, and {MODEL} has {json.dumps(value)}. "
-                f"Correct one of them: earlier versions of samestep used {MODEL}."
-            )
-        if given is None and value != default and kind in BERT_CLASSES | GPT2_CLASSES:
+            raise _contradiction(name, given, value)
+        if given is None and value != default and warned:
             logger.warning(
                 "%s has %s %s, and %s does not say so: %s of transformers would change that. "
                 "Write it there.",
@@ -188,6 +226,52 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
                 CONFIG,
                 kind,
             )
+    unknown, named = _unknown_token(backend), role_name(settings, "unk")
+    if unknown and named not in (None, unknown) and kind not in _OF_ANY:
+        raise _contradiction("unk_token", named, unknown)
+
+
+def _contradiction(name: str, given: object, stored: object) -> DataError:
+    return DataError(
+        f"{name} is {json.dumps(given)} in {CONFIG}, and {MODEL} has {json.dumps(stored)}. "
+        f"Correct one of them: earlier versions of samestep used {MODEL}."
+    )
+
+
+def _stored_settings(backend: tokenizers.Tokenizer, kind: str | None) -> Tree:
+    """Returns what tokenizer.json says about the settings that the class reads, none of them null.
+
+    It is empty for most classes of SentencePiece models, which read none.
+    """
+    normalizer, splitter = parts(backend.normalizer), parts(backend.pre_tokenizer)
+    found = stated(backend)
+    if kind in _OF_ANY:  # which ignore BERT's settings
+        return {name: value for name, value in found.items() if name == "add_prefix_space"}
+    if "do_lower_case" in found:
+        found["clean_text"] = normalizer["BertNormalizer"]["clean_text"]
+        if found["strip_accents"] is None:
+            found["strip_accents"] = found["do_lower_case"]
+    own: Tree = {
+        "do_lower_case": "Lowercase" in normalizer,
+        "keep_accents": "StripAccents" not in normalizer,
+        "split_by_punct": "Punctuation" in splitter,
+    }
+    if "ByteLevel" in splitter:
+        own["add_prefix_space"] = splitter["ByteLevel"]["add_prefix_space"]
+    if "Metaspace" in splitter:
+        own["add_prefix_space"] = splitter["Metaspace"]["prepend_scheme"] != "never"
+    read = _SETTINGS_OF_CLASS.get(kind or "", {})
+    return found | {name: own[name] for name in read if name in own}
+
+
+def _unknown_token(backend: tokenizers.Tokenizer) -> str | None:
+    """Returns the token that stands for unknown text, if the model has one."""
+    model = backend.model
+    if isinstance(model, models.Unigram):
+        unknown = json.loads(model.__getstate__())["unk_id"]
+        return None if unknown is None else backend.id_to_token(unknown)
+    has_name = isinstance(model, models.WordPiece | models.WordLevel | models.BPE)
+    return model.unk_token if has_name else None
 
 
 def check_sentencepiece(
@@ -210,20 +294,20 @@ def check_sentencepiece(
         usual |= {"do_lower_case": (False,), "keep_accents": (True,), "remove_space": (True,)}
     for name, values in usual.items():
         if settings.get(name) not in (None, *values):
-            raise DataError(f"{name} is {settings[name]!r} in {CONFIG}. {_CONVERT}")
+            raise DataError(f"{name} is {settings[name]!r} in {CONFIG}. {CONVERT}")
     for role in ("pad", "eos", "unk"):
         named, own = role_name(settings, role), backend.names.get(f"{role}_token")
         if named not in (None, own):
-            raise DataError(f"{role}_token is {named!r}, and {own!r} in the model. {_CONVERT}")
+            raise DataError(f"{role}_token is {named!r}, and {own!r} in the model. {CONVERT}")
     for name in special_names(settings):
         if name not in backend.names.values() and not backend.has(name):
-            raise DataError(f"the model has no special token {name!r}. {_CONVERT}")
+            raise DataError(f"the model has no special token {name!r}. {CONVERT}")
     # A SentencePiece file cannot hold further tokens, so each must be in the model.
     for content, (_, token_id) in added.items():
         if (own := backend.token(token_id)) != content:
             raise DataError(
                 f"the added token {content!r} has the id {token_id}, where the model has {own!r}. "
-                f"{_CONVERT}"
+                f"{CONVERT}"
             )
 
 

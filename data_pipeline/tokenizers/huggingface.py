@@ -19,6 +19,7 @@ from data_pipeline.tokenizers import full_stops, sentinels_in
 from data_pipeline.tokenizers.limits import check_ids, check_limits
 from data_pipeline.tokenizers.settings import MODEL, by_name, stated
 from samestep.config import Tree
+from samestep.errors import ConfigError
 from samestep.examples import Vocabulary
 
 if TYPE_CHECKING:
@@ -113,15 +114,40 @@ class HuggingFace:
         backend.add_tokens(added)
         return HuggingFace(backend, self.settings)
 
-    def extends(self, other: HuggingFace) -> bool:
-        """Whether this is `other` with further tokens after its own."""
+    def with_content(self, tokens: Sequence[str]) -> HuggingFace:
+        """Returns this tokenizer with tokens that texts hold by their names."""
+        state = json.loads(self._backend.to_str())
+        added = {token["content"]: token for token in state["added_tokens"]}
+        vocab = self._backend.get_vocab()
+        roles = {name: role for role, name in self.names.items()}
+        for name in tokens:
+            if name not in vocab:
+                raise ConfigError(
+                    f"content_tokens has {name!r}, which the tokenizer lacks. Correct it, or add "
+                    "it with samestep data extend."
+                )
+            if name in roles:
+                raise ConfigError(
+                    f"content_tokens has {name!r}, which is the tokenizer's {roles[name]}. Use "
+                    "another token."
+                )
+            new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            entry = added.setdefault(name, {"id": vocab[name], "content": name, **new})
+            entry["special"] = False
+        state["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
+        return HuggingFace(tokenizers.Tokenizer.from_str(json.dumps(state)), self.settings)
+
+    def keeps_ids(self, other: HuggingFace) -> bool:
+        """Whether this is `other`, but for further tokens and for those that are content."""
         ours, theirs = json.loads(self._backend.to_str()), json.loads(other._backend.to_str())
         for section in ("model", "normalizer", "pre_tokenizer"):
             if _explicit(ours[section]) != _explicit(theirs[section]):
                 return False
-        size = other.vocabulary.size
-        kept = [token for token in ours["added_tokens"] if token["id"] < size]
-        return _explicit(kept) == _explicit(theirs["added_tokens"]) and size < self.vocabulary.size
+        kept = [{**token, "special": False} for token in ours["added_tokens"]]
+        before = ({**token, "special": False} for token in theirs["added_tokens"])
+        return self.vocabulary.size >= other.vocabulary.size and all(
+            token in kept for token in before
+        )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         if self._words is not None:

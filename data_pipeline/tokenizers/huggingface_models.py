@@ -147,7 +147,7 @@ def _again(file: IO[bytes]) -> Iterator[str]:
 
 
 def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
-    """Reads tokenizer.json, else vocab.txt, else vocab.json and merges.txt.
+    """Reads tokenizer.json, vocab.txt, vocab.json and merges.txt, or a class's SentencePiece model.
 
     Raises:
         FileNotFoundError: none of these exists.
@@ -167,7 +167,14 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
         backend = _byte_level_bpe(models.BPE.from_file(*files), bool(add_space))
         _add_special_tokens(backend)
     else:
-        raise FileNotFoundError(folder)
+        from data_pipeline.tokenizers import unigram_models
+
+        found = unigram_models.read(folder, kind, settings)
+        if found is None or kind is None:
+            raise FileNotFoundError(folder)
+        add_tokens(found, folder, settings)
+        unigram_models.set_template(found, kind, settings)
+        return found
     add_tokens(backend, folder, settings)
     if not (folder / MODEL).is_file():
         _set_template(backend, settings)

@@ -286,6 +286,13 @@ class SentencePiece:
             f"DIR/{SPIECE}, and extend DIR."
         )
 
+    def with_content(self, tokens: Sequence[str]) -> SentencePiece:
+        raise ConfigError(
+            f"content_tokens is set, and a {SPIECE} cannot say which tokens are content. Convert "
+            "it with AutoTokenizer.from_pretrained(...).save_pretrained(DIR) of transformers, "
+            f"remove DIR/{SPIECE}, and name DIR."
+        )
+
     def normalized(self, text: str) -> str:
         return text  # as it is: the library does not expose its normalizer
 

@@ -50,6 +50,13 @@ def _state(part: Any) -> Tree:
     return {} if part is None else json.loads(part.__getstate__())
 
 
+def parts(part: Any) -> dict[str, Tree]:
+    """Returns the parts of a normalizer or pre-tokenizer by their type."""
+    state = _state(part)
+    members = state.get("normalizers") or state.get("pretokenizers") or [state]
+    return {member["type"]: member for member in members if member}
+
+
 def role_name(settings: Tree, role: str) -> str | None:
     """Returns the special token that the settings name for a role such as "unk"."""
     value = settings.get(f"{role}_token")

@@ -144,9 +144,10 @@ class Tokenizer:
 
         Args:
             path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
-                merges.txt (GPT-2), or spiece.model (T5), of which the first that exists is read,
-                but spiece.model before the tokenizer.json that an export has made of it; a
-                SentencePiece model; or hf://NAME.
+                merges.txt (GPT-2), or a SentencePiece model under its name in `transformers`, as
+                spiece.model (T5), of which the first that exists is read, but spiece.model before
+                the tokenizer.json that an export has made of it; a SentencePiece model; or
+                hf://NAME.
             saved: `save` wrote the folder, for a dataset or a run. Its tokenizer.json or
                 spiece.model alone decides the ids, since earlier versions ignored the settings.
 
@@ -166,7 +167,7 @@ class Tokenizer:
         except FileNotFoundError:
             raise DataError(
                 f"there is no tokenizer in {path}: neither tokenizer.json, nor vocab.txt, nor "
-                f"vocab.json with merges.txt, nor {SPIECE}. Train one with: samestep data "
+                f"vocab.json with merges.txt, nor a {SPIECE}. Train one with: samestep data "
                 "tokenizer CONFIG"
             ) from None
         except Exception as error:  # `tokenizers` raises bare Exception for files it cannot read
@@ -204,14 +205,32 @@ class Tokenizer:
         """
         return Tokenizer(self._backend.with_tokens(tokens, whole_words))
 
+    def with_content(self, tokens: Sequence[str]) -> Tokenizer:
+        """Returns this tokenizer with tokens that are content: a text may hold them by name.
+
+        All ids stay as they are.
+
+        Args:
+            tokens: special tokens without a role, or other tokens of the vocabulary.
+
+        Raises:
+            ConfigError: one has a role, as [SEP], or is not in the vocabulary; or it is a
+                SentencePiece model, whose file cannot say so.
+        """
+        return Tokenizer(self._backend.with_content(tokens)) if tokens else self
+
     def extends(self, other: Tokenizer) -> bool:
         """Whether this is `other` with further tokens after its own; see `with_tokens`."""
+        return self.vocabulary.size > other.vocabulary.size and self.keeps_ids(other)
+
+    def keeps_ids(self, other: Tokenizer) -> bool:
+        """Whether this is `other`, but for further tokens and for those that are content."""
         from data_pipeline.tokenizers.huggingface import HuggingFace
 
         ours, theirs = self._backend, other._backend
         if not (isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace)):
             return False
-        return ours.extends(theirs)
+        return ours.keeps_ids(theirs)
 
     def normalized(self, text: str) -> str:
         """Returns a text as it is before it is split into tokens, in lower case for example."""
@@ -308,8 +327,10 @@ def _read_backend(path: Path, saved: bool) -> Backend:
         if saved:
             backend = read_saved(path)
         else:
+            from data_pipeline.tokenizers.foreign_settings import class_name, with_names
             from data_pipeline.tokenizers.huggingface_models import read
 
+            settings = with_names(class_name(path, settings), settings)
             backend = read(path, settings)
     # None of the files that Hugging Face reads is there.
     except FileNotFoundError:

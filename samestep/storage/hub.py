@@ -21,7 +21,9 @@ MODEL_FILES = (
 )
 # At least one file of each group makes a model, or a tokenizer.
 _MODEL_NEEDS = (("config.json",), ("model.safetensors", "model.safetensors.index.json"))
-_TOKENIZER_NEEDS = (("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model"),)
+_TOKENIZER_NEEDS = (
+    ("tokenizer.json", "vocab.txt", "vocab.json", *(n for n in TOKENIZER_FILES if ".model" in n)),
+)
 _ADDRESS = re.compile(
     r"hf://(?!datasets/|spaces/)(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@]+))?"
 )

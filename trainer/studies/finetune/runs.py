@@ -411,6 +411,7 @@ def _dataset(
         source,
         TokenizerConfig(str(tokenizer)),
         output="",
+        content_tokens=task.config.content_tokens,
         heldout_fraction=task.config.heldout_fraction,
         rows=None if name else task.config.rows,
         on_error=task.config.on_error,
@@ -420,7 +421,7 @@ def _dataset(
         tree["source"],
         tree["heldout_fraction"],
         tree["on_error"],
-        Tokenizer.load(tokenizer).fingerprint,
+        Tokenizer.load(tokenizer).with_content(task.config.content_tokens).fingerprint,
         *stamps(source),
         *([] if config.rows is None else [config.rows]),
     ]

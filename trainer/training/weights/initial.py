@@ -189,7 +189,8 @@ def _check_tokenizer(weights: Weights, dataset: HasTokenizer, may_extend: bool) 
     own = weights.load_tokenizer()
     if own.fingerprint == dataset.tokenizer.fingerprint:
         return
-    if may_extend and dataset.tokenizer.extends(own):
+    is_extended = dataset.tokenizer.vocabulary.size > own.vocabulary.size
+    if dataset.tokenizer.keeps_ids(own) and (may_extend or not is_extended):
         return
     copy, folder = "", str(weights.tokenizer)
     if not isinstance(weights.tokenizer, Path):
