@@ -78,7 +78,7 @@ def export_weights(
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
         codec = codec_of(ours)
-        tensors = codec.export_tensors(parameters)
+        tensors = codec.export_tensors(parameters) | codec.export_spare(whole.spare)
         warn_of_not_finite(tensors, checkpoint)
         config = codec.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         more = None
