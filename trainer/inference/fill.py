@@ -112,8 +112,8 @@ def check_masked_lm(weights: Weights, checkpoint: str) -> None:
     head = weights.config.head
     if head == "embedding":
         raise ConfigError(
-            f"fill needs a masked-LM head, and {checkpoint} has none; train one first, with "
-            f"samestep train configs/pretrain/bert_base.yaml init_from={checkpoint}"
+            f"{checkpoint} has no head, and fill needs one that predicts tokens; train it first: "
+            f"samestep train with objective mlm and init_from={checkpoint}"
         )
     if head != "language_model":
         raise ConfigError(

@@ -82,7 +82,9 @@ def export_weights(
         warn_of_not_finite(tensors, checkpoint)
         config = codec.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         more = None
-        if ours.head == "embedding":
+        if whole.step is None and isinstance(whole.folder, Path):
+            more = sentence_transformers.stored(whole.folder)
+        if more is None and ours.head == "embedding":
             length = sys.maxsize if ours.max_positions is None else ours.max_positions
             more = sentence_transformers.files(ours, length)
         name = name or Path(folder).absolute().name

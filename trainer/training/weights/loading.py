@@ -50,8 +50,13 @@ BASE = "base"
 """Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
 _MODELS = Kinds("trainer.models.families")
-_SAME_FAMILY = {"camembert": "roberta", "mt5": "t5", "xlm-roberta": "roberta"}
-"""Names in `config.json` of models with the architecture and tensor names of another family."""
+_SAME_FAMILY = {
+    "camembert": ("roberta", "Camembert", "Roberta"),
+    "mt5": ("t5", "MT5", "T5"),
+    "xlm-roberta": ("roberta", "XLMRoberta", "Roberta"),
+}
+"""`model_type` of models with the architecture and tensor names of another family -> that family,
+and what the names of both begin with in `architectures`."""
 
 
 @dataclass(frozen=True)
@@ -427,7 +432,10 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
             "imported. Name a folder with a model of transformers, such as bert"
         )
     if isinstance(family, str) and family in _SAME_FAMILY:
-        content["model_type"] = family = _SAME_FAMILY[family]
+        family, theirs, same = _SAME_FAMILY[family]
+        named = content.get("architectures") or ()
+        renamed = [str(name).replace(theirs, same, 1) for name in named]
+        content |= {"model_type": family, "architectures": renamed}
     known = [kind.replace("_", "-") for kind in _MODELS.available()]
     if not isinstance(family, str) or family.replace("_", "-") not in known:
         raise CheckpointError(
