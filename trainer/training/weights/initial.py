@@ -74,11 +74,7 @@ def stored_values(
                 )
     sources = {name: source for name, source in start.sources.items() if source is not None}
     tensors = weights.tensors.with_added(start.added)
-    lent = {
-        name: tensor
-        for name, tensor in weights.spare.get(model.config.head, {}).items()
-        if name not in sources and shapes.get(name) == tuple(tensor.shape)
-    }
+    lent = _lent(weights, model, sources)
     sources |= {name: name for name in lent}
     tensors = StoredTensors({**tensors.pieces, **StoredTensors.of(lent).pieces})
     extended: dict[str, ExtendedRows] = {}
@@ -121,6 +117,16 @@ def stored_values(
         return model.initial_values(name, first, stop, seed)
 
     return values
+
+
+def _lent(weights: Weights, model: Model, sources: Mapping[str, str]) -> dict[str, Tensor]:
+    """Spare parts of the weights for parameters that nothing else gives values."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {
+        name: tensor
+        for name, tensor in weights.spare.get(model.config.head, {}).items()
+        if name not in sources and shapes.get(name) == tensor.shape
+    }
 
 
 def _check_same_model(weights: Weights, config: ModelConfig) -> None:
