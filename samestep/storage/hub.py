@@ -17,6 +17,10 @@ MODEL_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
     *TOKENIZER_FILES,
 )
 # At least one file of each group makes a model, or a tokenizer.
@@ -86,7 +90,7 @@ def _folder(
                 revision=address["revision"],
                 allow_patterns=list(files),
                 # There, "*" of "model-*" stands for "/../", too.
-                ignore_patterns="*/*",
+                ignore_patterns=["model-*/*", "*/*/*"],
                 local_dir=to,
                 local_files_only=local_files_only,
             )

@@ -226,13 +226,13 @@ def test_copies_that_differ_are_refused(family: str, references: Any, tmp_path: 
 def test_prefixes_of_names(family: str, references: Any, tmp_path: Path) -> None:
     """Of wrappers they are removed. Any other is named, with an example of a name that has it."""
     model, tensors = references(family)
-    for prefix in ("_orig_mod.", "module.", "module._orig_mod."):
+    for prefix in ("_orig_mod.", "module.", "model.", "module._orig_mod."):
         wrapped = {prefix + name: each for name, each in tensors.items()}
         folder = folder_of(model, wrapped, tmp_path / prefix)
         torch.testing.assert_close(
             *logits(model, load_weights(folder).model()), rtol=1e-5, atol=1e-5
         )
-    for prefix in ("model.", "net._orig_mod."):
+    for prefix in ("net.", "net._orig_mod."):
         wrapped = {prefix + name: each for name, each in tensors.items()}
         folder = folder_of(model, wrapped, tmp_path / prefix)
         with pytest.raises(CheckpointError) as caught:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.config import Tree
 from samestep.errors import CheckpointError, fix_of
@@ -21,24 +24,59 @@ from trainer.checkpoint import files
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
-_WRAPPERS = ("_orig_mod.", "module.")
+_PICKLE = "pytorch_model.bin"
+_WRAPPERS = ("_orig_mod.", "module.", "model.")
 
 
 def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
-    """Memory-maps the tensors of safetensors files; elements are read on access."""
+    """Memory-maps the tensors of weight files; elements are read on access."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
-            tensors |= load_file(regular(path))
+            read = _read_pickle if path.suffix == ".bin" else _read_safetensors
+            tensors |= read(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"cannot read {path}: {error}. Copy or download it again"
             ) from error
     return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    tensors = load_file(regular(path))
+    # `save_model` stores a tied tensor once, and its other names in the header.
+    with safe_open(regular(path), "pt") as file:
+        for alias, name in (file.metadata() or {}).items():
+            if name in tensors:
+                tensors.setdefault(alias, tensors[name])
+    return tensors
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """Reads tensors and nothing else: `weights_only` creates no object that could run code."""
+    try:
+        # Files older than torch 1.6 are no archives, which alone can be memory-mapped.
+        content = torch.load(
+            regular(path), "cpu", weights_only=True, mmap=zipfile.is_zipfile(regular(path))
+        )
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as tensors alone, and may be damaged or hold other objects "
+            "that would run code. Copy it again, or save the model as safetensors"
+        ) from error
+    if not isinstance(content, dict) or not all(map(_is_plain_tensor, content.values())):
+        raise CheckpointError(
+            f"{path} must hold tensors by name, and nothing else. Save model.state_dict() there"
+        )
+    return {str(name): tensor.detach() for name, tensor in content.items()}
+
+
+def _is_plain_tensor(value: object) -> bool:
+    is_tensor = type(value) in (Tensor, nn.Parameter)
+    return is_tensor and value.layout == torch.strided  # type: ignore[attr-defined]
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -53,17 +91,22 @@ def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def first_not_finite(folder: Path) -> str | None:
     """Names the first tensor with NaN or infinity, and its file; None if there is none."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weight_files(folder):
         for name, tensor in _load_tensors([path]).items():
             if tensor.is_floating_point() and not tensor.float().isfinite().all():
                 return f"{name} in {path}"
     return None
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    return found or sorted(folder.glob("pytorch_model*.bin"))
+
+
 def identity(folder: Path) -> str:
     """Returns a digest of a model's or an adapter's settings and weights."""
     config = _ADAPTER_CONFIG if is_adapter(folder) else _CONFIG
-    names = [config, *sorted(path.name for path in folder.glob("*.safetensors"))]
+    names = [config, *(path.name for path in _weight_files(folder))]
     digests = "".join(files.digest(folder / name).sha256 for name in names)
     return hashlib.sha256(digests.encode()).hexdigest()
 
@@ -78,29 +121,30 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
         CheckpointError: with the file that is missing or damaged.
     """
     config = _read_json(folder / _CONFIG)
-    # As transformers looks for them: one file first, then an index.
-    if (folder / _WEIGHTS).exists():
-        return config, _unwrapped(_load_tensors([folder / _WEIGHTS]))
-    if (folder / _INDEX).exists():  # a large model: maps tensor names to files
-        shards = _read_json(folder / _INDEX).get("weight_map", {})
-        _check_names(shards, folder / _INDEX)
-        # A set, as many tensors are in one file.
-        tensors = _load_tensors(folder / shard for shard in sorted(set(shards.values())))
-        if absent := sorted(set(shards) - set(tensors)):
-            raise CheckpointError(
-                f"{folder / _INDEX} lists {absent[0]}, which {folder / shards[absent[0]]} does not "
-                "hold. Download the folder again"
-            )
-        return config, _unwrapped(tensors)
-    if (folder / "pytorch_model.bin").exists():
-        raise CheckpointError(
-            f"{folder} has its weights in pytorch_model.bin, a pickle, which may run code when it "
-            "is read. If you trust it, convert it: "
-            f"AutoModelForMaskedLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
-        )
+    # As transformers looks for them: one file first, then an index; pickles last.
+    for weights in (_WEIGHTS, _PICKLE):
+        if (folder / weights).exists():
+            return config, _unwrapped(_load_tensors([folder / weights]))
+        index = folder / f"{weights}.index.json"
+        if index.exists():  # a large model: maps tensor names to files
+            return config, _unwrapped(_load_shards(folder, index))
     raise CheckpointError(
-        f"{folder} has neither {_WEIGHTS} nor {_INDEX}. Name a folder that save_pretrained wrote"
+        f"{folder} has neither {_WEIGHTS} nor {_WEIGHTS}.index.json. Name a folder that "
+        "save_pretrained wrote"
     )
+
+
+def _load_shards(folder: Path, index: Path) -> dict[str, Tensor]:
+    shards = _read_json(index).get("weight_map", {})
+    _check_names(shards, index)
+    # A set, as many tensors are in one file.
+    tensors = _load_tensors(folder / shard for shard in sorted(set(shards.values())))
+    if absent := sorted(set(shards) - set(tensors)):
+        raise CheckpointError(
+            f"{index} lists {absent[0]}, which {folder / shards[absent[0]]} does not hold. "
+            "Download the folder again"
+        )
+    return tensors
 
 
 def _check_names(shards: object, index: Path) -> None:

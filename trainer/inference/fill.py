@@ -110,6 +110,11 @@ def check_masked_lm(weights: Weights, checkpoint: str) -> None:
         ConfigError: the reason, and the command for such a model.
     """
     head = weights.config.head
+    if head == "embedding":
+        raise ConfigError(
+            f"{checkpoint} has no head, and fill needs one that predicts tokens; train it first: "
+            f"samestep train with objective mlm and init_from={checkpoint}"
+        )
     if head != "language_model":
         raise ConfigError(
             f"{checkpoint} has a {head} head, which predicts no tokens; use the model that it was "

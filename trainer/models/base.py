@@ -250,7 +250,7 @@ class TransformerModel(Model):
         settings = {extra.name: extra.pretraining for extra in extras if extra.pretraining}
         parts = set(settings)
         reason = " and ".join(f"{setting} is not set" for setting in settings.values())
-        if self.config.head != "language_model":
+        if {self.config.head, before.head} != {"language_model"}:
             parts.add("head")
             reason = f"model.head is {self.config.head}"
             if not any(name.startswith("decoder") for name in shapes):  # T5's taggers
@@ -270,7 +270,8 @@ class TransformerModel(Model):
         """
         config, before = self.config, stored.config
         if config.head == "language_model":
-            return {}
+            new = before.head != "language_model"
+            return {name: None for name in shapes if new and name.startswith("head.")}
         # A head for the same labels is loaded. For other labels only the classifier is new: the
         # pooler of a head of the same kind still fits.
         if (config.head, config.labels) == (before.head, before.labels):

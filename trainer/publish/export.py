@@ -78,11 +78,13 @@ def export_weights(
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
         codec = codec_of(ours)
-        tensors = codec.export_tensors(parameters)
+        tensors = codec.export_tensors(parameters) | codec.export_spare(whole.spare)
         warn_of_not_finite(tensors, checkpoint)
         config = codec.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         more = None
-        if ours.head == "embedding":
+        if whole.step is None and isinstance(whole.folder, Path):
+            more = sentence_transformers.stored(whole.folder)
+        if more is None and ours.head == "embedding":
             length = sys.maxsize if ours.max_positions is None else ours.max_positions
             more = sentence_transformers.files(ours, length)
         name = name or Path(folder).absolute().name

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from samestep.errors import CheckpointError, ConfigError
+from samestep.stored_json import damage_of, read_json
+from samestep.untrusted import inside
 from trainer.models import ModelConfig
 
 FILES = (
@@ -13,6 +17,37 @@ FILES = (
     "1_Pooling/config.json",
 )
 _MODULES = "sentence_transformers.models."
+_LIST, *_SETTINGS, _POOLING = FILES
+
+
+def stored(folder: Path) -> Mapping[str, object] | None:
+    """The content of `FILES` in a folder of `sentence-transformers`; None if it is no such folder.
+
+    Raises:
+        CheckpointError: a file is damaged or missing.
+        ConfigError: it computes more than the pooling and the normalization of hidden states.
+    """
+    file = inside(folder, _LIST)
+    if not file.is_file():
+        return None
+    with damage_of(file, CheckpointError, "Copy the folder again."):
+        modules = read_json(file, list[dict[str, object]])
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": None}
+    for module in modules:
+        kind, path = str(module.get("type")).rpartition(".")[2], module.get("path")
+        if kind not in kinds or kinds[kind] not in (None, path):
+            raise ConfigError(
+                f"{file} has a module {kind} in {path!r}, which an export would lose: it "
+                "keeps Transformer, Pooling (in 1_Pooling) and Normalize. Remove modules.json to "
+                "export the encoder alone."
+            )
+    found: dict[str, object] = {_LIST: modules}
+    for name in (*_SETTINGS, _POOLING):
+        file = inside(folder, name)
+        if file.is_file() or name == _POOLING:
+            with damage_of(file, CheckpointError, "Copy the folder again."):
+                found[name] = read_json(file, dict[str, object])
+    return found
 
 
 def files(config: ModelConfig, length: int) -> Mapping[str, object]:

@@ -39,6 +39,8 @@ def adapt(
     - For a model that generates targets, a source gets the token that ends it and none that begins
       it, as in `objectives.text_to_text`.
 
+    - Texts are truncated to the model's positions, if there is no lower `model_max_length`.
+
     - A SentencePiece model of T5's kind gets the tokenizer.json that `transformers` reads first.
 
     Args:
@@ -48,9 +50,16 @@ def adapt(
         The id of the padding token; None if there is none.
     """
     pad = vocabulary.pad
-    if not (folder / _MODEL).is_file() and not fast_tokenizer.convert(folder, vocabulary):
-        return pad
+    is_fast = (folder / _MODEL).is_file() or fast_tokenizer.convert(folder, vocabulary)
     settings = _read(folder / _SETTINGS)
+    if (positions := config.max_positions) is not None:
+        # `truncation=True` of transformers reads it; many published files say 1e30.
+        stated = settings.get("model_max_length")
+        shorter = isinstance(stated, int) and 0 < stated < positions
+        settings["model_max_length"] = stated if shorter else positions
+    if not is_fast:
+        (folder / _SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        return pad
     if config.type_vocab > 1:
         # Without this, transformers would not pass the types on, and both texts would have 0.
         settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])

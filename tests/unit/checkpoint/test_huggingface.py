@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from samestep.errors import CheckpointError
-from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.checkpoint.huggingface import identity, load_folder, save_folder
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -79,7 +79,9 @@ def test_damaged_folders_are_refused_by_name(saved: Path):
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         load_folder(saved)
     (saved / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained"):
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model\.bin cannot be read as tensors alone"
+    ):
         load_folder(saved)
     for content in ("[1]", "{", 10**5 * "["):
         (saved / "config.json").write_text(content)
@@ -87,6 +89,48 @@ def test_damaged_folders_are_refused_by_name(saved: Path):
             load_folder(saved)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_folder(saved / "nowhere")
+
+
+class Evil:
+    def __reduce__(self) -> object:
+        return (pytest.fail, ("the pickle was run",))
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_a_pickle_of_tensors_is_read_and_nothing_else(tmp_path: Path, archive: bool):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(TENSORS, file, _use_new_zipfile_serialization=archive)
+    _, tensors = load_folder(tmp_path)
+    assert all(torch.equal(tensors[name], value) for name, value in TENSORS.items())
+    before = identity(tmp_path)
+    for content, message in (
+        ({**TENSORS, "evil": Evil()}, "as tensors alone"),
+        ({"state_dict": TENSORS}, "must hold tensors by name"),
+        ([TENSORS["a"]], "must hold tensors by name"),
+        ({"a": torch.eye(2).to_sparse()}, "must hold tensors by name"),
+    ):
+        torch.save(content, file, _use_new_zipfile_serialization=archive)
+        assert identity(tmp_path) != before
+        with pytest.raises(CheckpointError, match=f"pytorch_model.bin .*{message}"):
+            load_folder(tmp_path)
+
+
+def test_shards_of_pickles_have_an_index(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"a": TENSORS["a"]}, tmp_path / "pytorch_model-1.bin")
+    index = {"weight_map": {"a": "pytorch_model-1.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert torch.equal(load_folder(tmp_path)[1]["a"], TENSORS["a"])
+
+
+def test_the_header_names_the_other_names_of_a_tied_tensor(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    metadata = {"format": "pt", "z.weight": "b.weight"}
+    save_file(dict(TENSORS), tmp_path / "model.safetensors", metadata=metadata)
+    _, tensors = load_folder(tmp_path)
+    assert {*tensors} == {*TENSORS, "z.weight"}
+    assert torch.equal(tensors["z.weight"], TENSORS["b.weight"])
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, tokenizer: Path):

@@ -22,18 +22,20 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "deberta_v2": {"position_buckets": 8},
     "deberta_v3": {"position_buckets": 8},
     "xlnet": {},
+    "t5": {"head_width": 8},
 }
+SHAPE = {"vocab_size": 40, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32}
+
+
+def tree_of(kind: str) -> dict[str, Any]:
+    positions = {} if kind == "t5" else {"max_positions": 32}
+    return {"kind": kind, **SHAPE, **positions, "head": "embedding", **ENCODERS[kind]}
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_embeddings_have_the_models_width(kind: str) -> None:
-    tree = {"kind": kind, "vocab_size": 40, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32}
-    tree |= {"max_positions": 32, "head": "embedding", **ENCODERS[kind]}
-    model = (
-        decode(Annotated[ModelConfig, Kinds("trainer.models.families")], tree, "model")
-        .build()
-        .eval()
-    )
+    kinds = Annotated[ModelConfig, Kinds("trainer.models.families")]
+    model = decode(kinds, tree_of(kind), "model").build().eval()
     for name, parameter in model.named_parameters():
         values = model.initial_values(name, 0, parameter.numel(), seed=1)
         parameter.data.copy_(values.view(parameter.shape))

@@ -91,6 +91,14 @@ class Codec(ABC, Generic[C]):
             CheckpointError: parameters are missing, unexpected or have another shape.
         """
 
+    def import_spare(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Trained parts that this model lacks and another head has: head -> its parameters."""
+        return {}
+
+    def export_spare(self, spare: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Converts the result of `import_spare` to tensors that belong beside this model's."""
+        return {}
+
     def import_rows(self, name: str, rows: Tensor) -> Tensor:
         """Puts the rows of transformers' matrix `name`, or of LoRA's B for it, in our order."""
         return rows

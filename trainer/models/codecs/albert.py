@@ -61,6 +61,7 @@ class Codec(bert.Codec[albert.Config]):
         "ffn.down": ("ffn_output",),
         "ffn_norm": ("full_layer_layer_norm",),
     }
+    pooler: ClassVar[str] = "pooler"
     optional_names: ClassVar[re.Pattern[str]] = re.compile(
         r"((albert\.)?pooler|sop_classifier\.classifier)\.(weight|bias)"
     )

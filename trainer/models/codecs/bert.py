@@ -115,6 +115,9 @@ class Codec(codecs.Codec[C]):
     optional_names: ClassVar[re.Pattern[str]] = _PAIR_HEAD
     their_activations: ClassVar[Mapping[str, Activation]] = settings.ACTIVATIONS
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "encoder.", "pooler.")
+    pooler: ClassVar[str] = "pooler.dense"  # of the model without a head
+    # What names of tensors of a language model's head begin with, if not as in `head_names`.
+    head_begins: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_huggingface(
@@ -133,6 +136,9 @@ class Codec(codecs.Codec[C]):
             for head in _TASKS
         }
         head, labels = settings.read_task(config, names, heads)
+        begins = cls.head_begins or tuple(cls.head_names.values())
+        if head == "language_model" and names and not any(n.startswith(begins) for n in names):
+            head = "embedding"  # as `AutoModel` saves it
         if head in POOLED:
             settings.check_head(config, head, cls.pooled_constants)
         nsp = {f"{name}.weight" for name in cls.nsp_names.values()}
@@ -211,8 +217,9 @@ class Codec(codecs.Codec[C]):
             if self.optional_names.fullmatch(name) and self._canonical(name) not in own
         ]
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
-        if ignored:
-            logger.info("left out, since the model has no such parameters: %s", ", ".join(ignored))
+        kept = self.export_spare(self.import_spare(tensors))
+        if lost := [name for name in ignored if self._canonical(name) not in kept]:
+            logger.info("left out, since the model has no such parameters: %s", ", ".join(lost))
         found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
         if self.config.head == "language_model":
             self._join_copies(found)
@@ -229,6 +236,26 @@ class Codec(codecs.Codec[C]):
             bias = self.head_names["bias"]
             exported[f"{self.head_names['decoder']}.bias"] = exported[bias].clone()
         return exported
+
+    def import_spare(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        name = self._pooler
+        heads = [head for head in self.task_names if self.task_names[head].get("pooler") == name]
+        if self.config.nsp or self.config.head in heads:
+            return {}
+        found = {self._canonical(each): tensors[each] for each in tensors}
+        kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in found]
+        parts = {f"head.pooler.{kind}": found[f"{name}.{kind}"] for kind in kinds}
+        return dict.fromkeys(heads, parts) if parts else {}
+
+    def export_spare(self, spare: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        if self.config.head != "embedding":
+            return {}
+        parts = next(iter(spare.values()), {})
+        return {name.replace("head.pooler", self._pooler): each for name, each in parts.items()}
+
+    @property
+    def _pooler(self) -> str:
+        return f"{self.prefix or self.model_type}.{self.pooler}"
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         config = self.config

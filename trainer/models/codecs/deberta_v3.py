@@ -22,6 +22,7 @@ class Codec(deberta_v2.Codec[deberta_v3.Config]):
     """DeBERTa version 3 in Hugging Face files."""
 
     architecture: ClassVar[str] = "DebertaV2Model"
+    head_begins: ClassVar[tuple[str, ...]] = (_HEAD, "lm_predictions.", "cls.predictions.")
 
     def to_huggingface(self) -> ConfigJson:
         tree = super().to_huggingface()

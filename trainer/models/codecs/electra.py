@@ -50,6 +50,7 @@ class Codec(bert.Codec[electra.Config]):
         "projection.weight": "embeddings_project.weight",
         "projection.bias": "embeddings_project.bias",
     }
+    head_begins: ClassVar[tuple[str, ...]] = ("generator_", "discriminator_predictions.")
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "embeddings_project.", "encoder.")
 
     @classmethod

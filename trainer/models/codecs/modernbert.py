@@ -65,6 +65,7 @@ class Codec(bert.Codec[modernbert.Config]):
         "gelu": "geglu",
         "gelu_pytorch_tanh": "geglu_tanh",
     }
+    head_begins: ClassVar[tuple[str, ...]] = ("decoder.",)
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "layers.", "final_norm.")
 
     @classmethod

@@ -47,6 +47,7 @@ _EXPORTED: tuple[TaskHead, ...] = ("classification", "tagging", "question_answer
 """Tasks for which transformers has a T5."""
 _ARCHITECTURES: dict[str, str] = {
     "language_model": "T5ForConditionalGeneration",
+    "embedding": "T5EncoderModel",
     **{kind: f"T5For{TASKS[kind].architecture}" for kind in _EXPORTED},
 }
 _POOLED = {"pooler": "classification_head.dense", "classifier": "classification_head.out_proj"}
@@ -78,9 +79,12 @@ class Codec(codecs.Codec[t5.Config]):
             head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight")
             for head in _EXPORTED
         }
-        head, labels = settings.read_task(config, tuple(tensors), heads)
+        names = [name.removeprefix(_PREFIX) for name in tensors]
+        head, labels = settings.read_task(config, names, heads)
+        if head == "language_model" and names and not any(n.startswith("decoder.") for n in names):
+            head = "embedding"
         fixed: ConfigJson = {"model_type": cls.model_type}
-        if head != "tagging":
+        if head not in ("tagging", "embedding"):
             fixed["is_encoder_decoder"] = True
         # These heads run the decoder on the shifted input, so its first token matters.
         if head in ("classification", "question_answering"):
@@ -142,7 +146,7 @@ class Codec(codecs.Codec[t5.Config]):
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         table = self._table()
-        if self.config.head in ("language_model", "question_answering"):
+        if self.config.head in ("language_model", "question_answering", "embedding"):
             return table
         # In these models only the head itself has no prefix.
         own = tuple(_HEADS[self.config.head].values())

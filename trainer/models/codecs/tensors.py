@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -12,11 +13,15 @@ from samestep.errors import CheckpointError
 from trainer.models.codecs import Names
 from trainer.models.config import TransformerConfig
 
+logger = logging.getLogger(__name__)
+
 
 def join_tensors(
     found: Mapping[str, Tensor], names: Names, config: TransformerConfig
 ) -> dict[str, Tensor]:
     """Converts a checkpoint's tensors to parameters, in the checkpoint's precision.
+
+    Tensors of a head that the model lacks are left out, with a warning that names them.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or have another shape.
@@ -26,7 +31,21 @@ def join_tensors(
     for ours, shape in _shapes(config).items():
         for theirs in names[ours]:
             expected[theirs] = (shape[0] // len(names[ours]), *shape[1:])
-    _check(found, expected, config)
+    body = {
+        theirs.partition(".")[0]
+        for ours, every in names.items()
+        if not ours.startswith(("head.", "nsp_head."))
+        for theirs in every
+    }
+    others = [name for name in found if name not in expected and name.partition(".")[0] not in body]
+    known = {name: found[name] for name in found if name not in others}
+    # With something missing, an unexpected name is a clue to the error.
+    _check(known if known.keys() >= expected.keys() else found, expected, config)
+    if others:
+        logger.warning(
+            "left out, since this %s model has no such head: %s",
+            *(kind_name(config), ", ".join(others)),
+        )
     # Only fused parameters are concatenated. Single tensors are not copied: a large model's
     # memory-mapped tensors stay on disk until used.
     parts = {ours: [found[name] for name in theirs] for ours, theirs in names.items()}

@@ -75,6 +75,7 @@ class Codec(bert.Codec[xlnet.Config]):
         "summary_type": "first",
         "summary_activation": "tanh",
     }
+    head_begins: ClassVar[tuple[str, ...]] = ("lm_loss.",)
     bare_names: ClassVar[tuple[str, ...]] = ("word_embedding.", "mask_emb", "layer.")
     # In transformers these are parameters of the layer, not linear layers.
     targets_not_in_peft: ClassVar[frozenset[str]] = frozenset(

@@ -12,7 +12,7 @@ from samestep.errors import ConfigError
 from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.models.families import Family
-from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
+from trainer.models.heads import EmbeddingHead, LanguageModelHead, PooledHead, TokenHead
 from trainer.models.layers.relative import RelativeBias
 from trainer.models.transformer import Transformer
 
@@ -22,7 +22,7 @@ START = 0
 Architecture: TypeAlias = Literal[
     "encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"
 ]
-_TASKS = get_args(TaskHead)
+_TASKS: tuple[Head, ...] = (*get_args(TaskHead), "embedding")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Config(Family):
         head: predicts tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
             gets the text too: its class (`classification`), a score for choosing among texts
             (`multiple_choice`), or the first and last token of an answer (`question_answering`);
-            or from the encoder, without a decoder: a tag for each token (`tagging`).
+            or from the encoder, without a decoder: a tag for each token (`tagging`), or nothing but
+            its hidden states (`embedding`, their mean embeds a text).
         labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
@@ -123,7 +124,7 @@ class Config(Family):
             "prefix_lm": "prefixed_tokens",
             "language_model": "next_tokens",
         }
-        heads = {head: f"model.head={head}" for head in _TASKS}
+        heads: dict[str, str] = {head: f"model.head={head}" for head in _TASKS}
         if self.head != "language_model":
             return heads | dict.fromkeys(outputs.values(), "model.head=language_model")
         return heads | {out: f"model.architecture={name}" for name, out in outputs.items()}
@@ -143,7 +144,7 @@ class Config(Family):
     @property
     def decoder(self) -> bool:
         # Tags are read off the encoder, which sees both sides of a word.
-        return self.head != "tagging"
+        return self.head not in ("tagging", "embedding")
 
     @property
     def prefix_lm(self) -> bool:
@@ -196,6 +197,8 @@ class Config(Family):
         if self.head == "language_model":
             # Embeddings begin with a deviation of 1, which is too large for an output matrix.
             return LanguageModelHead(self, scale=self.width**-0.5)
+        if self.head == "embedding":
+            return EmbeddingHead()
         if self.head in ("classification", "multiple_choice"):
             # The last position of the decoder, which has seen the whole text.
             return PooledHead(self, self.classes, dropout_first=True)

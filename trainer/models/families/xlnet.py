@@ -192,8 +192,11 @@ class XLNet(Transformer):
 
     def start_from(self, stored: Stored) -> Start:
         start = super().start_from(stored)
-        unused = {"mask_embedding"} if self.mask_embedding is None else set()
-        return replace(start, unused=start.unused | unused)
+        name = "mask_embedding"
+        if self.mask_embedding is None:
+            return replace(start, unused=start.unused | {name})
+        new = {} if name in stored.shapes else {name: None}
+        return replace(start, sources={**start.sources, **new})
 
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
         """The content stream at all positions, and the query stream at the predicted ones.

@@ -74,6 +74,9 @@ def stored_values(
                 )
     sources = {name: source for name, source in start.sources.items() if source is not None}
     tensors = weights.tensors.with_added(start.added)
+    lent = _lent(weights, model, sources)
+    sources |= {name: name for name in lent}
+    tensors = StoredTensors({**tensors.pieces, **StoredTensors.of(lent).pieces})
     extended: dict[str, ExtendedRows] = {}
     if seed is not None:
         extended = _extended_rows(weights, model, dataset, tensors, sources)
@@ -81,7 +84,7 @@ def stored_values(
     wrong = [
         name
         for name, source in sources.items()
-        if stored.shapes.get(source) != shapes[name] and name not in extended
+        if stored.shapes.get(source) != shapes[name] and name not in {*extended, *lent}
     ]
     used = {*shapes, *sources.values(), *start.added.values()}
     unused = [name for name in stored.shapes if name not in used]
@@ -95,7 +98,7 @@ def stored_values(
     # Everything that is not taken over is said, so a mistaken init_from shows in the log.
     if unused:
         logger.info("left out, because %s: %s", start.reason, ", ".join(unused))
-    moved = [source for name, source in sources.items() if source != name]
+    moved = [source for name, source in sources.items() if source != name or name in lent]
     if moved:
         logger.info("taken for the head: %s", ", ".join(moved))
     new = [name for name in shapes if name not in sources]
@@ -114,6 +117,16 @@ def stored_values(
         return model.initial_values(name, first, stop, seed)
 
     return values
+
+
+def _lent(weights: Weights, model: Model, sources: Mapping[str, str]) -> dict[str, Tensor]:
+    """Spare parts of the weights for parameters that nothing else gives values."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {
+        name: tensor
+        for name, tensor in weights.spare.get(model.config.head, {}).items()
+        if name not in sources and shapes.get(name) == tensor.shape
+    }
 
 
 def _check_same_model(weights: Weights, config: ModelConfig) -> None:

@@ -50,6 +50,13 @@ BASE = "base"
 """Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
 _MODELS = Kinds("trainer.models.families")
+_SAME_FAMILY = {
+    "camembert": ("roberta", "Camembert", "Roberta"),
+    "mt5": ("t5", "MT5", "T5"),
+    "xlm-roberta": ("roberta", "XLMRoberta", "Roberta"),
+}
+"""`model_type` of models with the architecture and tensor names of another family -> that family,
+and what the names of both begin with in `architectures`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Weights:
         optimizer: a checkpoint's optimizer state, as "exp_avg/<parameter>" and so on.
         base: weights that the frozen parameters are from; None: all are in `folder`.
         hub: hf://NAME of a model on the Hub.
+        spare: trained parts that the model lacks and other heads have: head -> its parameters.
         hold: keeps a training from removing the checkpoint; see `trainer.checkpoint.holding`.
     """
 
@@ -79,6 +87,7 @@ class Weights:
     optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
     base: Weights | None = None
     hub: str | None = None
+    spare: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     hold: Hold | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -174,7 +183,15 @@ class Weights:
         from data_pipeline.tokenizers.tokenizer import Tokenizer
 
         with self.tokenizer_files() as folder:
-            return Tokenizer.load(folder, saved=self.step is not None)
+            tokenizer = Tokenizer.load(folder, saved=self.step is not None)
+        size, rows = tokenizer.vocabulary.size, self.config.vocab_size
+        if size > rows:
+            raise ConfigError(
+                f"the tokenizer in {self.tokenizer} has {size} tokens, and the model of "
+                f"{self.folder} has embeddings of {rows}. Use the tokenizer that belongs to it, or "
+                "resize_token_embeddings of transformers"
+            )
+        return tokenizer
 
 
 def warn_of_not_finite(tensors: Mapping[str, Tensor], origin: str) -> None:
@@ -414,6 +431,17 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
             f"{folder / 'config.json'} has model_type {family!r}, a Python module, which is not "
             "imported. Name a folder with a model of transformers, such as bert"
         )
+    if isinstance(family, str) and family in _SAME_FAMILY:
+        family, theirs, same = _SAME_FAMILY[family]
+        named = content.get("architectures") or ()
+        renamed = [str(name).replace(theirs, same, 1) for name in named]
+        content |= {"model_type": family, "architectures": renamed}
+    known = [kind.replace("_", "-") for kind in _MODELS.available()]
+    if not isinstance(family, str) or family.replace("_", "-") not in known:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has model_type {family!r}, which samestep does not have. "
+            f"It has {', '.join(sorted({*known, *_SAME_FAMILY}))}"
+        )
     schema = _MODELS.schema(family, f"{folder / 'config.json'}: model_type")
     with huggingface.wrong_settings_explained(folder):
         config: ModelConfig = read_config(schema, content, tensors)
@@ -424,8 +452,10 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
 def _from_huggingface(folder: Path, hub: str | None = None) -> Weights:
     config, tensors = _config_and_tensors(folder)
     with huggingface.wrong_settings_explained(folder):
-        stored = StoredTensors.of(codec_of(config).import_tensors(tensors))
-        return Weights(config, stored, folder, tokenizer=folder, hub=hub)
+        codec = codec_of(config)
+        stored = StoredTensors.of(codec.import_tensors(tensors))
+        spare = codec.import_spare(tensors)
+        return Weights(config, stored, folder, tokenizer=folder, hub=hub, spare=spare)
 
 
 def _from_adapter(folder: Path) -> Weights:

