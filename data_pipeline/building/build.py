@@ -53,6 +53,7 @@ from data_pipeline.format.manifest import (
     token_dtype,
 )
 from data_pipeline.sources import INVALID, UTF8, PairSource, Source, TaskSource, fault
+from data_pipeline.sources.encodings import normalized
 from data_pipeline.tokenizers.sentences import splitter_version
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.config import Tree, renamed, to_tree
@@ -149,8 +150,9 @@ class _Build:
         # Left out if they are not used, as in builds from before they existed.
         if not self.source_tree.get("header", True):
             del self.source_tree["header"]
-        if self.source_tree.get("encoding") == UTF8:
-            del self.source_tree["encoding"]
+        if encoding := self.source_tree.pop("encoding", None):
+            encoding = normalized(encoding)
+            self.source_tree |= {} if encoding == UTF8 else {"encoding": encoding}
         # With the names of settings in digests, so that unfinished builds can resume.
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]
@@ -450,7 +452,9 @@ class _Build:
 
 def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     """Makes the error that names a record without a document."""
-    fix = "Set source.encoding to the file's, such as cp1252" if reason == INVALID else "Correct it"
+    fix = "Correct it"
+    if reason == INVALID and not source.files[file].endswith(".parquet"):
+        fix = "Set source.encoding to the file's, such as cp1252"
     return DataError(
         f"{shown(source.files[file])}:{line}: {reason}. {fix}, or count, list and leave out "
         "such documents with on_error=skip."

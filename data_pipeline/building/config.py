@@ -22,9 +22,6 @@ class Config:
         source: where the raw text comes from.
         tokenizer: the tokenizer, and how `samestep data tokenizer` trains it.
         output: the dataset's folder.
-        content_tokens: special tokens of the tokenizer, or unused ones of its vocabulary, that are
-            content, such as markers of entities or speakers: a text that holds the name of one gets
-            that token. No text produces the others.
         heldout_fraction: fraction of the documents, chosen by the hash of their text, that is held
             out for evaluation; not used if the source names files for that.
         shard_bytes: bytes of raw text in a shard, which is also the unit of work.
@@ -39,12 +36,14 @@ class Config:
         decontaminate: leaves out documents that contain text of a test.
         on_error: whether a record without a document stops the build ("stop"), or is counted,
             listed and left out ("skip").
+        content_tokens: special tokens of the tokenizer, or unused ones of its vocabulary, that are
+            content, such as markers of entities or speakers: a text that holds the name of one gets
+            that token. No text produces the others.
     """
 
     source: Annotated[SourceConfig, Kinds("data_pipeline.sources.kinds")]
     tokenizer: TokenizerConfig
     output: str
-    content_tokens: tuple[str, ...] = ()
     heldout_fraction: float = 0.005
     shard_bytes: int = 2**25
     limit: str | None = None
@@ -54,6 +53,7 @@ class Config:
     decontaminate: decontamination.Config | None = None
     workers: int | None = None
     on_error: Literal["stop", "skip"] = "stop"
+    content_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.heldout_fraction < 1:

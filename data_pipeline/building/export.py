@@ -93,7 +93,9 @@ def export(location: str, target: str) -> None:
     )
     for split, shards in manifest.splits.items():
         if shards:
-            logger.info("%s", f"{target}/{split}-{{000000..{len(shards) - 1:06d}}}.tar")
+            logger.info(
+                "%s", f"{storage.shown(target)}/{split}-{{000000..{len(shards) - 1:06d}}}.tar"
+            )
 
 
 def _record(manifest: Manifest) -> bytes:
@@ -215,8 +217,9 @@ def _alone(folder: Path) -> Iterator[None]:
             storage.make_folder(folder)
             lock = held.enter_context(flock.open_lock(folder / ".lock"))
             flock.lock_or_reject(lock, f"another export writes to {folder}. Wait until it ends.")
-            for path in folder.rglob(".*.tmp"):
-                path.unlink()
+            for path in (*folder.glob(".*.tmp"), *folder.glob("tokenizer/.*.tmp")):
+                if path.is_file():  # of somebody else, if it is a folder
+                    path.unlink()
         except OSError as error:
             raise StorageError(
                 f"cannot write to {folder}: {error.strerror}. Export to another folder."

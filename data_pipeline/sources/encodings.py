@@ -11,6 +11,8 @@ from data_pipeline.sources import INVALID, UTF8, BadRecord, Problem
 from samestep.errors import ConfigError
 
 _BUFFER = 2**16
+# Python counts these as encodings of text; they are notations within it.
+_NOTATIONS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape")
 
 
 def normalized(name: str) -> str:
@@ -22,6 +24,8 @@ def normalized(name: str) -> str:
     try:
         "".encode(name)  # rejects codecs of bytes, such as zlib
         found = codecs.lookup(name).name
+        if found.replace("_", "-") in _NOTATIONS:
+            raise LookupError(found)
     except (LookupError, UnicodeError, ValueError):
         raise ConfigError(
             f"encoding is {name!r}, which Python does not know. Use a name such as utf-8, cp1252, "
@@ -31,7 +35,11 @@ def normalized(name: str) -> str:
 
 
 def recoded(file: BinaryIO, encoding: str) -> BinaryIO:
-    """Returns the file's text in UTF-8; invalid bytes stay, so they spoil their record only."""
+    """Returns the file's text in UTF-8.
+
+    Bytes that mean nothing in the encoding spoil their record, and in encodings of several bytes
+    a character, as utf-16, the rest of the file: reading it raises BadRecord there.
+    """
     if encoding == UTF8:
         return file
     return io.BufferedReader(_Recoded(file, encoding), _BUFFER)
@@ -53,23 +61,32 @@ def named(data: bytes, encoding: str) -> bytes:
 class _Recoded(io.RawIOBase):
     def __init__(self, file: BinaryIO, encoding: str) -> None:
         self._file, self._encoding = file, encoding
-        # A byte that means nothing becomes half of a surrogate pair, and then itself again.
+        # A byte that means nothing becomes half of a surrogate pair, which is no valid UTF-8.
         self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
         self._left = b""
+        self._is_damaged = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._left:
-            data = self._file.read(_BUFFER)
-            try:
-                text = self._decoder.decode(data, final=not data)
-                self._left = text.encode("utf-8", "surrogateescape")
-            except UnicodeError:
-                raise BadRecord(f"invalid {self._encoding}") from None
-            if not data:
+            if self._is_damaged:
+                raise BadRecord(f"invalid {self._encoding}")
+            # Not `read`, which loses what precedes damage of a compressed file.
+            data = self._file.read1(_BUFFER)  # type: ignore[attr-defined]
+            self._left = self._recode(data)
+            if not data and not self._is_damaged:
                 break
         content, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
         buffer[: len(content)] = content
         return len(content)
+
+    def _recode(self, data: bytes) -> bytes:
+        try:
+            text = self._decoder.decode(data, final=not data)
+        except UnicodeError as error:
+            self._is_damaged, text = True, ""
+            if isinstance(error, UnicodeDecodeError):  # the records before it are good
+                text = error.object[: error.start].decode(error.encoding, "ignore")
+        return text.encode("utf-8", "surrogatepass")

@@ -11,6 +11,7 @@ on to it, and copies its log, the small files of its folder and its exit code in
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import logging
 import os
@@ -165,21 +166,28 @@ class Machine:
             env={**os.environ, **job, **self._settings.variables},
         )
         is_signaled = False
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(_POLL_SECONDS)
-                return code if code >= 0 else 128 - code
-            self._look()
-            # Once only: a second signal would end the run without a checkpoint.
-            if (self._leaving or self._stop) and not is_signaled:
-                process.terminate()
-                is_signaled = True
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_POLL_SECONDS)
+                    return code if code >= 0 else 128 - code
+                self._look()
+                # Once only: a second signal would end the run without a checkpoint.
+                if (self._leaving or self._stop) and not is_signaled:
+                    is_signaled = True
+                    process.terminate()
+        finally:
+            # After an error here: systemd would kill the run without a checkpoint.
+            if process.poll() is None:
+                if not is_signaled:
+                    process.terminate()
+                process.wait()
 
     def _look(self) -> None:
         """Notices a cancellation by ssh, and a preemption."""
         if (self._work / "stop").exists():
             self._stop = True
-        with suppress(OSError):
+        with suppress(OSError, http.client.HTTPException):
             if not self._leaving and _metadata("preempted") == "TRUE":
                 self._leave("this machine is taken away")
 
@@ -229,9 +237,13 @@ class Machine:
             return
         copy = self._scratch / "run"
         shutil.rmtree(copy, ignore_errors=True)
-        # A run replaces its files while they are read: what has just gone comes with the next copy.
-        with suppress(shutil.Error):
+        try:
             shutil.copytree(self._output, copy, ignore=self._not_copied)
+        except shutil.Error as error:
+            # A run replaces its files while they are read: what has just gone comes with the next
+            # copy. Half a file, as on a full disk, must not replace a whole one in the bucket.
+            for _, part, _ in error.args[0]:
+                Path(part).unlink(missing_ok=True)
         _gcloud("storage", "rsync", "--recursive", str(copy), self._settings.kept)
 
     def _not_copied(self, folder: str, names: Iterable[str]) -> set[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
-from trainer.objectives import Loss, Objective, Task, Tensors
+from trainer.objectives import Loss, Objective, OverBatch, Task, Taught, Tensors
 from trainer.objectives.around import AroundTask
 
 _SCORES = "mix_scores"
@@ -24,12 +24,12 @@ def with_penalty(objective: Objective, l2: float) -> Objective:
     """Adds the penalty to a task's objective.
 
     Raises:
-        ConfigError: the objective is not one of a task.
+        ConfigError: the objective is not one of a task, or needs a teacher or the whole batch.
     """
-    if not isinstance(objective, Task):
+    if not isinstance(objective, Task) or isinstance(objective, Taught | OverBatch):
         raise ConfigError(
-            f"model.scalar_mix_l2 is {l2}, which is for tasks, as classification or tagging. Set "
-            "it to 0."
+            f"model.scalar_mix_l2 is {l2}, which is for tasks, as classification or tagging, "
+            "without a teacher or negatives of the batch. Set it to 0."
         )
     return MixPenalty(objective, l2)
 

@@ -11,6 +11,7 @@ would import torch with it, and its decoders unpickle.
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import tarfile
@@ -45,8 +46,12 @@ Keys: TypeAlias = Callable[[str], tuple[str | None, str | None]]
 _PIPE = "pipe:"
 _PICKLES = ("pickle", "pkl", "pth", "pyd")
 _LIST = re.compile(r"\{|(?<!\[)::")  # in an address, [:: begins IPv6
+_RANGE = re.compile(r"\{(\d{1,18})\.\.(\d{1,18})\}")
+_MOST_SHARDS = 1_000_000
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that WebDataset keeps for itself."""
+_RESERVED = re.compile(r"__.*__")
+"""Suffixes by which the library marks a sample: it would drop one that has such a member."""
 _HIDDEN = re.compile(r"(^|/)\.[^/]*$")
 """Hidden files, as those that macOS adds."""
 _MOST_NAME = 4096  # characters; the library's time grows with their square
@@ -112,6 +117,11 @@ def _expanded(pattern: str) -> list[str]:
     # The name of a file is no list, as in `find`.
     if not _LIST.search(pattern) or os.path.exists(os.path.expanduser(pattern)):
         return [pattern]
+    counts = (abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern))
+    if math.prod(counts) > _MOST_SHARDS:  # the library would make them all
+        raise ConfigError(
+            f"source.paths: {storage.shown(pattern)!r} stands for more than {_MOST_SHARDS:,} files."
+        )
     from webdataset.shardlists import expand_urls  # imports torch
 
     try:
@@ -236,6 +246,8 @@ class WebDataset(jsonl.JsonLines):
                     ". Its suffix begins at the first dot of the name: set source.member to "
                     f"'*.{self._suffix}'"
                 )
+            elif not name.endswith(" a link"):
+                reason += ". If it is elsewhere in the tar, sort the tar by name"
             yield Problem.of(reason)
 
     def _in_utf8(self, content: bytes) -> bytes:
@@ -267,6 +279,8 @@ def _members(file: BinaryIO, keys: Keys, document: str) -> Iterator[tuple[str, s
                 key, suffix = keys(name)
                 # Without a dot, as README, a file belongs to no sample.
                 if member.isdir() or _META.match(name) or not key or suffix is None:
+                    continue
+                if _RESERVED.fullmatch(suffix):
                     continue
                 is_document = uncompressed(suffix.lower()) == document
                 if _HIDDEN.search(name) and not (is_document and key.endswith("/")):

@@ -44,8 +44,10 @@ srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-
   "${overrides[@]}" --elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"
 code=$?
 
-# The codes of a run that was stopped, or whose node was lost.
+# A run that was stopped, or has lost a node, goes on, but not five times from one step.
 case $code in 69|75|129|137|138|143)
-  [ "${SLURM_RESTART_COUNT:-0}" -ge 100 ] || scontrol requeue "$SLURM_JOB_ID" ;;
+  stops=$SLURM_JOB_NAME-$SLURM_JOB_ID.stops
+  { tail -n 1 "$OUTPUT/starts.jsonl" | grep -o '"step": *[0-9]*' || echo none; } >> "$stops"
+  tail -n 5 "$stops" | uniq -c | grep -q "^ *5 " || scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit "$code"

@@ -16,7 +16,7 @@ set -euo pipefail
 : "${DATA:=gs://$BUCKET/corpus_bpe}" "${OUTPUT:=gs://$BUCKET/$NAME}"
 : "${PACKAGE:=samestep-0.1.0-py3-none-any.whl}"
 OVERRIDES=(tracking.wandb=null "$@")
-STAGING=$OUTPUT/$(date +%Y%m%d-%H%M%S) script=$(mktemp)
+OUTPUT=${OUTPUT%/} && STAGING=$OUTPUT/$(date +%Y%m%d-%H%M%S) script=$(mktemp)
 ARGUMENTS=("$EXPERIMENT" "data.path=$DATA" "checkpoint.folder=$OUTPUT/checkpoints" output=run)
 ARGUMENTS+=("${OVERRIDES[@]}")
 { echo '#!/bin/bash' && declare -p NAME STAGING OUTPUT PACKAGE ARGUMENTS && cat; } >"$script" <<'END'
@@ -28,7 +28,7 @@ export PATH="$PATH:/snap/bin" HOME="${HOME:-/root}"
 mkdir -p "$home"
 if [ -z "${SAMESTEP_UNIT:-}" ]; then  # a unit, which systemd stops while there is a network
   cp "$0" "$work/startup.sh" && systemd-run --quiet --no-block --collect --unit="$NAME" \
-    -E SAMESTEP_UNIT=1 -p KillMode=mixed -p TimeoutStopSec=90 \
+    -E SAMESTEP_UNIT=1 -p KillMode=mixed -p OOMPolicy=continue -p TimeoutStopSec=90 \
     -p After="network-online.target snapd.service" bash "$work/startup.sh" && exit
 fi
 exec >>"$work/$boot.log" 2>&1 </dev/null

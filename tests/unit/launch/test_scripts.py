@@ -85,6 +85,7 @@ def test_the_settings_of_a_script_are_its_experiments(tmp_path: Path) -> None:
             **os.environ,
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "12345",
+            "SLURM_JOB_NAME": "run",
             "SLURM_JOB_NUM_NODES": "3",
             "SLURM_JOB_NODELIST": "node-[1-3]",
             "VENV": str(tmp_path),
@@ -109,14 +110,23 @@ def test_the_settings_of_a_script_are_its_experiments(tmp_path: Path) -> None:
         *("training.compile=true", "optimizer.lr=1e-3", "a=`id`"),
     ]
     assert not list(tmp_path.rglob("pwned"))
-    # A run that was stopped goes on, one that has failed does not, and not forever.
+    # A run that was stopped goes on, one that has failed does not, and none without progress.
     requeued = tmp_path / "requeued"
     assert submitted(1)[0] == 1
     assert not requeued.exists()
-    assert submitted(75, SLURM_RESTART_COUNT="100")[0] == 75
-    assert not requeued.exists()
-    assert submitted(75)[0] == 75
-    assert requeued.exists()
+
+    def goes_on(code: int, step: int | None) -> bool:
+        requeued.unlink(missing_ok=True)
+        if step is not None:
+            (tmp_path / "runs" / "roberta_large").mkdir(parents=True, exist_ok=True)
+            with (tmp_path / "runs" / "roberta_large" / "starts.jsonl").open("a") as file:
+                file.write(f'{{"step": {step}, "devices": "8 x GPU"}}\n')
+        assert submitted(code)[0] == code
+        return requeued.exists()
+
+    assert [goes_on(69, None) for _ in range(5)] == [True] * 4 + [False]
+    assert [goes_on(75, step) for step in (0, 100, 200, 300, 400, 500)] == [True] * 6
+    assert [goes_on(137, 600) for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_each_script_has_a_forecast() -> None:

@@ -167,6 +167,11 @@ def test_targets_that_are_refused(dataset: Path, tmp_path: Path) -> None:
     replace(manifest, splits={**manifest.splits, "heldout": ()}).save(dataset)
     with pytest.raises(DataError, match=r"out holds the export of another dataset. Empty it"):
         export(str(dataset), f"{tmp_path}/out")
+    draft = tmp_path / "hidden" / ".cache" / ".draft.tmp"
+    draft.parent.mkdir(parents=True)
+    draft.write_bytes(b"of somebody else")
+    export(str(dataset), f"{tmp_path}/hidden")
+    assert draft.exists()
     (tmp_path / "busy").mkdir()
     with flock.open_lock(tmp_path / "busy" / ".lock") as lock:
         flock.flock(lock, flock.LOCK_EX)

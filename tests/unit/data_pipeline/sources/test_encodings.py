@@ -122,7 +122,37 @@ def test_a_byte_that_means_nothing_spoils_its_record_only(tmp_path: Path):
         "eins\n\nzwei\n".encode("utf-16") + b"\x00\xdc" + "\n\ndrei".encode("utf-16-le")
     )
     cut = text.Config((str(path),), "paragraph", "utf-16").build()
-    assert parsed(cut)[-1] == "invalid utf-16"
+    assert parsed(cut) == ["eins", "invalid utf-16"]
+
+
+def rows(count: int) -> list[str]:
+    return [json.dumps({"text": f"{number} {'x' * 50}"}) + "\n" for number in range(count)]
+
+
+def test_records_before_an_invalid_unit_are_read(tmp_path: Path):
+    """However much of the file a buffer holds."""
+    before = "".join(rows(3000)).encode("utf-16")
+    (tmp_path / "a.jsonl").write_bytes(before + b"\x00\xdc" + "\nafter\n".encode("utf-16-le"))
+    tree = {"kind": "jsonl", "paths": [f"{tmp_path}/a.jsonl"], "encoding": "utf-16"}
+    found = parsed(source_of(tree))
+    assert (len(found), found[-1]) == (3001, "invalid utf-16")
+
+
+def test_a_truncated_file_has_as_many_records_in_each_encoding(tmp_path: Path):
+    whole = gzip.compress("".join(rows(5000)).encode(), mtime=0)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    tree = {"kind": "jsonl", "paths": [f"{tmp_path}/a.jsonl.gz"]}
+    plain, *others = (
+        parsed(source_of({**tree, "encoding": name})) for name in ("utf-8", "latin-1", "cp1252")
+    )
+    assert len(plain) > 1000
+    assert all(other == plain for other in others)
+
+
+def test_another_encoding_than_the_named_one_is_noticed(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("text\né\ne\n", encoding="utf-8")
+    source = table.Config((f"{tmp_path}/a.csv",), encoding="ascii").build()
+    assert parsed(source) == ["invalid ascii", "e"]
 
 
 def test_a_table_is_read_by_its_column(tmp_path: Path):
@@ -139,7 +169,7 @@ def test_a_table_is_read_by_its_column(tmp_path: Path):
 
 def test_what_cannot_be_an_encoding_is_refused(tmp_path: Path):
     (tmp_path / "a.csv").write_text("text\na\n")
-    for name in ("utf-9", "base64", "zlib", "a b\0"):
+    for name in ("utf-9", "base64", "zlib", "a b\0", "idna", "unicode_escape"):
         with pytest.raises(ConfigError, match="Use a name such as utf-8, cp1252"):
             table.Config((f"{tmp_path}/a.csv",), encoding=name).build()
     with pytest.raises(ConfigError, match="dataset names none"):

@@ -60,6 +60,7 @@ def parsed(source):
     return result
 
 
+APART = ". If it is elsewhere in the tar, sort the tar by name"
 COMPRESSED = [".gz", ".bz2", ".xz", ".zst"]
 
 
@@ -391,8 +392,8 @@ def test_members_of_a_webdataset_are_documents(tmp_path):
     other = webdataset.Config((f"{tmp_path}/a.tar",), member="json").build()
     assert parsed(other) == [
         ("a.tar", 1, "other"),
-        ("a.tar", 2, "! no member 'json' in a sample: 1.txt"),
-        ("a.tar", 3, "! no member 'json' in a sample: 2.txt"),
+        ("a.tar", 2, f"! no member 'json' in a sample: 1.txt{APART}"),
+        ("a.tar", 3, f"! no member 'json' in a sample: 2.txt{APART}"),
     ]
 
 
@@ -430,9 +431,9 @@ def test_documents_that_a_webdataset_hides_are_counted(tmp_path):
         ("a.tar", 1, "a/0.TXT"),
         ("a.tar", 2, f"{reason}a/v1.0.txt{hint}"),
         ("a.tar", 3, f"{reason}a/v1.1.txt{hint}"),
-        ("a.tar", 4, f"{reason}a/1.jpg"),
+        ("a.tar", 4, f"{reason}a/1.jpg{APART}"),
         ("a.tar", 5, "a/2.txt"),
-        ("a.tar", 6, f"{reason}a/0.json"),
+        ("a.tar", 6, f"{reason}a/0.json{APART}"),
         ("a.tar", 7, f"{reason}a/3.txt, which is a link"),
     ]
 

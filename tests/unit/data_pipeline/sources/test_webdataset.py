@@ -211,8 +211,21 @@ def test_a_name_twice_in_a_sample_is_counted() -> None:
     content = tar(("0.txt", b"a"), ("0.txt", b"b"), ("1.txt", b"c"), ("1.__key__", b""))
     assert of(content) == [
         "! a name twice in a sample: 0.txt",
-        "! a name twice in a sample: 1.__key__",
+        "c",
     ]
+
+
+def test_names_by_which_the_library_marks_samples_cost_no_document() -> None:
+    """It drops a sample with a member __bad__."""
+    content = tar(("0.txt", b"a"), ("0.__bad__", b""), ("1.__local_path__", b""), ("1.txt", b"b"))
+    assert of(content) == ["a", "b"]
+
+
+def test_a_list_of_endless_shards_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than 1,000,000 files"):
+        Config(("a-{0..999999999}.tar",)).build()
+    with pytest.raises(ConfigError, match="more than 1,000,000 files"):
+        Config(("{0..9999}/{0..9999}.tar",)).build()
 
 
 def test_the_sample_before_the_damage_is_read_and_none_is_missed_behind_it() -> None:

@@ -113,7 +113,11 @@ def test_one_dataset_and_several_replace_each_other() -> None:
     assert merge(several, {"data": {"path": None}})["data"]["sources"] == [{"path": "a"}]
     changed = merge(several, {"data": {"sources": {"0": {"path": "d"}}}})
     assert changed["data"]["sources"] == [{"path": "d"}]
-    assert merge_overrides(several, ["data.sources=[]", "data.path=b"])["data"]["path"] == "b"
+    assert merge_overrides(several, ["data.path=b"])["data"] == one["data"]
+    with pytest.raises(ConfigError, match=r"data\.path=b comes after data\.sources and drops it"):
+        merge_overrides(one, ["data.sources=[{path: a}]", "data.path=b"])
+    given = ["data.sources=[]", "data.weights=[]", "data.path=b"]  # nothing is lost
+    assert merge_overrides(several, given)["data"] == one["data"]
 
 
 def test_merge_keys_share_settings_within_a_file(tmp_path: Path) -> None:
