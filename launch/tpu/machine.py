@@ -55,7 +55,7 @@ _GCLOUD_SECONDS = 300  # a gcloud that hangs would cost money forever
 _LAST_COPY_SECONDS = 900.0
 _PAUSES = (2.0, 10.0, 30.0, 60.0)  # networks come and go
 # Parts of a run's folder that exist elsewhere, or are of this machine only.
-_NOT_COPIED = (".owner", "checkpoints", "tensorboard", "wandb")
+_NOT_COPIED = (".owner", "checkpoints", "profile", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)

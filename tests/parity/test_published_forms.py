@@ -85,7 +85,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "QuestionAnswering": ("ForQuestionAnsweringSimple", "ForQuestionAnswering"),
     "MultipleChoice": ("ForMultipleChoice", "DoubleHeadsModel"),
 }
-LIGHT = ("Bert", "GPT2", "T5")
+LIGHT = ("Bert", "T5")
 LABELED = ("SequenceClassification", "TokenClassification")
 LABELS = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "num_labels": 3}
 TOKENS = torch.arange(5, 25).view(2, 10)

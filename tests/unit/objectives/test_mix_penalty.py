@@ -67,6 +67,7 @@ def test_logged_losses_and_evaluations_are_without_it() -> None:
     assert objective.terms() == own.terms()
 
 
+@pytest.mark.long
 def test_beside_noise() -> None:
     """The scores reach the penalty through SiFT's passes, too."""
     model, batch = mixed("tagging"), batch_of("tagging")

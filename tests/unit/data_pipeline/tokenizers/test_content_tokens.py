@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,7 +110,7 @@ def test_a_build_warns_of_names_in_its_texts_and_reads_those_it_is_given(folder,
     assert "[SEP] (1)" in warnings[0]
     assert "content_tokens" in warnings[0]
     caplog.clear()
-    again = BuildConfig(source, Config(str(folder)), f"{output}2", MARKERS, 0, workers=1)
+    again = replace(config, output=f"{output}2", content_tokens=MARKERS)
     marked = build(again)
     assert not any("<e>" in each.getMessage() for each in caplog.records)
     assert manifest is not None
