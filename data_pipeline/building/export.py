@@ -60,6 +60,7 @@ def export(location: str, target: str) -> None:
     dataset = Dataset.open(location)
     manifest, tokenizer = dataset.manifest, dataset.tokenizer
     record = _record(manifest)
+    # Before anything is written: another export's shards would be mixed with these.
     present = _check_target(target, record)
     with ExitStack() as held:
         if not storage.is_url(target):
@@ -192,6 +193,7 @@ def _samples(shard: Shard, manifest: Manifest, tokenizer: Tokenizer) -> Iterator
     for number, length in enumerate(shard.length.tolist()):
         tokens = shard.tokens[shard.start[number] : shard.start[number] + length]
         file, line = shard.origin[number].tolist()
+        # Where the document came from, as `samestep ledger step` names it.
         about: dict[str, object] = {"source": manifest.files[file], "line": line}
         texts = [tokens]
         if kind is not None:

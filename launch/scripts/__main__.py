@@ -45,6 +45,7 @@ def main() -> None:
     if "--forecasts" in sys.argv[1:]:
         forecasts, known = {}, dict[Run, Forecast]()
         for name, run in runs().items():
+            # The same run has a script for several clusters.
             if run not in known:
                 known[run] = forecast(run)
             forecasts[name] = known[run]

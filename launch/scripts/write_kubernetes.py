@@ -56,6 +56,7 @@ def scripts() -> dict[str, str]:
 def _manifest(path: str, run: Run) -> str:
     name = Path(path).stem
     overrides = [f"nodes={run.devices // 8}"]
+    # The cluster's files are the ones that users copy, so both say the same.
     file = "configs/launch/kubernetes_gpu.yaml"
     places = ""
     if name in _SLICES:
@@ -70,6 +71,7 @@ def _manifest(path: str, run: Run) -> str:
         f"output: runs/{name}\n"
         f"{places}"
     )
+    # A file has no command line: overrides become sections of it.
     for override in run.overrides:
         setting, _, value = override.partition("=")
         section, _, key = setting.partition(".")

@@ -54,6 +54,7 @@ def scripts() -> dict[str, str]:
 
 def _script(path: str, run: Run) -> str:
     name = Path(path).stem
+    # Only its name and deadline count: a script has no folder of a launch.
     job = JobSpec(name, "train", "", Path(), Path())
     cluster = Config(
         nodes=run.devices // _GPUS,

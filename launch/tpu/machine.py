@@ -147,6 +147,7 @@ class Machine:
                 self._ended.set()
                 self._copy()
                 return EXIT_DONE
+            # Other codes are errors, which would come again.
             may_go_on = code in (EXIT_PREEMPTED, EXIT_UNAVAILABLE) or code > 128
             if self._stop or restarts >= _RESTARTS or not may_go_on:
                 return self._finish(code)
@@ -285,6 +286,7 @@ class Machine:
         half.mkdir()
         rsync = ["storage", "rsync", "--recursive", self._settings.kept, str(half)]
         _again(lambda: _gcloud(*rsync))
+        # In one step: a boot that is cut off here finds no half of a run.
         half.rename(self._output)
 
 

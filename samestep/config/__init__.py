@@ -58,19 +58,20 @@ def to_tree(config: object) -> Tree:
         value = getattr(config, field.name)
         # A section's class does not say its kind; the module that defines it does.
         kinds = kinds_of(hints[field.name])
-        tree[field.name] = _plain(value)
+        tree[field.name] = plain(value)
         if kinds is not None and value is not None:
             tree[field.name] = {"kind": kinds.kind_of(value), **tree[field.name]}
     return tree
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Returns a value of a configuration as YAML writes it: sections, lists and scalars."""
     if dataclasses.is_dataclass(value):
         return to_tree(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 
-from samestep.config import to_tree
+from samestep.config import plain
 from samestep.config.decode import kinds_of
 from samestep.config.tree import Tree
 from samestep.errors import SamestepError
@@ -45,8 +45,7 @@ def _changed(key: str, value: object, hint: object, usual: object) -> Iterator[s
     kinds = kinds_of(hint)
     section = next((part for part in (hint, *typing.get_args(hint)) if _is_section(part)), None)
     if not isinstance(value, dict) or not (kinds or section):
-        plain = to_tree(_Holder(usual))["value"]
-        if plain != value:
+        if plain(usual) != value:
             yield from leaves(value, key)
         return
     inner = dict(value)
@@ -63,11 +62,6 @@ def _changed(key: str, value: object, hint: object, usual: object) -> Iterator[s
     found = [f"{key}.{name}" for name in changed(section, inner, usual)]
     # A section that is there although the default has none is a change by itself.
     yield from found or (leaves(value, key) if usual is None and kinds is None else ())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Holder:
-    value: object
 
 
 def _is_section(part: object) -> typing.TypeGuard[type[object]]:

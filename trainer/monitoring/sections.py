@@ -25,8 +25,10 @@ def sectioned(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _name(name: str) -> str:
     part, _, metric = name.partition("/")
+    # What a machine has, and what it does with it, are two sections.
     if part == "perf":
         return f"{'system' if metric in _SYSTEM else 'throughput'}/{metric}"
+    # Counts of what was read, beside which losses are plotted.
     if name in ("train/examples", "train/tokens"):
         return f"data/{metric}"
     # With a single slash, as W&B can also group by all parts of a name but the last.

@@ -48,6 +48,7 @@ class MixPenalty(AroundTask):
         A micro-batch adds the share of the penalty that it has of the step's examples, so a step
         adds it once, however it is split.
         """
+        # Evaluations compare models by the task's own loss.
         if not torch.is_grad_enabled():
             return self.of.loss(model, batch, totals)
         # The scores come out of the same forward pass, in which a strategy has gathered them.

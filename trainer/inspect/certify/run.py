@@ -69,6 +69,7 @@ def certify(output: Path, against: Path | None, console: Console) -> bool:
         if world.rank == 0:
             report(kept(), console)
         else:
+            # The checks are collective: ranks without a terminal take part in all of them.
             for _ in kept():
                 pass
         has_passed = all(finding.state != "failed" for finding in findings)
@@ -103,6 +104,7 @@ def _checks(accelerator: Accelerator, ranks: Ranks, layouts: Layouts) -> Iterato
         yield from kernels.products(accelerator, ranks, precision)
         yield from kernels.against_fp64(accelerator, ranks, precision)
         yield from kernels.passes(accelerator, ranks, precision)
+    # One rank has nobody to exchange with.
     if len(ranks.nodes) > 1:
         yield from collectives.check(accelerator.device, ranks)
     for precision in precisions:
@@ -113,6 +115,7 @@ def _devices(accelerator: Accelerator, ranks: Ranks) -> Finding:
     """Whether all ranks have the same hardware and torch."""
     own = f"{accelerator.description}, {processor()}, torch {torch.__version__}"
     found = ranks.gather(own)
+    # The rarest kind is the odd one out.
     kinds = sorted(set(found), key=found.count, reverse=True)
     if len(kinds) == 1:
         return Finding("devices", "ok", f"{len(found)} x {own}")
@@ -138,6 +141,7 @@ def _with_comparison(
     for precision, own in _digests(layouts).items():
         stored = other["digests"].get(precision)
         subject, where = f"{precision} bits", f"{name} ({len(other['ranks'])} ranks)"
+        # Its devices may lack this precision.
         if stored is None:
             yield Finding(subject, "warning", f"{where} has none")
             continue

@@ -78,6 +78,7 @@ def show(
         for count in counts:
             predictor = Predictor(experiment, step, count, strategy)
             found[count] = list(progress.track(predictor.predictions(phases, names)))
+    # Before the first line of output: a phase that fails leaves no half of a table.
     totals = {count: list(_totals(found[count], count, price)) for count in counts}
     if json_wanted:
         trees = [_tree(count, strategy, found[count], totals[count]) for count in counts]
@@ -120,6 +121,7 @@ def _totals(
     found: Sequence[tuple[Phase, list[Prediction]]], devices: int, price: float | None
 ) -> Iterator[dict[str, object]]:
     """The whole run on each device, with each implementation."""
+    # Each phase has the same devices and implementations, in the same order.
     for rows in zip(*(rows for _, rows in found), strict=True):
         hours = sum(each.hours for each in rows)
         total: dict[str, object] = {
@@ -134,6 +136,7 @@ def _totals(
 
 def _rates(each: Prediction) -> dict[str, str]:
     return {
+        # The note under the tables explains the mark.
         "device": each.device + ("" if each.fits else "*"),
         "": each.implementation,
         "batch": f"{each.micro_batch} x {each.micro_batches}",
@@ -169,4 +172,5 @@ def _three(number: float) -> str:
 
 def _time(hours: object) -> str:
     assert isinstance(hours, float)
+    # From two days on, hours are hard to read.
     return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"

@@ -122,6 +122,7 @@ class RecurrentConfig(ModelConfig):
                 f"head_dropout is {list(self.head_dropout)}. Use two numbers in [0, 1)."
             )
         check_labels(self.head, self.labels)
+        # Tied weights are the matrix of tokens, which the output layer reads.
         if self.characters is not None and self.tied:
             raise ConfigError(
                 "tied is true, but embeddings of characters have no matrix of tokens. Set tied to "
@@ -148,6 +149,7 @@ class RecurrentConfig(ModelConfig):
     def mixed_layers(self) -> list[int]:
         """Layers that are as wide as the last one; 0 is the embeddings."""
         widths = [*self.input_widths, self.output_width]
+        # A mean of layers adds their states up, so all must be of one width.
         return [n for n, width in enumerate(widths) if width == self.output_width]
 
     @property

@@ -98,6 +98,7 @@ class SentenceClassifier(nn.Module):
         inner = 2 * config.hidden_size if config.layers else width
         top = 1 if config.attention else 0
         rate = config.dropout
+        # Without layers the vectors themselves are pooled, as in CBoW.
         self.lstm = HeadLstm(config.layers, width, rate, inner) if config.layers else None
         self.attended = HeadLstm(top, 2 * inner, rate, inner) if config.attention else None
         self.dense = nn.Linear(4 * inner, config.classifier_width)
@@ -157,5 +158,6 @@ def pool_text(hidden: Tensor, is_word: Tensor, pooling: TextPooling) -> Tensor:
     if pooling == "mean":
         total = hidden.masked_fill(~is_word, 0.0).sum(1)
         return total / is_word.sum(1).clamp(min=1).to(total.dtype)
+    # Padding must not win against negative states.
     highest = hidden.masked_fill(~is_word, float("-inf")).amax(1)
     return torch.where(is_word.any(1), highest, 0.0)
