@@ -131,6 +131,12 @@ class HuggingFace:
                     f"content_tokens has {name!r}, which is the tokenizer's {roles[name]}. Use "
                     "another token."
                 )
+            ordinary = self._backend.encode(name, add_special_tokens=False).ids == [vocab[name]]
+            if name not in added and (ordinary or name.startswith("##")):
+                raise ConfigError(
+                    f"content_tokens has {name!r}, which ordinary text produces already. Name a "
+                    "special token, or an unused one."
+                )
             new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
             entry = added.setdefault(name, {"id": vocab[name], "content": name, **new})
             entry["special"] = False

@@ -42,6 +42,9 @@ _TEMPLATES = {
 }
 
 
+_MORE = ("additional_special_tokens", "extra_special_tokens")
+
+
 def read(folder: Path, kind: str | None, settings: Tree) -> tokenizers.Tokenizer | None:
     """Reads the model of a class; None if the folder has no such file.
 
@@ -63,11 +66,17 @@ def read(folder: Path, kind: str | None, settings: Tree) -> tokenizers.Tokenizer
         raise DataError(
             f"sp_model_kwargs is {settings['sp_model_kwargs']!r} in {CONFIG}. {CONVERT}"
         )
+    if kind == "XLNetTokenizer" and settings.get("keep_accents"):
+        raise DataError(f"keep_accents of {CONFIG} has no effect in transformers 5. {CONVERT}")
     from data_pipeline.tokenizers.sentencepiece import is_of_t5, parse
 
     model = parse(read_regular(file))
     if not is_of_t5(model):
         raise DataError(f"{file.name} is no unigram model, or spells bytes. {CONVERT}")
+    # `transformers` then leaves out the pieces that a text holds as they are.
+    more = next((key for key in _MORE if settings.get(key)), None)
+    if more and any(piece.type == _USER_DEFINED for piece in model.pieces):
+        raise DataError(f"{more} is set in {CONFIG}, beside pieces of {file.name}. {CONVERT}")
     names = with_names(kind, settings)
     vocabulary, unknown = _vocabulary(model, kind, names)
     backend = tokenizers.Tokenizer(models.Unigram(vocabulary, unknown, byte_fallback=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,10 +58,15 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     """Reads tensors and nothing else: `weights_only` creates no object that could run code."""
     try:
         # Files older than torch 1.6 are no archives, which alone can be memory-mapped.
-        content = torch.load(
-            regular(path), "cpu", weights_only=True, mmap=zipfile.is_zipfile(regular(path))
-        )
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
+        is_archive = zipfile.is_zipfile(regular(path))
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                    raise ValueError("compressed bytes would be read as numbers")
+        content = torch.load(regular(path), "cpu", weights_only=True, mmap=is_archive)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may raise any
         raise CheckpointError(
             f"{path} cannot be read as tensors alone, and may be damaged or hold other objects "
             "that would run code. Copy it again, or save the model as safetensors"
@@ -75,8 +79,14 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain_tensor(value: object) -> bool:
-    is_tensor = type(value) in (Tensor, nn.Parameter)
-    return is_tensor and value.layout == torch.strided  # type: ignore[attr-defined]
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+        return False
+    # Without numbers of its own, some bytes could stand for any number of elements.
+    if value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    numbers = value.numel() * value.element_size()
+    is_whole = value.untyped_storage().nbytes() >= numbers
+    return is_whole and not (value.is_quantized or value.is_complex())
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,8 +109,19 @@ def first_not_finite(folder: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    return found or sorted(folder.glob("pytorch_model*.bin"))
+    """The files that `load_folder` reads, or an adapter's."""
+    if is_adapter(folder):
+        return [folder / _ADAPTER_WEIGHTS]
+    for weights in (_WEIGHTS, _PICKLE):
+        if (folder / weights).exists():
+            return [folder / weights]
+        index = folder / f"{weights}.index.json"
+        if index.exists():
+            shards = _read_json(index).get("weight_map")
+            _check_names(shards, index)
+            assert isinstance(shards, dict), "its names were checked"
+            return [folder / name for name in sorted(set(shards.values()))]
+    return []
 
 
 def identity(folder: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
-from samestep.untrusted import inside
+from samestep.untrusted import inside, is_plain
 from trainer.models import ModelConfig
 
 FILES = (
@@ -35,12 +35,21 @@ def stored(folder: Path) -> Mapping[str, object] | None:
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": None}
     for module in modules:
         kind, path = str(module.get("type")).rpartition(".")[2], module.get("path")
-        if kind not in kinds or kinds[kind] not in (None, path):
+        is_theirs = str(module.get("type")).startswith("sentence_transformers.")
+        is_here = path == "" or is_plain(path)  # a folder in this one
+        if kind not in kinds or kinds[kind] not in (None, path) or not (is_theirs and is_here):
             raise ConfigError(
                 f"{file} has a module {kind} in {path!r}, which an export would lose: it "
                 "keeps Transformer, Pooling (in 1_Pooling) and Normalize. Remove modules.json to "
                 "export the encoder alone."
             )
+    order = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    if order not in (list(kinds)[:2], list(kinds)):
+        raise ConfigError(
+            f"{file} has the modules {', '.join(order) or 'of none'}, and an export keeps "
+            "Transformer and Pooling, with or without Normalize. Remove modules.json to export the "
+            "encoder alone."
+        )
     found: dict[str, object] = {_LIST: modules}
     for name in (*_SETTINGS, _POOLING):
         file = inside(folder, name)

@@ -1,4 +1,6 @@
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,41 @@ def test_a_pickle_of_tensors_is_read_and_nothing_else(tmp_path: Path, archive: b
         torch.save(content, file, _use_new_zipfile_serialization=archive)
         assert identity(tmp_path) != before
         with pytest.raises(CheckpointError, match=f"pytorch_model.bin .*{message}"):
+            load_folder(tmp_path)
+
+
+def test_the_identity_is_of_the_file_that_is_read(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file(TENSORS, tmp_path / "other.safetensors")
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+    before = identity(tmp_path)
+    torch.save({**TENSORS, "a": TENSORS["a"] + 1}, tmp_path / "pytorch_model.bin")
+    assert identity(tmp_path) != before
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "weights.bin")
+    index = {"weight_map": dict.fromkeys(TENSORS, "weights.bin")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    before = identity(tmp_path)
+    torch.save(TENSORS, tmp_path / "weights.bin")
+    assert identity(tmp_path) != before
+
+
+def test_a_pickle_that_is_damaged_or_packed_again_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3, 3)}, file)
+    whole = file.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    damaged = [file.read_bytes(), whole[: len(whole) // 2], b"\x80\x02}q\x00(X\xff"]
+    for tensor in (torch.ones(1).expand(10**9), torch.ones(2, device="meta"), torch.ones(1) * 1j):
+        torch.save({"a": tensor}, file)
+        damaged.append(file.read_bytes())
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin (cannot be read|must hold)"):
             load_folder(tmp_path)
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 from torch import Tensor
 
 from samestep.config import decode
-from samestep.errors import ConfigError
+from samestep.errors import CheckpointError, ConfigError
 from samestep.tasks import TASKS
 from trainer.models import codecs
 from trainer.models.base import POOLED
@@ -245,6 +245,13 @@ class Codec(codecs.Codec[C]):
         found = {self._canonical(each): tensors[each] for each in tensors}
         kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in found]
         parts = {f"head.pooler.{kind}": found[f"{name}.{kind}"] for kind in kinds}
+        width = self.config.width
+        shapes = [tuple(part.shape) for part in parts.values()]
+        if parts and shapes != [(width, width), (width,)]:
+            raise CheckpointError(
+                f"{name} has the shapes {shapes}, and a pooler of this model has "
+                f"{[(width, width), (width,)]}. Use the config.json that belongs to the weights"
+            )
         return dict.fromkeys(heads, parts) if parts else {}
 
     def export_spare(self, spare: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

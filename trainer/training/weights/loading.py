@@ -433,9 +433,10 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
         )
     if isinstance(family, str) and family in _SAME_FAMILY:
         family, theirs, same = _SAME_FAMILY[family]
-        named = content.get("architectures") or ()
-        renamed = [str(name).replace(theirs, same, 1) for name in named]
-        content |= {"model_type": family, "architectures": renamed}
+        named = content.get("architectures")
+        content |= {"model_type": family}
+        if isinstance(named, list):
+            content["architectures"] = [str(name).replace(theirs, same, 1) for name in named]
     known = [kind.replace("_", "-") for kind in _MODELS.available()]
     if not isinstance(family, str) or family.replace("_", "-") not in known:
         raise CheckpointError(

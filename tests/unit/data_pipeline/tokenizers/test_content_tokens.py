@@ -76,6 +76,11 @@ def test_tokens_that_cannot_be_content_are_refused(folder, tmp_path):
         plain.with_content(["[SEP]"])
     with pytest.raises(ConfigError, match="has '<f>', which the tokenizer lacks"):
         plain.with_content(["<f>"])
+    letter = next(
+        token for each in range(plain.vocabulary.size) if (token := plain.token(each)).isalpha()
+    )
+    with pytest.raises(ConfigError, match="which ordinary text produces already"):
+        plain.with_content([letter])
     texts = ["a few words to train on, again and again", "and some others, of more letters"] * 20
     with pytest.raises(ConfigError, match=r"a spiece\.model cannot say"):
         Config("", "unigram", vocab_size=28, sentinels=3).train(texts).with_content(["<s>"])

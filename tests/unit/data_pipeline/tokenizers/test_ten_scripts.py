@@ -208,6 +208,16 @@ def test_other_sentencepiece_models_are_refused(model_type, message, tmp_path):
         Tokenizer.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep_accents", True), ("additional_special_tokens", ["<eop>", "<eod>"])]
+)
+def test_settings_of_xlnet_that_transformers_reads_otherwise_are_refused(name, value, tmp_path):
+    folder = folder_of(tmp_path, "xlnet")
+    (folder / "tokenizer_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(DataError, match=name):
+        Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokenizer_json_gives_the_ids_of_transformers(model_type, tmp_path):
     saved = saved_by_transformers(folder_of(tmp_path, model_type))
