@@ -360,7 +360,7 @@ def merge_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
         for name, others in _EXCLUSIVE.get(section, {}).items():
             is_chosen = later.partition("=")[0] == f"{section}.{name}" and value.strip() != "[]"
             is_lost = setting.partition(".")[0] in others and not _has(tree, path)
-            if is_chosen and is_lost and earlier.partition("=")[2].strip() != "[]":
+            if is_chosen and is_lost and earlier.partition("=")[2].strip() not in ("[]", "null"):
                 raise ConfigError(f"{later} comes after {dropped} and drops it. Give one of them.")
     return tree
 

@@ -78,7 +78,7 @@ def test_probes_that_come_along_are_found_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for prefix in ("recipes", "configs"):
-        assert len(read_probes(f"{prefix}/studies/probes/cloze.jsonl")) == 140
+        assert len(read_probes(f"{prefix}/studies/probes/cloze.jsonl")) == 160
     with pytest.raises(DataError, match=r"cannot read the probes in probes/cloze\.jsonl"):
         read_probes("probes/cloze.jsonl")
 

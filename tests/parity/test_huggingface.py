@@ -56,6 +56,8 @@ POOLERS = {
     "bert": ["pooler.dense.weight", "pooler.dense.bias", "cls.seq_relationship.weight"],
 }
 """Tensors of heads that a masked language model leaves out."""
+SHAPES = {"weight": (48, 48), "bias": (48,)}
+"""Of a pooler."""
 OWN_SHAPE = {"albert": {"num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 20}}
 """Settings that only some families have; two groups of two layers for ALBERT."""
 
@@ -253,7 +255,7 @@ def test_older_checkpoints_are_understood(pair: Pair, caplog: pytest.LogCaptureF
     extra = ["embeddings.position_ids", *POOLERS.get(pair.family, POOLERS["bert"])]
     with caplog.at_level(logging.INFO):
         imported = codec_of(pair.config).import_tensors(
-            {**old, **dict.fromkeys(extra, torch.zeros(1))}
+            {**old, **{each: torch.zeros(SHAPES.get(each.rpartition(".")[2], 1)) for each in extra}}
         )
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
     assert len(imported) == len(expected)

@@ -60,7 +60,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         # Files older than torch 1.6 are no archives, which alone can be memory-mapped.
         is_archive = zipfile.is_zipfile(regular(path))
         if is_archive:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(regular(path)) as archive:
                 if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                     raise ValueError("compressed bytes would be read as numbers")
         content = torch.load(regular(path), "cpu", weights_only=True, mmap=is_archive)
@@ -82,7 +82,7 @@ def _is_plain_tensor(value: object) -> bool:
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return False
     # Without numbers of its own, some bytes could stand for any number of elements.
-    if value.layout != torch.strided or value.device.type != "cpu":
+    if value.layout != torch.strided or value.is_meta:
         return False
     numbers = value.numel() * value.element_size()
     is_whole = value.untyped_storage().nbytes() >= numbers
