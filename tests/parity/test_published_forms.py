@@ -22,6 +22,7 @@ from tests.parity.pairs import add_noise
 from trainer.checkpoint.huggingface import save_folder
 from trainer.inference.fill import check_masked_lm
 from trainer.models.codecs import codec_of
+from trainer.publish import sentence_transformers
 from trainer.training.weights.initial import stored_values
 from trainer.training.weights.loading import Weights, load_weights
 
@@ -293,3 +294,46 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": name}))
         with pytest.raises(CheckpointError, match=f"model_type {name!r}, .* camembert, deberta,"):
             load_weights(tmp_path)
+
+
+def test_settings_and_poolers_of_another_form_are_errors_of_the_folder(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = {f"bert.{name}": each for name, each in model.state_dict().items()}
+    name = "bert.pooler.dense.weight"
+    save_file({**tensors, name: torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"bert\.pooler\.dense has the shapes \[\(3, 3\)"):
+        load_weights(tmp_path)
+    del tensors[name]  # its bias alone
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"bert\.pooler\.dense has the shapes"):
+        load_weights(tmp_path)
+    strange = config | {"model_type": "camembert", "architectures": 5, "pad_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(strange))
+    with pytest.raises(CheckpointError):
+        load_weights(tmp_path)
+
+
+def module_list(*kinds: tuple[str, str]) -> str:
+    return json.dumps([{"idx": 0, "name": "0", "type": kind, "path": path} for kind, path in kinds])
+
+
+def test_other_modules_of_sentence_transformers_are_not_exported(tmp_path: Path) -> None:
+    theirs = "sentence_transformers.models."
+    encoder, pooling = (f"{theirs}Transformer", ""), (f"{theirs}Pooling", "1_Pooling")
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    for modules in (
+        (("evil.module.Transformer", ""), pooling),
+        (encoder, pooling, ("evil.code.Normalize", "2_Normalize")),
+        (encoder, pooling, (f"{theirs}Normalize", "../../x")),
+        (encoder, pooling, (f"{theirs}Dense", "2_Dense")),
+        (encoder,),
+        (),
+    ):
+        (tmp_path / "modules.json").write_text(module_list(*modules))
+        with pytest.raises(ConfigError, match="an export would lose"):
+            sentence_transformers.stored(tmp_path)
+    kept = module_list(encoder, pooling, (f"{theirs}Normalize", "2_Normalize"))
+    (tmp_path / "modules.json").write_text(kept)
+    assert sentence_transformers.stored(tmp_path)

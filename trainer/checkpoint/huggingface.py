@@ -27,6 +27,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
 _PICKLE = "pytorch_model.bin"
+_INDEX = ".index.json"
 _WRAPPERS = ("_orig_mod.", "module.", "model.")
 
 
@@ -112,16 +113,21 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that `load_folder` reads, or an adapter's."""
     if is_adapter(folder):
         return [folder / _ADAPTER_WEIGHTS]
-    for weights in (_WEIGHTS, _PICKLE):
-        if (folder / weights).exists():
-            return [folder / weights]
-        index = folder / f"{weights}.index.json"
-        if index.exists():
-            shards = _read_json(index).get("weight_map")
-            _check_names(shards, index)
-            assert isinstance(shards, dict), "its names were checked"
-            return [folder / name for name in sorted(set(shards.values()))]
-    return []
+    file = _find_weights(folder)
+    if file is None or not _is_index(file):
+        return [] if file is None else [file]
+    return [folder / name for name in sorted(set(_shards(file).values()))]
+
+
+def _find_weights(folder: Path) -> Path | None:
+    """The file with a model's weights, or the index of several; None if there is neither."""
+    # As transformers looks for them: one file first, then an index; pickles last.
+    names = (each for file in (_WEIGHTS, _PICKLE) for each in (file, f"{file}{_INDEX}"))
+    return next((folder / name for name in names if (folder / name).exists()), None)
+
+
+def _is_index(file: Path) -> bool:
+    return file.name.endswith(_INDEX)
 
 
 def identity(folder: Path) -> str:
@@ -142,22 +148,18 @@ def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
         CheckpointError: with the file that is missing or damaged.
     """
     config = _read_json(folder / _CONFIG)
-    # As transformers looks for them: one file first, then an index; pickles last.
-    for weights in (_WEIGHTS, _PICKLE):
-        if (folder / weights).exists():
-            return config, _unwrapped(_load_tensors([folder / weights]))
-        index = folder / f"{weights}.index.json"
-        if index.exists():  # a large model: maps tensor names to files
-            return config, _unwrapped(_load_shards(folder, index))
-    raise CheckpointError(
-        f"{folder} has neither {_WEIGHTS} nor {_WEIGHTS}.index.json. Name a folder that "
-        "save_pretrained wrote"
-    )
+    file = _find_weights(folder)
+    if file is None:
+        raise CheckpointError(
+            f"{folder} has neither {_WEIGHTS} nor {_WEIGHTS}{_INDEX}. Name a folder that "
+            "save_pretrained wrote"
+        )
+    tensors = _load_shards(folder, file) if _is_index(file) else _load_tensors([file])
+    return config, _unwrapped(tensors)
 
 
 def _load_shards(folder: Path, index: Path) -> dict[str, Tensor]:
-    shards = _read_json(index).get("weight_map", {})
-    _check_names(shards, index)
+    shards = _shards(index)
     # A set, as many tensors are in one file.
     tensors = _load_tensors(folder / shard for shard in sorted(set(shards.values())))
     if absent := sorted(set(shards) - set(tensors)):
@@ -168,8 +170,13 @@ def _load_shards(folder: Path, index: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_names(shards: object, index: Path) -> None:
-    """Rejects an index that names files outside of its folder: it may come from a stranger."""
+def _shards(index: Path) -> dict[str, str]:
+    """The file of each tensor.
+
+    Raises:
+        CheckpointError: a file is outside of the folder; the index may come from a stranger.
+    """
+    shards: dict[str, str] = _read_json(index).get("weight_map", {})
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
     for name in names:
         if not is_plain(name):
@@ -177,6 +184,7 @@ def _check_names(shards: object, index: Path) -> None:
                 f"{index} names the file {name!r}, which is not in its folder. Download the folder "
                 "from a source that you trust"
             )
+    return shards
 
 
 @contextmanager

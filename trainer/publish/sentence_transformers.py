@@ -17,6 +17,7 @@ FILES = (
     "1_Pooling/config.json",
 )
 _MODULES = "sentence_transformers.models."
+_KEPT = ["Transformer", "Pooling", "Normalize"]
 _LIST, *_SETTINGS, _POOLING = FILES
 
 
@@ -32,23 +33,20 @@ def stored(folder: Path) -> Mapping[str, object] | None:
         return None
     with damage_of(file, CheckpointError, "Copy the folder again."):
         modules = read_json(file, list[dict[str, object]])
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": None}
-    for module in modules:
-        kind, path = str(module.get("type")).rpartition(".")[2], module.get("path")
-        is_theirs = str(module.get("type")).startswith("sentence_transformers.")
-        is_here = path == "" or is_plain(path)  # a folder in this one
-        if kind not in kinds or kinds[kind] not in (None, path) or not (is_theirs and is_here):
-            raise ConfigError(
-                f"{file} has a module {kind} in {path!r}, which an export would lose: it "
-                "keeps Transformer, Pooling (in 1_Pooling) and Normalize. Remove modules.json to "
-                "export the encoder alone."
-            )
-    order = [str(module.get("type")).rpartition(".")[2] for module in modules]
-    if order not in (list(kinds)[:2], list(kinds)):
+    kinds = [str(module.get("type")) for module in modules]
+    names = [kind.rpartition(".")[2] for kind in kinds]
+    paths = [module.get("path") for module in modules]
+    is_kept = (
+        names in (_KEPT[:2], _KEPT)
+        and all(kind.startswith("sentence_transformers.") for kind in kinds)
+        and paths[:2] == ["", "1_Pooling"]
+        and all(map(is_plain, paths[2:]))
+    )
+    if not is_kept:
         raise ConfigError(
-            f"{file} has the modules {', '.join(order) or 'of none'}, and an export keeps "
-            "Transformer and Pooling, with or without Normalize. Remove modules.json to export the "
-            "encoder alone."
+            f"{file} has the modules {', '.join(kinds)}, some of which an export would lose: it "
+            "keeps Transformer, Pooling (in 1_Pooling) and Normalize of sentence-transformers. "
+            "Remove modules.json to export the encoder alone."
         )
     found: dict[str, object] = {_LIST: modules}
     for name in (*_SETTINGS, _POOLING):
