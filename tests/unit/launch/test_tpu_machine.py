@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
 import json
+import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,3 +93,37 @@ def test_damaged_settings_are_refused(
     assert tpu_machine.main([str(file), "run.yaml"]) == 1
     assert f"{file} cannot be read" in caplog.text
     assert tpu_machine.main([str(file)]) == 2
+
+
+def test_half_a_file_replaces_none_in_the_bucket(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        written(f"runs/run/{name}", "old")
+    machine._copy_run()
+
+    def copy(source: str, target: str) -> None:
+        whole = "starts" in source
+        Path(target).write_text("new" if whole else "n")
+        if not whole:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = shutil.copytree
+    failing = partial(real, copy_function=copy)
+    monkeypatch.setattr(tpu_machine.shutil, "copytree", failing)
+    machine._copy_run()
+    kept = Path("buckets/bucket/kept")
+    assert (kept / "metrics.jsonl").read_text() == "old"
+    assert (kept / "starts.jsonl").read_text() == "new"
+
+
+@pytest.mark.parametrize("error", [http.client.IncompleteRead(b""), TimeoutError()])
+def test_half_an_answer_about_preemption_is_asked_for_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def metadata(key: str) -> str:
+        raise error
+
+    monkeypatch.setattr(tpu_machine, "_metadata", metadata)
+    machine._look()
+    assert not machine._leaving

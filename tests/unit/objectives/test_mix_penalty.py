@@ -13,7 +13,7 @@ from samestep.errors import ConfigError
 from tests.unit.objectives.test_sift import OF, VOCABULARY, batch_of, make
 from trainer.models import Model
 from trainer.models.families import bert, bilm
-from trainer.objectives.kinds import mlm, sift
+from trainer.objectives.kinds import contrastive, distillation, mlm, sift
 from trainer.objectives.mix_penalty import with_penalty
 
 LAMBDA = 0.1
@@ -104,3 +104,6 @@ def test_what_it_needs() -> None:
             replace(config, **changes)
     with pytest.raises(ConfigError, match="is for tasks"):
         with_penalty(mlm.Config().build(VOCABULARY), LAMBDA)
+    for other in (distillation.Config("teacher", OF["classification"]), contrastive.Config()):
+        with pytest.raises(ConfigError, match="without a teacher or negatives of the batch"):
+            with_penalty(other.build(VOCABULARY), LAMBDA)
