@@ -33,6 +33,12 @@ _OWN_OPTIONS = re.compile(
 )
 _POLL_SECONDS = 15.0  # between two requests for the state of a job whose log is followed
 _SIGNAL_MARGIN = 60  # seconds: Slurm may be late with its signal
+# Two jobs on one node need different ports, and all nodes must know the port without asking: it
+# follows from the job's id.
+RENDEZVOUS = (
+    'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+)
 _MAX_STOPS = 5  # in a row from the same step; a run is not requeued after that
 
 
@@ -271,10 +277,7 @@ class Config(NodeCluster):
         cancel, stops = f'"$launch/{CANCEL}"', '"$launch/stops"'
         lines = [
             "# The first node hosts the rendezvous.",
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            # Two jobs on one node need different ports, and all nodes must know the port without
-            # asking: it follows from the job's id.
-            'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+            *RENDEZVOUS,
             f"[ ! -e {cancel} ] || exit {EXIT_PREEMPTED}",
             "",
             *self.srun(job, command, gpus),
@@ -283,15 +286,15 @@ class Config(NodeCluster):
         stopped = "|".join(map(str, codes_of_stops(job)))
         if self._requeues:
             starts = shlex.quote(str(job.folder.parents[1] / "starts.jsonl"))
+            note, is_stuck = progress_of_stops(starts, stops)
             most = _MAX_STOPS
-            newest_step = f"tail -n 1 -- {starts} | grep -o '\"step\": *[0-9]*'"
             lines += [
                 "",
                 "# A run that was stopped is requeued and continues from its newest checkpoint,",
                 "# unless it makes no progress that way.",
                 f"case $code in {stopped})",
-                f"  {{ {newest_step} || echo none; }} >> {stops}",
-                f"  if tail -n {most} -- {stops} | uniq -c | grep -q '^ *{most} '; then",
+                f"  {note}",
+                f"  if {is_stuck}; then",
                 f'    echo "stopped {most} times without a newer checkpoint: not requeued" >&2',
                 f"  elif [ ! -e {cancel} ]; then",
                 '    scontrol requeue "$SLURM_JOB_ID" && exit $code',
@@ -390,6 +393,18 @@ class Config(NodeCluster):
             if not again:
                 mark.unlink()
             raise
+
+
+def progress_of_stops(starts: str, stops: str) -> tuple[str, str]:
+    """Commands that note from which step a run has last started, and ask whether it is stuck.
+
+    Args:
+        starts: the run's starts.jsonl, quoted for a shell.
+        stops: file of the notes, quoted.
+    """
+    newest_step = f"tail -n 1 -- {starts} | grep -o '\"step\": *[0-9]*'"
+    same = f"tail -n {_MAX_STOPS} -- {stops} | uniq -c | grep -q '^ *{_MAX_STOPS} '"
+    return f"{{ {newest_step} || echo none; }} >> {stops}", same
 
 
 def codes_of_stops(job: JobSpec) -> list[int]:

@@ -35,21 +35,25 @@ class Run:
     overrides: tuple[str, ...] = ()
 
     @property
+    def key(self) -> str:
+        """Of its forecast: scripts of several clusters have the same run."""
+        return f"{self.experiment} on {self.devices} {self.device}, {self.implementation}"
+
+    @property
     def implementation(self) -> str:
         """Which of plan's predictions is of this run; XLA always compiles."""
         compiled = self.device.startswith("v") or "training.compile=true" in self.overrides
         return "compiled" if compiled else "eager"
 
 
-def header(name: str, run: Run, submit: str, *further: str) -> list[str]:
+def header(run: Run, submit: str, *further: str) -> list[str]:
     """The comment at the beginning of a script.
 
     Args:
-        name: of the script, as slurm/bert_large_lamb.sh.
         submit: the line that submits it.
         further: paragraphs after that line.
     """
-    forecast = json.loads(FORECASTS.read_text(encoding="utf-8"))[name]
+    forecast = json.loads(FORECASTS.read_text(encoding="utf-8"))[run.key]
     hours, device = forecast["hours"], forecast["device"]
     cost = (
         f"Cost, a forecast of `samestep plan --throughput {run.device}`, {run.implementation}: "

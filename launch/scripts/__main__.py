@@ -43,12 +43,8 @@ def forecast(run: Run) -> Forecast:
 def main() -> None:
     """Writes the forecasts, if they are asked for, and all scripts."""
     if "--forecasts" in sys.argv[1:]:
-        forecasts, known = {}, dict[Run, Forecast]()
-        for name, run in runs().items():
-            # The same run has a script for several clusters.
-            if run not in known:
-                known[run] = forecast(run)
-            forecasts[name] = known[run]
+        distinct = {run.key: run for run in runs().values()}
+        forecasts = {key: forecast(run) for key, run in distinct.items()}
         FORECASTS.write_text(json.dumps(forecasts, indent=2) + "\n", encoding="utf-8")
     for name, text in texts().items():
         (FOLDER / name).parent.mkdir(exist_ok=True)

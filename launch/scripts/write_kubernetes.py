@@ -11,14 +11,14 @@ from launch.k8s import manifest
 from launch.scripts import Run, header, write_slurm
 from samestep.config import decode, read_tree
 
-_SLICES = {
+SLICES: dict[str, tuple[Run, tuple[str, str], str]] = {
     "bert_base_v5e16": (
         Run(
             "BERT-base on a slice of 16 v5e chips: batches of 131,072 tokens (Devlin et al. 2019).",
             *("configs/pretrain/tpu/bert_base.yaml", "v5e", 16),
         ),
         ("accelerator: tpu-v5-lite-podslice", "topology: 4x4"),
-        "data: {path: gs://my-bucket/wikipedia_en}  # without this line, it and books",
+        "wikipedia_en",
     ),
     "roberta_base_v5e64": (
         Run(
@@ -27,7 +27,7 @@ _SLICES = {
             *("configs/pretrain/tpu/roberta_base.yaml", "v5e", 64),
         ),
         ("accelerator: tpu-v5-lite-podslice", "topology: 8x8"),
-        "data: {path: gs://my-bucket/corpus_bpe}",
+        "corpus_bpe",
     ),
     "t5_base_v6e32": (
         Run(
@@ -36,15 +36,16 @@ _SLICES = {
             *("configs/pretrain/tpu/t5_base.yaml", "v6e", 32),
         ),
         ("accelerator: tpu-v6e-slice", "topology: 4x8"),
-        "data: {path: gs://my-bucket/c4_en_t5}",
+        "c4_en_t5",
     ),
 }
+"""What a slice runs, how GKE calls it, and the dataset in the bucket, by name."""
 
 
 def runs() -> dict[str, Run]:
     """What each manifest runs, by the manifest's name."""
     gpus = {Path(name).stem: run for name, run in write_slurm.runs().items()}
-    tpus = {name: run for name, (run, *_) in _SLICES.items()}
+    tpus = {name: run for name, (run, *_) in SLICES.items()}
     return {f"kubernetes/{name}.yaml": run for name, run in (gpus | tpus).items()}
 
 
@@ -59,11 +60,14 @@ def _manifest(path: str, run: Run) -> str:
     # The cluster's files are the ones that users copy, so both say the same.
     file = "configs/launch/kubernetes_gpu.yaml"
     places = ""
-    if name in _SLICES:
-        _, tpu, data = _SLICES[name]
+    if name in SLICES:
+        _, tpu, dataset = SLICES[name]
         file = "configs/launch/kubernetes_tpu.yaml"
         overrides = [f"tpu={{{', '.join([*tpu, 'chips_per_node: 4'])}}}"]
-        places = f"{data}\ncheckpoint: {{folder: gs://my-bucket/{name}}}\n"
+        places = (
+            f"data: {{path: gs://my-bucket/{dataset}}}  # in place of the recipe's\n"
+            f"checkpoint: {{folder: gs://my-bucket/{name}}}\n"
+        )
     cluster = decode(Annotated[Cluster, records.KINDS], read_tree(file, overrides), "cluster")
     config = (
         "# What to run: a recipe, and the settings that differ from it. Paths are the pods'.\n"
@@ -81,7 +85,6 @@ def _manifest(path: str, run: Run) -> str:
     # Launches are numbered; a file has one name until its reader gives it another.
     text = text.replace(manifest.name_of(job), job.name)
     head = header(
-        path,
         run,
         f"kubectl create -f launch/scripts/{path}",
         "Change first: config.yaml below, the image and the namespace, and what must exist in it: "

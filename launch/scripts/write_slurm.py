@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.job import JobSpec
-from launch.kinds.slurm import Config, codes_of_stops
+from launch.kinds.slurm import RENDEZVOUS, Config, codes_of_stops, progress_of_stops
 from launch.scripts import Run, header
 
 _GPUS = 8
@@ -70,11 +70,11 @@ def _script(path: str, run: Run) -> str:
         '  "${overrides[@]}" '
         '--elastic "$SLURM_JOB_NUM_NODES" --rendezvous "$rendezvous"'
     )
+    note, is_stuck = progress_of_stops('"$OUTPUT/starts.jsonl"', '"$stops"')
     stopped = "|".join(map(str, codes_of_stops(job)))
     lines = [
         "#!/bin/bash",
         *header(
-            path,
             run,
             f"sbatch launch/scripts/{path}",
             "Change first: account and partition. The dataset must exist (docs/recipes.md), or "
@@ -100,8 +100,7 @@ def _script(path: str, run: Run) -> str:
         'source "$VENV/bin/activate" || exit 1',
         'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"',
         "# The nodes find each other at the first one, at a port that no other job has.",
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+        *RENDEZVOUS,
         "",
         *cluster.srun(job, command, gpus=True),
         "code=$?",
@@ -109,9 +108,8 @@ def _script(path: str, run: Run) -> str:
         "# A run that was stopped, or has lost a node, goes on, but not five times from one step.",
         f"case $code in {stopped})",
         "  stops=$SLURM_JOB_NAME-$SLURM_JOB_ID.stops",
-        '  { tail -n 1 "$OUTPUT/starts.jsonl" | grep -o \'"step": *[0-9]*\' || echo none; } '
-        '>> "$stops"',
-        '  tail -n 5 "$stops" | uniq -c | grep -q "^ *5 " || scontrol requeue "$SLURM_JOB_ID" ;;',
+        f"  {note}",
+        f'  {is_stuck} || scontrol requeue "$SLURM_JOB_ID" ;;',
         "esac",
         'exit "$code"',
     ]

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import jinja2
 
-from launch.scripts import FOLDER, Run, header, write_kubernetes
+from launch.scripts import FOLDER, Run, header
+from launch.scripts.write_kubernetes import SLICES
 from launch.tpu import types
 from launch.tpu.slice import WORK
 from launch.tpu.startup import UV
 from samestep import __version__
 
-# The type to request, a zone that has it, and the dataset in the bucket.
+# The type to request, and a zone that has it.
 _REQUESTS = {
-    "bert_base_v5e16": ("v5litepod-16", "us-central1-a", "wikipedia_en"),
-    "roberta_base_v5e64": ("v5litepod-64", "us-central1-a", "corpus_bpe"),
-    "t5_base_v6e32": ("v6e-32", "us-east5-b", "c4_en_t5"),
+    "bert_base_v5e16": ("v5litepod-16", "us-central1-a"),
+    "roberta_base_v5e64": ("v5litepod-64", "us-central1-a"),
+    "t5_base_v6e32": ("v6e-32", "us-east5-b"),
 }
 
 
 def runs() -> dict[str, Run]:
     """What each script runs, by the script's name: the same as on Kubernetes."""
-    known = write_kubernetes.runs()
-    return {f"tpu/{name}.sh": known[f"kubernetes/{name}.yaml"] for name in _REQUESTS}
+    return {f"tpu/{name}.sh": run for name, (run, *_) in SLICES.items()}
 
 
 def scripts() -> dict[str, str]:
@@ -38,10 +38,10 @@ def scripts() -> dict[str, str]:
     template = environment.get_template("tpu.sh.jinja")
     texts = {}
     for path, run in runs().items():
-        kind, zone, data = _REQUESTS[Path(path).stem]
+        kind, zone = _REQUESTS[Path(path).stem]
+        *_, dataset = SLICES[Path(path).stem]
         name = Path(path).stem.replace("_", "-")
         head = header(
-            path,
             run,
             f"PROJECT=my-project BUCKET=my-bucket bash launch/scripts/{path} [key=value ...]",
             "In a clone, after `pip wheel --no-deps .`; DATA is in the bucket (docs/cloud_tpu.md).",
@@ -54,7 +54,7 @@ def scripts() -> dict[str, str]:
             name=name,
             zone=zone,
             experiment=run.experiment,
-            data=data,
+            data=dataset,
             version=__version__,
             work=WORK,
             uv=UV,

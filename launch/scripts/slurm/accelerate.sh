@@ -47,7 +47,7 @@ code=$?
 # A run that was stopped, or has lost a node, goes on, but not five times from one step.
 case $code in 69|75|129|137|138|143)
   stops=$SLURM_JOB_NAME-$SLURM_JOB_ID.stops
-  { tail -n 1 "$OUTPUT/starts.jsonl" | grep -o '"step": *[0-9]*' || echo none; } >> "$stops"
-  tail -n 5 "$stops" | uniq -c | grep -q "^ *5 " || scontrol requeue "$SLURM_JOB_ID" ;;
+  { tail -n 1 -- "$OUTPUT/starts.jsonl" | grep -o '"step": *[0-9]*' || echo none; } >> "$stops"
+  tail -n 5 -- "$stops" | uniq -c | grep -q '^ *5 ' || scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit "$code"
