@@ -221,8 +221,13 @@ def _tokenizer(args: argparse.Namespace) -> int:
     from data_pipeline.building.recipe import load_recipe
     from data_pipeline.building.tokenizer_training import train_tokenizer
 
+    recipe = load_recipe(args.config, args.overrides)
+    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # off by default, as builds have many processes
-    train_tokenizer(load_recipe(args.config, args.overrides), args.force)
+    try:
+        train_tokenizer(recipe, args.force)
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before  # a process that is forked later would hang
     return EXIT_DONE
 
 

@@ -13,7 +13,7 @@ from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from tests.fuzz.mutations import blobs, jsons, one_of
 from tests.fuzz.trial import Files, Target
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a pool of threads does not survive a fork
 _TEXTS = ["the quick brown fox, jumps [MASK] over é漢字 \u200b<extra_id_0> 1234", "", " \n a"]
 _TEXT = "the quick brown fox jumps over a lazy dog and runs through the old green wood"
 _WORDS = _TEXT.split()

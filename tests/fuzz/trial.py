@@ -102,6 +102,9 @@ def _in_child(
     shutil.rmtree(folder, ignore_errors=True) if not outcome.failures else None
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
+    # A process group that an earlier test left would wait, in the child, for threads it lacks.
+    gc.collect()
+    gc.freeze()
     child = os.fork()
     if not child:
         code = _STRATEGY_FAILED
@@ -111,6 +114,7 @@ def _in_child(
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(code)
+    gc.unfreeze()
     _, status = os.waitpid(child, 0)
     accepted, refused = struct.unpack("qq", shared[:])
     outcome.accepted += accepted
@@ -235,7 +239,6 @@ def _reset_peak() -> None:
 
 
 def _limit_memory() -> None:
-    gc.collect()
     most = _status("VmSize") + _ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
