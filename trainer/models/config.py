@@ -19,7 +19,7 @@ from trainer.models.peft import Peft
 if TYPE_CHECKING:
     from trainer.models.extras import Extra
 
-Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh", "swiglu"]
 Pooling: TypeAlias = Literal["tanh", "relu", "gelu"]
 """The activation between the two layers of a head that pools a position."""
 Norm: TypeAlias = Literal["post", "pre"]
@@ -240,7 +240,7 @@ class TransformerConfig(ModelConfig):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward network multiplies two projections (Shazeer 2020)."""
-        return self.activation.startswith("geglu")
+        return self.activation in ("geglu", "geglu_tanh", "swiglu")
 
     @property
     def reads(self) -> frozenset[str]:

@@ -17,6 +17,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     if activation.startswith("geglu"):
         value, gate = x.chunk(2, dim=-1)
         return value * F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none")
+    if activation == "swiglu":
+        value, gate = x.chunk(2, dim=-1)
+        return value * F.silu(gate)
     if activation == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
