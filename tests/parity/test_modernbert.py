@@ -59,9 +59,10 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_loss_and_gradients_are_equal(tied: bool, tmp_path: Path) -> None:
-    theirs, config, model = make(tmp_path, tie_word_embeddings=tied)
+@pytest.mark.parametrize(("tied", "activation"), [(True, "gelu"), (False, "silu")])
+def test_logits_loss_and_gradients_are_equal(tied: bool, activation: str, tmp_path: Path) -> None:
+    changes = {"tie_word_embeddings": tied, "hidden_activation": activation}
+    theirs, config, model = make(tmp_path, **changes)
     assert (config.local_window, config.global_every, config.tied) == (8, 3, tied)
     batch = rows()
     real = batch["segments"].bool()

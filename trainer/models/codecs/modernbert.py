@@ -64,6 +64,7 @@ class Codec(bert.Codec[modernbert.Config]):
     their_activations: ClassVar[Mapping[str, Activation]] = {
         "gelu": "geglu",
         "gelu_pytorch_tanh": "geglu_tanh",
+        "silu": "swiglu",
     }
     head_begins: ClassVar[tuple[str, ...]] = ("decoder.",)
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "layers.", "final_norm.")
