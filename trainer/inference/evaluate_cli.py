@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from samestep import environment
 from samestep.command import Commands, add_command, add_processes
 from samestep.errors import EXIT_DONE, ConfigError
+from trainer.inference.retrieval.cli import add_pooling, pooling_of
 
 if TYPE_CHECKING:
     from trainer.inference.evaluate import Step
@@ -86,6 +87,20 @@ def register(commands: Commands) -> None:
     help_ = "files of pairs in the format of the run's dataset (default: its held-out split)"
     generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
     generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")
+    embedded = evaluate.add_argument_group(
+        "scores of embeddings; RUN may be any checkpoint, a Hugging Face folder or hf://NAME"
+    )
+    add = embedded.add_argument
+    help_ = "documents, queries and judgments in BEIR's layout: corpus.jsonl, queries.jsonl, qrels/"
+    add("--retrieval", type=Path, metavar="DIR", help=help_)
+    add("--split", default="test", metavar="NAME", help="qrels/NAME.tsv (default: test)")
+    help_ = "nDCG and others at k, such as ndcg@10 map@100 (default: six of them)"
+    add("--measures", nargs="+", metavar="M@K", help=help_)
+    help_ = "rows with two texts and a score of their similarity: .jsonl, .csv, .tsv or .parquet"
+    add("--sts", metavar="FILE", help=help_)
+    help_ = "columns of --sts (default: sentence1 sentence2 score)"
+    add("--columns", nargs=3, default=["sentence1", "sentence2", "score"], help=help_)
+    add_pooling(evaluate)
     add_processes(evaluate)
 
 
@@ -95,6 +110,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic.cli import processes_to_start, worker_arguments
     from trainer.training.starting import stored_experiment
 
+    if args.retrieval or args.sts:
+        return _evaluate_embeddings(args)
     if args.encoder and args.ensemble:
         raise ConfigError("--encoder and --ensemble cannot be combined. Leave one of them out.")
     folders = [args.run_folder, *args.ensemble]
@@ -131,6 +148,24 @@ def _evaluate(args: argparse.Namespace) -> int:
     others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
     scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
     return _show_scores(scores, args.scores)
+
+
+def _evaluate_embeddings(args: argparse.Namespace) -> int:
+    from trainer.inference.retrieval import measures, scores
+
+    for name in ("overrides", "step", "predictions", "encoder", "ensemble", "generate"):
+        if getattr(args, name):
+            raise ConfigError(f"{name} does not go with --retrieval or --sts. Leave it out.")
+    found: dict[str, float] = {}
+    changed = pooling_of(args)
+    if args.retrieval:
+        wanted = args.measures or measures.MEASURES
+        settings = (args.retrieval, args.split, wanted, changed)
+        found |= scores.of_retrieval(args.run_folder, *settings)
+    if args.sts:
+        *texts, column = args.columns
+        found |= scores.of_similarity(args.run_folder, args.sts, texts, column, changed)
+    return _show_scores(found, args.scores)
 
 
 def _step(said: str | None, experiment: Experiment) -> Step:

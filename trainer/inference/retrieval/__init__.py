@@ -1,0 +1,1 @@
+"""Embeddings of texts, search among them, and scores of retrieval."""

@@ -1,0 +1,157 @@
+"""The commands `samestep embed` and `samestep search`, and the options of poolings.
+
+`samestep --help` imports this module, so each command imports its modules when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.command import Commands, add_command, add_processes
+from samestep.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer.inference.retrieval.sentences import Pooling
+
+_CHECKPOINT = "a run, a step of it, a Hugging Face folder or hf://NAME"
+_TEXTS = (
+    'texts, one a line, or .jsonl, also compressed. The id of a text is its "_id", or else the '
+    'number of its line; a "title" comes before the text'
+)
+
+
+def register_embed(commands: Commands) -> None:
+    """Adds `samestep embed`."""
+    parser = add_command(
+        commands,
+        "embed",
+        _embed,
+        "write one vector of each text, to search among them",
+        "Pooling, normalization, prompts and length of a sentence-transformers folder are used.\n"
+        "If it is stopped, the same command goes on. Vectors are the same with any number of "
+        "processes.\n\n"
+        "examples:\n"
+        "  samestep embed hf://sentence-transformers/all-MiniLM-L6-v2 corpus.jsonl.zst "
+        "--output vectors\n"
+        "  samestep search hf://sentence-transformers/all-MiniLM-L6-v2 vectors queries.txt --top 5",
+        "Write one vector of each text, to search among them.",
+    )
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    add("file", metavar="FILE", help=_TEXTS)
+    add("--output", required=True, type=Path, metavar="DIR", help="folder of the vectors")
+    add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
+    roles = ("query", "document")
+    add("--role", choices=roles, default="document", help="chooses the prompt (default: document)")
+    numbers = ("float32", "float16", "int8")
+    help_ = "type of the stored numbers; int8 has a scale for each vector (default: float16)"
+    add("--dtype", choices=numbers, default="float16", help=help_)
+    help_ = "texts of a file, which an interruption may lose (default: 16384)"
+    add("--texts-per-file", type=int, default=16384, metavar="N", help=help_)
+    help_ = "tokens computed at a time (default: 8192)"
+    add("--batch-tokens", type=int, default=8192, metavar="N", help=help_)
+    add_pooling(parser)
+    add_processes(parser)
+
+
+def register_search(commands: Commands) -> None:
+    """Adds `samestep search`."""
+    parser = add_command(
+        commands,
+        "search",
+        _search,
+        "find the texts nearest to each query, among those of samestep embed",
+        "The search is exact. Prints a line of JSON for each query, with ids and similarities.\n\n"
+        "examples:\n"
+        "  samestep search runs/embeddings vectors queries.jsonl --top 100 --output found.jsonl\n"
+        '  echo "heat conduction" > query.txt; samestep search runs/embeddings vectors query.txt',
+    )
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help="the model that made the vectors")
+    add("folder", type=Path, metavar="DIR", help="a folder of samestep embed")
+    add("file", metavar="QUERIES", help=_TEXTS)
+    add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
+    add("--top", type=int, default=10, metavar="K", help="texts of each query (default: 10)")
+    add("--output", type=Path, metavar="FILE", help="a new .jsonl, .jsonl.gz or .jsonl.zst")
+    add_pooling(parser)
+
+
+def add_pooling(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `sentences.with_options`."""
+    group = parser.add_argument_group("vectors (default: as the model's folder says, else a mean)")
+    add = group.add_argument
+    pools = ("mean", "first", "last", "max", "weighted")
+    add("--pool", choices=pools, help="of the hidden states; weighted counts token i i times")
+    help_ = "whether vectors have length 1"
+    add("--normalize", action=argparse.BooleanOptionalAction, help=help_)
+    add("--max-length", type=int, metavar="N", help="tokens of a text, special ones included")
+    add("--query-prompt", metavar="TEXT", help="prepended to queries")
+    add("--document-prompt", metavar="TEXT", help="prepended to documents")
+
+
+def pooling_of(args: argparse.Namespace) -> Callable[[Pooling], Pooling]:
+    """What the options of `add_pooling` change.
+
+    Raises:
+        ConfigError: a length is not positive.
+    """
+    from trainer.inference.retrieval.sentences import with_options
+
+    if args.max_length is not None and args.max_length < 1:
+        raise ConfigError(f"--max-length must be at least 1, not {args.max_length}")
+    return with_options(
+        args.pool, args.normalize, args.max_length, args.query_prompt, args.document_prompt
+    )
+
+
+def _embed(args: argparse.Namespace) -> int:
+    from samestep import environment
+    from samestep.cli import main
+    from trainer.accelerators import detect
+    from trainer.elastic import agent
+    from trainer.inference.retrieval.embed import embed
+
+    for name in ("batch_tokens", "texts_per_file"):
+        if (value := getattr(args, name)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if environment.launcher_rank() is None:
+        default = len(detect.processes(None))
+        processes = default if args.processes is None else args.processes
+        if processes < 1:
+            raise ConfigError(f"--processes must be at least 1, not {processes}")
+        if processes > 1:
+            return agent.run_workers(main, args.typed, processes)
+    embed(
+        args.checkpoint,
+        args.file,
+        args.field,
+        args.output,
+        role=args.role,
+        changed=pooling_of(args),
+        number=args.dtype,
+        part=args.texts_per_file,
+        batch_tokens=args.batch_tokens,
+    )
+    return EXIT_DONE
+
+
+def _search(args: argparse.Namespace) -> int:
+    from samestep.storage import json_lines
+    from trainer.inference.retrieval.embed import search
+
+    if args.top < 1:
+        raise ConfigError(f"--top must be at least 1, not {args.top}")
+    options = (args.output, args.top, pooling_of(args))
+    found = search(args.checkpoint, args.folder, args.file, args.field, *options)
+    if args.output is not None:
+        json_lines.write(args.output, found)
+        return EXIT_DONE
+    for row in found:
+        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return EXIT_DONE

@@ -1,0 +1,54 @@
+"""Exact search: the vectors with the highest products with each query, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int64: TypeAlias = npt.NDArray[np.int64]
+Float32: TypeAlias = npt.NDArray[np.float32]
+
+
+def top(queries: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -> tuple[Float32, Int64]:
+    """Finds the k rows with the highest products with each query.
+
+    Of rows with equal products, the earlier one counts as higher, whatever the blocks.
+
+    Args:
+        queries: fp32 [Q, D], on the device that computes.
+        blocks: the number of the first row, and fp32 [N, D], in ascending order.
+
+    Returns:
+        The products [Q, k] and the rows [Q, k], from the highest on; fewer than k if there are
+        fewer rows.
+    """
+    best = torch.empty(len(queries), 0)
+    rows = torch.empty(len(queries), 0, dtype=torch.int64)
+    for first, block in blocks:
+        products, places = _highest(queries @ block.to(queries.device).T, k)
+        best = torch.cat((best, products.cpu()), 1)
+        rows = torch.cat((rows, places.cpu() + first), 1)
+        # Rows ascend among equal products, before and in the block, so a stable sort keeps that.
+        order = best.argsort(dim=1, descending=True, stable=True)[:, :k]
+        best, rows = best.gather(1, order), rows.gather(1, order)
+    return best.numpy(), rows.numpy()
+
+
+def _highest(products: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest of each row of [Q, N] and their places; the first places of equal ones."""
+    k = min(k, products.shape[1])
+    values, places = products.topk(k)
+    # torch.topk takes any of those that equal the lowest one; a stable sort takes the first.
+    tied = ((products >= values[:, -1:]).sum(1) > k).nonzero()[:, 0]
+    if len(tied):
+        again = products[tied].sort(dim=1, descending=True, stable=True)
+        values[tied], places[tied] = again.values[:, :k], again.indices[:, :k]
+    order = places.argsort(1)
+    values, places = values.gather(1, order), places.gather(1, order)
+    order = values.argsort(dim=1, descending=True, stable=True)
+    return values.gather(1, order), places.gather(1, order)

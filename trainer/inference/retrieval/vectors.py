@@ -1,0 +1,230 @@
+"""A folder of embeddings.
+
+vectors.json          what they are of: width D, number N, type, the model and its pooling
+00000.npy ...         [n, D] each, n = `part` but for the last; float32, float16 or int8
+00000.scales.npy ...  with int8: float32 [n], by which the rows are multiplied
+names.jsonl           N lines, the id of each text: "_id" of a row, or else the number of its line
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.errors import ConfigError, DataError
+from samestep.storage import atomic_write, flock, make_folder, write_text
+from samestep.stored_json import Between, Count, JsonError, parse_json, read_json
+from samestep.untrusted import read_regular, regular
+
+Number: TypeAlias = Literal["float32", "float16", "int8"]
+
+_DESCRIPTION, _NAMES = "vectors.json", "names.jsonl"
+_MOST_INT8 = 127
+
+
+class _Description(TypedDict):
+    texts: Count
+    part: Annotated[int, Between(1, 2**31)]
+    width: Count
+    number: Number
+    similarity: str
+    made_of: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Embeddings in a folder, read part by part.
+
+    Attributes:
+        texts: their number, N.
+        part: texts of a file; the last may have fewer.
+        width: D.
+        number: type of the stored numbers.
+        similarity: cosine or dot: what compares two of them.
+        made_of: the model, its pooling and the file of the texts.
+    """
+
+    folder: Path
+    texts: int
+    part: int
+    width: int
+    number: Number
+    similarity: str
+    made_of: Mapping[str, object]
+
+    @classmethod
+    def begin(
+        cls,
+        folder: Path,
+        names: Sequence[str],
+        *,
+        part: int,
+        width: int,
+        number: Number,
+        similarity: str,
+        made_of: Mapping[str, object],
+    ) -> Vectors:
+        """Begins a folder, or goes on with one that was begun with the same.
+
+        Several processes may do so at once: they write the same files.
+
+        Raises:
+            ConfigError: it was begun with something else, or holds other files.
+        """
+        description = folder / _DESCRIPTION
+        if not description.is_file():
+            if folder.is_dir() and any(folder.glob("*.npy")):
+                raise ConfigError(
+                    f"{folder} holds arrays that are no embeddings. Name a new folder with "
+                    "--output."
+                )
+            make_folder(folder)
+            write_text(folder / _NAMES, "".join(f"{json.dumps(name)}\n" for name in names))
+            settings = {
+                "texts": len(names),
+                "part": part,
+                "width": width,
+                "number": number,
+                "similarity": similarity,
+                "made_of": made_of,
+            }
+            write_text(description, json.dumps(settings, indent=1) + "\n")
+        found = cls._described(folder)
+        before = {**found.made_of, "number": found.number, "part": found.part}
+        wanted = {**json.loads(json.dumps(made_of)), "number": number, "part": part}
+        if changed := [name for name, value in wanted.items() if before.get(name) != value]:
+            raise ConfigError(
+                f"{folder} was begun with another {' and '.join(changed)}. Use the same again, or "
+                "name a new folder with --output."
+            )
+        return found
+
+    @classmethod
+    def open(cls, folder: Path) -> Vectors:
+        """Opens a complete folder.
+
+        Raises:
+            DataError: it is none, it is not complete, or damaged.
+        """
+        found = cls._described(folder)
+        for part in range(found.parts):
+            if not found.has(part):
+                raise DataError(
+                    f"{folder} is not complete: part {part + 1} of {found.parts} is missing. Run "
+                    "the same samestep embed again; it goes on where it was stopped."
+                )
+        return found
+
+    @classmethod
+    def _described(cls, folder: Path) -> Vectors:
+        try:
+            found = read_json(folder / _DESCRIPTION, _Description)
+        except (OSError, JsonError) as error:
+            raise DataError(
+                f"{folder} holds no embeddings that can be read: {error}. Name a folder that "
+                "samestep embed has written."
+            ) from error
+        return cls(folder, **found)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return -(-self.texts // self.part)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The id of each text.
+
+        Raises:
+            DataError: they are damaged.
+        """
+        file = self.folder / _NAMES
+        try:
+            names = [parse_json(line, str) for line in read_regular(file).splitlines()]
+        except (OSError, JsonError) as error:
+            raise DataError(f"cannot read {file}: {error}. Copy the folder again.") from error
+        if len(names) != self.texts:
+            raise DataError(
+                f"{file} has {len(names)} ids of {self.texts} texts. Copy the folder again."
+            )
+        return names
+
+    def has(self, part: int) -> bool:
+        """Whether a part is written."""
+        return self._file(part).is_file()
+
+    def write(self, part: int, vectors: Tensor) -> None:
+        """Writes a part, fp32 [n, D]; it appears once it is complete."""
+        values = vectors.numpy()
+        for left in self.folder.glob(f".{part:05}.*.tmp"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        if self.number == "int8":
+            scales = np.abs(values).max(1) / _MOST_INT8
+            scales[scales == 0] = 1
+            self._save(self._scales(part), scales.astype(np.float32))
+            values = np.rint(np.divide(values, scales[:, None]))
+        self._save(self._file(part), values.astype(self.number))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps another job from writing this folder.
+
+        Raises:
+            ConfigError: another one writes it.
+        """
+        path = self.folder / ".lock"
+        with flock.open_lock(path) as file:
+            flock.lock_or_reject(
+                file, f"another process writes {self.folder}; wait for it, or name another folder"
+            )
+            yield
+            path.unlink(missing_ok=True)
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields the number of the first row and the vectors, fp32 [n, D], of each part.
+
+        Raises:
+            DataError: a part is damaged.
+        """
+        for part in range(self.parts):
+            first = part * self.part
+            count = min(self.part, self.texts - first)
+            values = self._load(self._file(part), (count, self.width), self.number)
+            vectors = torch.from_numpy(values.astype(np.float32))
+            if self.number == "int8":
+                scales = self._load(self._scales(part), (count,), "float32")
+                vectors *= torch.from_numpy(scales)[:, None]
+            yield first, vectors
+
+    def _file(self, part: int) -> Path:
+        return self.folder / f"{part:05}.npy"
+
+    def _scales(self, part: int) -> Path:
+        return self.folder / f"{part:05}.scales.npy"
+
+    def _save(self, path: Path, values: np.ndarray[Any, Any]) -> None:
+        with atomic_write(path) as file:
+            np.save(file, values, allow_pickle=False)
+
+    def _load(self, path: Path, shape: tuple[int, ...], number: str) -> np.ndarray[Any, Any]:
+        try:
+            values: np.ndarray[Any, Any] = np.load(regular(path), allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(
+                f"cannot read {path}: {error}. Remove it, and run the same samestep embed again."
+            ) from error
+        if values.shape != shape or values.dtype != number:
+            raise DataError(
+                f"{path} is {values.dtype} {values.shape}, not {number} {shape}. Remove it, and "
+                "run the same samestep embed again."
+            )
+        return values
