@@ -139,11 +139,97 @@ def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int]) -> None:
     torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
 
 
+def table_of(pairs: Tensor, texts: list[list[int]]) -> Tensor:
+    """Summaries of rows that are all anchors; `texts` has a number for each text."""
+    numbers = torch.tensor(texts).float().repeat_interleave(2, 1)
+    return torch.cat((pairs.flatten(1), numbers, torch.ones(len(pairs), 2)), 1)
+
+
+def over_batch(config: contrastive.Config, pairs: Tensor, texts: Any = None) -> tuple[Any, Any]:
+    """The mean loss and its gradient for the embeddings [N, 2, D]."""
+    objective: Any = config.build(VOCABULARY)
+    texts = texts or [[2 * row, 2 * row + 1] for row in range(len(pairs))]
+    found = objective.over_batch(table_of(pairs.detach(), texts))
+    return found[:, -2].mean(), found[:, :-2].view_as(pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("widths", [(), (4, 8, 16)])
+def test_losses_are_those_of_sentence_transformers(
+    symmetric: bool, widths: tuple[int, ...]
+) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    class Given(torch.nn.Module):
+        """Returns the embeddings that it is given."""
+
+        def forward(self, features: Any) -> Any:
+            return {"sentence_embedding": features["sentence_embedding"]}
+
+        def get_embedding_dimension(self) -> int:
+            return 16
+
+    model: Any = Given()
+    # The loss that was called MultipleNegativesSymmetricRankingLoss.
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    theirs: Any = losses.MultipleNegativesRankingLoss(model, **(both if symmetric else {}))
+    if widths:
+        theirs = losses.MatryoshkaLoss(model, theirs, [*widths])
+    pairs = torch.randn(7, 2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    sides = [{"sentence_embedding": side} for side in pairs.unbind(1)]
+    expected = theirs(sides, None)
+    expected.backward()
+    value, slope = over_batch(contrastive.Config(symmetric=symmetric, widths=widths), pairs)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(slope, pairs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_texts_and_likely_positives_are_no_negatives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(4, 2, 8, generator=generator)
+    # Texts 0 1, 2 1, 0 3, 4 0: rows 0 and 1 have one second text, rows 0 and 2 one first text, and
+    # the second text of row 3 is the first one of rows 0 and 2.
+    texts = [[0, 1], [2, 1], [0, 3], [4, 0]]
+    cosines = F.cosine_similarity(pairs[:, None, 0], pairs[None, :, 1], dim=-1)
+    allowed = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1]])
+    scores = (cosines / 0.05).masked_fill(allowed == 0, -torch.inf)
+    expected = F.cross_entropy(scores, torch.arange(4))
+    value, _ = over_batch(contrastive.Config(), pairs, texts)
+    torch.testing.assert_close(value, expected)
+    everything, _ = over_batch(contrastive.Config(mask_equal=False), pairs, texts)
+    torch.testing.assert_close(everything, F.cross_entropy(cosines / 0.05, torch.arange(4)))
+    own = cosines.diagonal()[:, None]
+    scores = (cosines / 0.05).masked_fill(cosines > own + 0.1, -torch.inf)
+    value, _ = over_batch(contrastive.Config(margin=0.1, mask_equal=False), pairs)
+    torch.testing.assert_close(value, F.cross_entropy(scores, torch.arange(4)))
+
+
+def test_texts_have_numbers_of_their_own() -> None:
+    objective: Any = contrastive.Config().build(VOCABULARY)
+    examples, texts = rows(objective, labels=[0] * 6)
+    found = objective.collate(examples, LENGTH)["texts"].reshape(12, 2)
+    assert found.min() >= 0
+    assert found.max() < 2**24
+    assert len({*map(tuple, found.tolist())}) == 12
+    examples.tokens[:] = 7
+    found = objective.collate(examples, LENGTH)["texts"].reshape(12, 2)
+    lengths = [len(text) for row in texts for text in row]
+    assert len({*map(tuple, found.tolist())}) == len({*lengths})
+
+
 def test_wrong_settings_and_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"temperature is 0. Use a number above 0, such as 0.05"):
         contrastive.Config(temperature=0)
     with pytest.raises(ConfigError, match=r"positive is -1. Use the index of a label"):
         contrastive.Config(positive=-1)
+    with pytest.raises(ConfigError, match=r"margin is -1"):
+        contrastive.Config(margin=-1)
+    with pytest.raises(ConfigError, match=r"widths are \[4, 4\]"):
+        contrastive.Config(widths=(4, 4))
+    wide: Any = contrastive.Config(widths=(4, 32)).build(VOCABULARY)
+    examples, _ = rows(wide, 2)
+    with pytest.raises(ConfigError, match=r"widths are \[4, 32\], and the embeddings have 16"):
+        wide.summary(model(), tensors(wide.collate(examples, LENGTH)))
     with pytest.raises(ConfigError, match=r"highest is 0. Use a number above 0, such as 5"):
         cosine.Config(highest=0)
     objective: Any = cosine.Config().build(VOCABULARY)

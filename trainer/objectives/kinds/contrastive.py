@@ -12,16 +12,18 @@ embeddings.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from samestep.examples import Vocabulary
+from samestep.examples import Batch, Examples, Vocabulary
 from trainer.objectives import Loss, ObjectiveConfig, OverBatch, Predictions, Task, Tensors
 from trainer.objectives.sentence_pairs import SentencePairs, similarities
 from trainer.objectives.task_rows import rows_with_outputs
@@ -35,10 +37,22 @@ class Config(ObjectiveConfig):
         positive: index of the label whose pairs belong together: 0 for MNLI's entailment, 1 for
             MRPC's equivalent. The second texts of rows with other labels are negatives only.
         temperature: divides the cosines.
+        symmetric: also finds the first text of each second one; the loss is the mean of both.
+        mask_equal: a text is no negative where it equals the row's first or second text, or
+            belongs to an equal first text.
+        margin: a second text is no negative where its cosine is higher than that of the right
+            one by more than this, as it may be right too (Zhang et al. 2025, "Qwen3 Embedding",
+            with 0.1); null masks none.
+        widths: the loss is the sum over these beginnings of the embeddings, so that each of them
+            can be used alone (Kusupati et al. 2022, "Matryoshka"); empty is the whole width.
     """
 
     positive: int = 0
     temperature: float = 0.05
+    symmetric: bool = False
+    mask_equal: bool = True
+    margin: float | None = None
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -47,6 +61,13 @@ class Config(ObjectiveConfig):
             )
         if self.positive < 0:
             raise ConfigError(f"positive is {self.positive}. Use the index of a label, from 0.")
+        if self.margin is not None and not 0 <= self.margin <= 2:
+            raise ConfigError(f"margin is {self.margin}. Use a cosine from 0 to 2, such as 0.1.")
+        if min(self.widths, default=1) < 1 or len({*self.widths}) < len(self.widths):
+            raise ConfigError(
+                f"widths are {list(self.widths)}. Use different numbers of at least 1, such as "
+                "[64, 128, 256]."
+            )
 
     def check_labels(self, labels: Sequence[str]) -> None:
         # Without a pair that belongs together, a run would train nothing.
@@ -63,7 +84,9 @@ class Config(ObjectiveConfig):
 class Contrastive(SentencePairs, OverBatch):
     """Cross-entropy of the right text among all second texts of a global batch.
 
-    The outputs are the cosines of the rows' own pairs, [B, 1].
+    The outputs are the cosines of the rows' own pairs, [B, 1]. To the rows of `SentencePairs` it
+    adds:
+        texts: int32 [B, 4], two numbers below 2^24 that tell each text from others.
     """
 
     kind = "classification"
@@ -74,33 +97,72 @@ class Contrastive(SentencePairs, OverBatch):
         positive = batch["labels"] == self.config.positive
         return {self.denominator: float((batch["weights"] * positive).sum())}
 
+    def collate(self, examples: Examples, sequence_length: int) -> Batch:
+        batch = super().collate(examples, sequence_length)
+        digests = [
+            hashlib.blake2b(tokens[segments == text].tobytes(), digest_size=6).digest()
+            for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
+            for text in (1, 2)
+        ]
+        halves = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 4, 3).astype(np.int32)
+        return {**batch, "texts": halves @ np.array([1, 2**8, 2**16], np.int32)}
+
     def summary(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """For each row both embeddings, whether it is an anchor, and its weight: [B, 2 D + 2]."""
+        """Of each row both embeddings, its texts, whether it is an anchor, and its weight."""
         pairs = self.embed(model, batch)
+        if max(self.config.widths, default=0) > pairs.shape[-1]:
+            raise ConfigError(
+                f"objective.widths are {list(self.config.widths)}, and the embeddings have "
+                f"{pairs.shape[-1]} numbers. Leave the larger ones out."
+            )
         weights = batch["weights"]
         anchor = (batch["labels"] == self.config.positive) * weights
-        return torch.cat((pairs.flatten(1), anchor[:, None], weights[:, None]), 1)
+        return torch.cat(
+            (pairs.flatten(1), batch["texts"].float(), anchor[:, None], weights[:, None]), 1
+        )
 
     def over_batch(self, table: Tensor) -> Tensor:
         """The gradient for both embeddings of each row, its loss and success: [N, 2 D + 2]."""
+        embedded, texts, (anchor, weights) = table[:, :-6], table[:, -6:-2], table[:, -2:].unbind(1)
         with torch.enable_grad():
-            pairs = table[:, :-2].detach().view(len(table), 2, -1).requires_grad_()
-            anchor, weights = table[:, -2], table[:, -1]
-            first, second = F.normalize(pairs[:, 0], dim=-1), F.normalize(pairs[:, 1], dim=-1)
-            scores = first @ second.mT / self.config.temperature
-            # Rows that only pad the batch are no candidates.
-            scores = scores.masked_fill(weights == 0, float("-inf"))
-            own = torch.arange(len(table), device=table.device)
-            # A padding row has itself alone, so that its loss is a number.
-            scores = torch.where(
-                torch.eye(len(table), device=table.device) > 0,
-                (first * second).sum(-1)[:, None] / self.config.temperature,
-                scores,
-            )
-            nll = F.cross_entropy(scores, own, reduction="none") * anchor
+            pairs = embedded.detach().view(len(table), 2, -1).requires_grad_()
+            masked = self._masked(texts, weights)
+            found = [
+                self._of_width(pairs[..., :width], masked)
+                for width in sorted(self.config.widths) or (pairs.shape[-1],)
+            ]
+            nll = torch.stack([each for each, _ in found]).sum(0) * anchor
             (slope,) = torch.autograd.grad(nll.sum(), pairs)
-        correct = (scores.argmax(-1) == own) * anchor
+        correct = found[-1][1] * anchor
         return torch.cat((slope.flatten(1), nll.detach()[:, None], correct[:, None]), 1)
+
+    def _masked(self, texts: Tensor, weights: Tensor) -> Tensor:
+        """bool [N, N], True where the text of a column is no candidate for a row."""
+        # Rows that only pad the batch are none. A padding row has itself alone, so that its loss
+        # is a number.
+        masked = (weights == 0).expand(len(weights), -1)
+        if self.config.mask_equal:
+            first, second = texts[:, None, :2], texts[:, None, 2:]
+            for one, other in ((second, second), (first, second), (first, first)):
+                masked = masked | (one == other.transpose(0, 1)).all(-1)
+        return masked & ~torch.eye(len(weights), dtype=torch.bool, device=weights.device)
+
+    def _of_width(self, pairs: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each row and whether its right text is the nearest, from [N, 2, D]."""
+        first, second = F.normalize(pairs, dim=-1).unbind(1)
+        cosines = first @ second.mT
+        losses, own = [], torch.arange(len(cosines), device=cosines.device)
+        for scores, no_candidate in ((cosines, masked), (cosines.mT, masked.mT)):
+            if self.config.margin is not None:
+                highest = scores.detach().diagonal()[:, None] + self.config.margin
+                no_candidate = no_candidate | (scores.detach() > highest)
+            scores = (scores / self.config.temperature).masked_fill(no_candidate, -torch.inf)
+            losses.append(F.cross_entropy(scores, own, reduction="none"))
+            if len(losses) == 1:
+                correct = scores.argmax(-1) == own
+            if not self.config.symmetric:
+                break
+        return torch.stack(losses).mean(0), correct
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The mean over anchors, totals["examples"]; its value comes from the first pass."""
