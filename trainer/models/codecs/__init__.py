@@ -37,11 +37,16 @@ class Codec(ABC, Generic[C]):
             this family take one as a key-value cache.
         targets_not_in_peft: targets of LoRA that `peft` lacks, since transformers' models of this
             family have no linear layer there.
+        code: repository on the Hub with the classes of an exported model that transformers lacks;
+            it runs them only with `trust_remote_code=True`.
+        packages: that the code imports.
     """
 
     model_type: ClassVar[str]
     prefix_in_peft: ClassVar[bool] = False
     targets_not_in_peft: ClassVar[frozenset[str]] = frozenset()
+    code: ClassVar[str] = ""
+    packages: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: C) -> None:
         self.config = config
