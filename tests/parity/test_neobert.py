@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import outputs, parameters, predict, published
-from tests.parity.neobert_reference import (
+from benchmarks.neobert_reference import (
     RELEASED,
     SHAPE,
     Encoder,
     MaskedLM,
     SequenceClassification,
 )
+from samestep.errors import CheckpointError, ConfigError
+from tests.outputs import outputs, parameters, predict, published
 from tests.parity.pairs import add_noise, assert_gradients_are_equal, close, load
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import neobert

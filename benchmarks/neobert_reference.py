@@ -72,14 +72,13 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(width, eps)
         self.ffn_norm = nn.RMSNorm(width, eps)
 
-    def forward(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, allowed: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         of_heads = self.qkv(self.attention_norm(x)).view(batch, length, self.heads, -1)
         query, key, value = of_heads.chunk(3, -1)
         query, key = rotated(query, positions), rotated(key, positions)
-        mixed = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), attn_mask=allowed
-        )
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
         x = x + self.wo(mixed.transpose(1, 2).reshape(batch, length, width))
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
@@ -94,9 +93,11 @@ class Encoder(nn.Module):
         )
         self.layer_norm = nn.RMSNorm(config["hidden_size"], config["norm_eps"])
 
-    def forward(self, tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
-        """[B, S, D]; as in its packed training, attention stays within segments."""
-        allowed = segments[:, None, :, None] == segments[:, None, None, :]
+    def forward(self, tokens: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
+        """[B, S, D]; attention stays within segments, as in its packed rows."""
+        allowed = None
+        if segments is not None:
+            allowed = segments[:, None, :, None] == segments[:, None, None, :]
         x = self.encoder(tokens)
         for block in self.transformer_encoder:
             x = block(x, positions, allowed)
@@ -110,7 +111,7 @@ class MaskedLM(nn.Module):
         self.model = Encoder(config)
         self.decoder = nn.Linear(config["hidden_size"], config["vocab_size"])
 
-    def forward(self, tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
         logits: Tensor = self.decoder(self.model(tokens, segments, positions))
         return logits
 
@@ -124,7 +125,7 @@ class SequenceClassification(nn.Module):
         self.dense = nn.Linear(config["hidden_size"], config["hidden_size"])
         self.classifier = nn.Linear(config["hidden_size"], labels)
 
-    def forward(self, tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
         first = self.model(tokens, segments, positions)[:, 0]
         logits: Tensor = self.classifier(self.dense(first).tanh())
         return logits
