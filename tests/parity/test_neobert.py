@@ -21,10 +21,11 @@ from benchmarks.neobert_reference import (
     SequenceClassification,
 )
 from samestep.errors import CheckpointError, ConfigError
-from tests.outputs import outputs, parameters, predict, published
+from tests.outputs import fill, outputs, parameters, predict, published, random_parameters
 from tests.parity.pairs import add_noise, assert_gradients_are_equal, close, load
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import neobert
+from trainer.models.peft.huggingface import export_adapter
 from trainer.models.peft.kinds import lora
 from trainer.publish import model_card
 from trainer.training.weights.loading import load_weights
@@ -120,14 +121,33 @@ def test_the_bare_encoder_is_an_embedding_model(tmp_path: Path) -> None:
     assert tensors.keys() == {f"model.{name}" for name in theirs.state_dict()}
 
 
-def test_rows_of_lora_are_ordered_as_those_of_its_matrix() -> None:
-    """An update of queries moves with them: the same rows of B as of the matrix."""
-    config = neobert.Config(vocab_size=60, layers=1, width=16, heads=2, ffn_width=24)
-    codec = codec_of(replace(config, peft=lora.Config()))
-    name, rows = "model.transformer_encoder.0.qkv.weight", torch.arange(48.0)[:, None]
-    assert codec.export_rows(name, codec.import_rows(name, rows)).equal(rows)
-    # Of the first head: its queries' features 0, 2, 4, 6, then 1, 3, 5, 7.
-    assert codec.import_rows(name, rows)[:8, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+def test_an_adapter_changes_the_published_matrices() -> None:
+    """LoRA of queries and gates, exported for `peft`: W + scale * B A, in their order of rows."""
+    adapted = neobert.Config(
+        vocab_size=60,
+        layers=1,
+        width=16,
+        heads=2,
+        ffn_width=24,
+        peft=lora.Config(targets=("query", "gate"), rank=2),
+    )
+    model = adapted.build().eval()
+    fill(model, random_parameters(model))
+    content, adapter = export_adapter(adapted, parameters(model), "base")
+    base = replace(adapted, peft=None)
+    names = dict(base.build().named_parameters())
+    own = {name: each for name, each in parameters(model).items() if name in names}
+    tree, tensors = published(base, own)
+    scale = content["lora_alpha"] / content["r"]
+    for module in ("qkv", "ffn.w12"):
+        (a, b) = (
+            next(each for name, each in adapter.items() if f"{module}.lora_{matrix}." in name)
+            for matrix in "AB"
+        )
+        tensors[f"model.transformer_encoder.0.{module}.weight"] += scale * b @ a
+    theirs = MaskedLM(tree)
+    theirs.load_state_dict(tensors)
+    close(predict(model, **ROWS)[REAL], theirs(**ROWS)[REAL])
 
 
 def test_initial_weights_are_uniform() -> None:
