@@ -26,7 +26,7 @@ from tests.parity.pairs import add_noise, assert_gradients_are_equal, close, loa
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import neobert
 from trainer.models.peft.huggingface import export_adapter
-from trainer.models.peft.kinds import lora
+from trainer.models.peft.kinds import lora, prefix, prompt
 from trainer.publish import model_card
 from trainer.training.weights.loading import load_weights
 
@@ -148,6 +148,15 @@ def test_an_adapter_changes_the_published_matrices() -> None:
     theirs = MaskedLM(tree)
     theirs.load_state_dict(tensors)
     close(predict(model, **ROWS)[REAL], theirs(**ROWS)[REAL])
+
+
+@pytest.mark.parametrize("kind", [prompt.Config(3), prefix.Config(3)])
+def test_virtual_tokens_are_not_exported(kind: Any) -> None:
+    """The published classifier takes no embeddings, and no cache."""
+    task: dict[str, Any] = {"head": "classification", "labels": LABELS, "layers": 1}
+    config = neobert.Config(**task, width=16, heads=2, ffn_width=24, vocab_size=60, peft=kind)
+    with pytest.raises(ConfigError, match="as samestep does for neobert with a classification"):
+        export_adapter(config, parameters(config.build()), "base")
 
 
 def test_initial_weights_are_uniform() -> None:

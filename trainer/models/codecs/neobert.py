@@ -40,6 +40,7 @@ class Codec(bert.Codec[neobert.Config]):
     model_type: ClassVar[str] = "neobert"
     prefix: ClassVar[str] = "model"
     prefix_in_peft: ClassVar[bool] = False
+    prompt_in_peft: ClassVar[bool] = False
     code: ClassVar[str] = "chandar-lab/NeoBERT"
     packages: ClassVar[tuple[str, ...]] = ("xformers",)
     architecture: ClassVar[str] = _CLASSES["language_model"]
