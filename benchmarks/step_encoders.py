@@ -1,10 +1,12 @@
-"""Training steps of ELECTRA, DeBERTa v2 and ModernBERT beside transformers' models, from the same
-weights on the same batches.
+"""Training steps of ELECTRA, DeBERTa v2 and ModernBERT beside transformers' models, and of NeoBERT
+beside its published computation, which transformers lacks; from the same weights on the same
+batches.
 
     python -m benchmarks.step_encoders
 
 Mini sizes (4 layers of 256; 6 for ModernBERT) in fp32 on the CPU, a vocabulary of 30,522, 32 rows
-of 128 positions with 15 % of them masked (30 % for ModernBERT), without dropout. Two works each:
+of 128 positions with 15 % of them masked (30 % for ModernBERT, 20 % for NeoBERT), without dropout.
+Two works each:
 
 step: forward, backward, clipping and AdamW, as both are used. Theirs computes the logits of all
     positions, and ELECTRA's two models are trained as the paper says, since transformers has no
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -26,19 +29,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import neobert_reference
 from benchmarks.models import initialized, loaded
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import mix
 from trainer.models.codecs import codec_of
-from trainer.models.families import deberta_v2, electra, modernbert
+from trainer.models.families import deberta_v2, electra, modernbert, neobert
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
 from trainer.objectives.kinds import mlm, replaced_tokens
 from trainer.publish.export import parameters_of_part
 
 Work: TypeAlias = Literal["step", "equal"]
-Family: TypeAlias = Literal["electra", "deberta", "modernbert"]
+Family: TypeAlias = Literal["electra", "deberta", "modernbert", "neobert"]
 
 VOCABULARY = Vocabulary(30_522, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
 LENGTH = 128
@@ -57,6 +61,26 @@ DEBERTA = deberta_v2.Config(**SHAPE, position_buckets=64)
 MODERNBERT = modernbert.Config(
     **{**SHAPE, "layers": 6, "ffn_width": 384, "max_positions": 8192, "norm_eps": 1e-5}
 )
+
+NEOBERT = neobert.Config(**{**SHAPE, "ffn_width": 688, "max_positions": 4096, "norm_eps": 1e-5})
+
+
+class PublishedNeoBert(nn.Module):
+    """The reference, called as a class of transformers, with these parameters of ours."""
+
+    def __init__(self, config: neobert.Config, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        codec = codec_of(config)
+        self.inner = neobert_reference.MaskedLM(codec.to_huggingface())
+        self.inner.load_state_dict(codec.export_tensors(parameters))
+
+    def base_model(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return (self.inner.model(input_ids, None, positions),)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> SimpleNamespace:
+        logits = self.inner.decoder(self.base_model(input_ids, attention_mask)[0])
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
 def batch_of(objective: Any, size: int) -> dict[str, Tensor]:
@@ -137,7 +161,7 @@ def electra_losses(work: Work, size: int) -> tuple[list[nn.Module], Sequence[Cal
 
 def masked_lm_losses(
     config: Any,
-    kind: str,
+    their_class: Callable[[Any, Mapping[str, Tensor]], Any],
     mask_fraction: float,
     head: Callable[[Any, Tensor], Tensor],
     columns: Callable[[dict[str, Tensor]], dict[str, Tensor]],
@@ -147,14 +171,14 @@ def masked_lm_losses(
     """Both sides' models and losses.
 
     Args:
-        kind: their class.
+        their_class: returns their model, from our configuration and parameters.
         head: their model and hidden states -> logits.
         columns: of a batch, those that ours reads.
     """
     objective = mlm.Config(mask_fraction=mask_fraction).build(VOCABULARY)
     batch, model = batch_of(objective, size), initialized(config)
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
-    their_model = loaded(kind, config, dict(model.named_parameters()))
+    their_model = their_class(config, dict(model.named_parameters()))
     tokens, labels = batch["tokens"].long(), labels_of(batch)
     attended = torch.ones_like(tokens)
     row, at, label = masked_positions(batch)
@@ -183,7 +207,7 @@ LOSSES: dict[Family, Callable[[Work, int], Any]] = {
     "deberta": partial(
         masked_lm_losses,
         DEBERTA,
-        "DebertaV2ForMaskedLM",
+        partial(loaded, "DebertaV2ForMaskedLM"),
         0.15,
         lambda model, hidden: model.cls(hidden),
         dict,  # its relative positions are masked by segments in any case
@@ -191,9 +215,17 @@ LOSSES: dict[Family, Callable[[Work, int], Any]] = {
     "modernbert": partial(
         masked_lm_losses,
         MODERNBERT,
-        "ModernBertForMaskedLM",
+        partial(loaded, "ModernBertForMaskedLM"),
         0.3,
         lambda model, hidden: model.decoder(model.head(hidden)),
+        without_segments,
+    ),
+    "neobert": partial(
+        masked_lm_losses,
+        NEOBERT,
+        PublishedNeoBert,
+        0.2,
+        lambda model, hidden: model.inner.decoder(hidden),
         without_segments,
     ),
 }
@@ -218,9 +250,10 @@ def measure(family: Family, work: Work, size: int, repeats: int) -> Comparison:
 
         return Contender(name, turn)
 
+    reference = "published" if family == "neobert" else "transformers"
     contenders = [
         contender(name, model, loss)
-        for name, model, loss in zip(("samestep", "transformers"), models, losses, strict=True)
+        for name, model, loss in zip(("samestep", reference), models, losses, strict=True)
     ]
     what = "training step" if work == "step" else "forward and backward, equal computations"
     title = f"{family}-mini, {what}: {size} x {LENGTH}, threads: {torch.get_num_threads()}"

@@ -30,7 +30,9 @@ from transformers import (
     XLNetConfig,
 )
 
+from benchmarks.neobert_reference import RELEASED, MaskedLM
 from tests.outputs import fill, predict
+from trainer.checkpoint.huggingface import save_folder
 from trainer.models.codecs import codec_of
 from trainer.models.inputs import Inputs
 from trainer.training.weights.loading import load_weights
@@ -90,6 +92,9 @@ difference is the largest difference of any element, divided by the largest elem
 parameter. Inputs are 2 rows of 256 tokens, with targets of 64 for T5 and BART; rows of encoders have 256 and 200. `tests/parity/` makes the same comparisons and
 more with small models, including BERT, RoBERTa and every task head of a family (classification, regression, multiple
 choice, tagging, spans): logits, losses and gradients are within 1e-5 of `transformers`.
+
+NeoBERT has no class in `transformers`: its row is beside a reference written from the published code
+(`benchmarks/neobert_reference.py`); its second row has three packed sequences and padding.
 
 Recurrent models have no class in `transformers`. `tests/parity/test_lstm.py` compares them with compositions of `torch.nn.LSTM`,
 `nn.Embedding` and `nn.Linear` that read one sequence at a time: logits, loss and gradients of packed rows are within 1e-5, in both
@@ -219,10 +224,34 @@ def compare_xlnet() -> str:
     return row("xlnet-base", weights.config, theirs, ours, logits, losses)
 
 
+def compare_neobert() -> str:
+    """A row of the table, beside the reference."""
+    torch.manual_seed(0)
+    theirs = MaskedLM(RELEASED)
+    with tempfile.TemporaryDirectory() as folder:
+        content = {**RELEASED, "architectures": ["NeoBERTLMHead"]}
+        save_folder(Path(folder) / "model", content, theirs.state_dict())
+        weights = load_weights(Path(folder) / "model")
+        ours = weights.config.build().eval()
+        fill(ours, dict(weights.tensors))
+    generator = torch.Generator().manual_seed(0)
+    place = torch.arange(256).expand(2, -1)
+    columns = {
+        "tokens": torch.randint(5, 30522, (2, 256), generator=generator),
+        "segments": torch.stack([torch.ones(256).long(), (place[0] < 200) * (1 + place[0] // 90)]),
+        "positions": torch.stack([place[0], place[0] % 90]),
+    }
+    real = columns["segments"] > 0
+    columns["tokens"] *= real
+    logits = [theirs(**columns)[real], predict(ours, **columns)[real]]
+    losses = [F.cross_entropy(each, columns["tokens"][real]) for each in logits]
+    return row("neobert", weights.config, theirs, ours, logits, losses)
+
+
 def row(
     name: str,
     config: Any,
-    theirs: PreTrainedModel,
+    theirs: nn.Module,
     ours: Any,
     logits: list[Tensor],
     losses: list[Tensor],
@@ -265,7 +294,7 @@ def ours_greedy(model: Any, tokens: Tensor, two_stacks: bool) -> Tensor:
 
 
 if __name__ == "__main__":
-    rows = [compare_encoder(name) for name in ENCODERS] + [compare_xlnet()]
+    rows = [compare_encoder(name) for name in ENCODERS] + [compare_neobert(), compare_xlnet()]
     rows += [compare(name) for name in MODELS]
     versions = f"\ntorch {torch.__version__}, transformers {transformers.__version__}.\n"
     page = HEADER.format(tokens=NEW_TOKENS) + "\n".join(rows) + "\n" + versions

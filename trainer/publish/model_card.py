@@ -44,7 +44,7 @@ def packages(model: ModelConfig, tokenizer: Path, adapter: bool = False) -> list
         tokenizer: folder of its tokenizer.
         adapter: whether it is an adapter for the `peft` library.
     """
-    names = ["torch", "transformers"]
+    names = ["torch", "transformers", *codec_of(model).packages]
     if adapter:
         names.append("peft")
     if model.head == "embedding":
@@ -114,6 +114,7 @@ def write(
         weights=weights,
         model=model,
         family=codec_of(model).model_type,
+        code=codec_of(model).code,
         meta=meta,
         config=tree,
         facts=facts,

@@ -19,6 +19,7 @@ from trainer.models.families import (
     distilbert,
     electra,
     modernbert,
+    neobert,
     roberta,
 )
 from trainer.models.peft.kinds import prompt
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Any] = {
     "electra": electra.Config(**SHAPE, embedding_width=8),
     "deberta": deberta_v2.Config(**SHAPE, position_buckets=8),
     "modernbert": modernbert.Config(**SHAPE, local_window=8),
+    "neobert": neobert.Config(**SHAPE),
 }
 
 

@@ -21,6 +21,7 @@ from trainer.models.families import (
     gpt2,
     lstm,
     modernbert,
+    neobert,
     t5,
     xlnet,
 )
@@ -37,6 +38,7 @@ CONFIGS = {
     "electra": lambda **head: electra.Config(**WIDE, embedding_width=4, **head),
     "deberta": lambda **head: deberta.Config(**WIDE, **head),
     "modernbert": lambda **head: modernbert.Config(**WIDE, local_window=4, **head),
+    "neobert": lambda **head: neobert.Config(**WIDE, **head),
     "xlnet": lambda **head: xlnet.Config(**WIDE, **head),
     "gpt2": lambda **head: gpt2.Config(**WIDE, **head),
     "t5": lambda **head: t5.Config(**SHAPE, head_width=4, **head),

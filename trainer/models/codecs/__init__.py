@@ -35,13 +35,21 @@ class Codec(ABC, Generic[C]):
         model_type: the family's name in `config.json`.
         prefix_in_peft: whether Hugging Face's `peft` can insert a prefix: transformers' models of
             this family take one as a key-value cache.
+        prompt_in_peft: whether its heads for tasks take embeddings in place of tokens, as a prompt
+            of `peft` needs.
         targets_not_in_peft: targets of LoRA that `peft` lacks, since transformers' models of this
             family have no linear layer there.
+        code: repository on the Hub with the classes of an exported model that transformers lacks;
+            it runs them only with `trust_remote_code=True`.
+        packages: that the code imports.
     """
 
     model_type: ClassVar[str]
     prefix_in_peft: ClassVar[bool] = False
+    prompt_in_peft: ClassVar[bool] = True
     targets_not_in_peft: ClassVar[frozenset[str]] = frozenset()
+    code: ClassVar[str] = ""
+    packages: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: C) -> None:
         self.config = config

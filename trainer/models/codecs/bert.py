@@ -220,7 +220,11 @@ class Codec(codecs.Codec[C]):
         kept = self.export_spare(self.import_spare(tensors))
         if lost := [name for name in ignored if self._canonical(name) not in kept]:
             logger.info("left out, since the model has no such parameters: %s", ", ".join(lost))
-        found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
+        found = {
+            self._canonical(name): self.import_rows(name, tensors[name])
+            for name in tensors
+            if name not in ignored
+        }
         if self.config.head == "language_model":
             self._join_copies(found)
         return join_tensors(found, table, self.config)
@@ -230,7 +234,10 @@ class Codec(codecs.Codec[C]):
         # transformers has no such heads; SpanBERT and TinyBERT were published without them, too.
         absent = ("span_head.", "fit_head.")
         known = {name: parameters[name] for name in parameters if not name.startswith(absent)}
-        exported = split_tensors(known, self.tensor_names(), config)
+        exported = {
+            name: self.export_rows(name, rows)
+            for name, rows in split_tensors(known, self.tensor_names(), config).items()
+        }
         # An untied head of transformers has its bias twice, as `bias` and `decoder.bias`.
         if not config.tied and config.head == "language_model":
             bias = self.head_names["bias"]

@@ -100,24 +100,13 @@ class Codec(bert.Codec[C]):
             "legacy": True,
         }
 
-    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {self._canonical(name): self._import(name, each) for name, each in tensors.items()}
-        return super().import_tensors(found)
-
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # transformers has no enhanced mask decoder.
         known = {
             n: each for n, each in parameters.items() if not n.startswith("decoder_positions.")
         }
         alone = type(self)(replace(self.config, mask_decoder=False))
-        exported = super(Codec, alone).export_tensors(known)
-        return {name: self._export(name, each) for name, each in exported.items()}
-
-    def _import(self, name: str, tensor: Tensor) -> Tensor:
-        return self.import_rows(name, tensor)
-
-    def _export(self, name: str, tensor: Tensor) -> Tensor:
-        return self.export_rows(name, tensor)
+        return super(Codec, alone).export_tensors(known)
 
     def import_rows(self, name: str, rows: Tensor) -> Tensor:
         if not name.endswith("in_proj.weight"):

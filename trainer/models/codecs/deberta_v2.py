@@ -61,16 +61,14 @@ class Codec(deberta.Codec[C]):
     def attention_names(self) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def _import(self, name: str, tensor: Tensor) -> Tensor:
+    def import_rows(self, name: str, rows: Tensor) -> Tensor:
         # A convolution [D, D, size] is a matrix over neighbors side by side, [D, size * D].
         if not name.endswith("encoder.conv.conv.weight"):
-            return tensor
-        return tensor.transpose(1, 2).flatten(1)
+            return rows
+        return rows.transpose(1, 2).flatten(1)
 
-    def _export(self, name: str, tensor: Tensor) -> Tensor:
+    def export_rows(self, name: str, rows: Tensor) -> Tensor:
         config = self.config
         if not name.endswith("encoder.conv.conv.weight"):
-            return tensor
-        return (
-            tensor.view(config.width, config.conv_width, config.width).transpose(1, 2).contiguous()
-        )
+            return rows
+        return rows.view(config.width, config.conv_width, config.width).transpose(1, 2).contiguous()

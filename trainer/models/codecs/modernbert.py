@@ -147,14 +147,6 @@ class Codec(bert.Codec[modernbert.Config]):
             **settings.name_labels(config.labels),
         }
 
-    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        ordered = {name: self.import_rows(name, each) for name, each in tensors.items()}
-        return super().import_tensors(ordered)
-
-    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        exported = super().export_tensors(parameters)
-        return {name: self.export_rows(name, each) for name, each in exported.items()}
-
     def import_rows(self, name: str, rows: Tensor) -> Tensor:
         # The halves of a gated projection: here the second is activated, there the first.
         return torch.cat(rows.chunk(2)[::-1]) if name.endswith("mlp.Wi.weight") else rows

@@ -119,11 +119,11 @@ def export_adapter(
 def can_export(config: AnyConfig) -> bool:
     """Whether the library computes the same function with the added parameters.
 
-    It inserts a prompt in place of token ids: T5's heads need these, and a GPT classifier would
-    then pool the last position even if it is padding. It inserts a prefix into the key-value cache,
-    which some families lack (GPT-1, DistilBERT, ALBERT, ModernBERT), and T5 and BART use
-    differently. It ignores both if it has no name for the task, as for multiple choice and masked
-    language modeling.
+    It inserts a prompt in place of token ids: heads of T5 and NeoBERT need these, and a GPT
+    classifier would then pool the last position even if it is padding. It inserts a prefix into the
+    key-value cache, which some families lack (GPT-1, DistilBERT, ALBERT, ModernBERT, NeoBERT), and
+    T5 and BART use differently. It ignores both if it has no name for the task, as for multiple
+    choice and masked language modeling.
     """
     if isinstance(config.peft, lora.Config):
         return True
@@ -131,6 +131,8 @@ def can_export(config: AnyConfig) -> bool:
         return False
     if isinstance(config.peft, prefix.Config):
         return codec_of(config).prefix_in_peft
+    if not codec_of(config).prompt_in_peft:
+        return False
     is_encoder = not (config.causal or config.encoder_decoder)
     return is_encoder or config.head in ("language_model", "tagging")
 
