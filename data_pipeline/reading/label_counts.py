@@ -9,7 +9,7 @@ import numpy as np
 
 from data_pipeline.packing import Int64
 from data_pipeline.reading.dataset import Dataset
-from samestep.errors import DataError
+from samestep.errors import ConfigError, DataError
 
 _SHOWN = 20  # labels in a line of the log
 
@@ -56,6 +56,30 @@ class LabelCounts:
             names = _listed([f"{self.labels[i]} ({heldout[i]:,})" for i in scored])
             found.append(f"held-out rows have labels that no training row has: {names}")
         return found
+
+
+def training_counts(sources: Mapping[str, Dataset]) -> list[int]:
+    """The number of training rows of each label, or of words of each tag.
+
+    Args:
+        sources: a single dataset.
+
+    Raises:
+        ConfigError: there are several, or rows without labels.
+    """
+    if len(sources) > 1:
+        raise ConfigError(
+            "class_weights is balanced, and data.sources mixes several datasets by weights of "
+            "their own. Name the weights of the labels."
+        )
+    (dataset,) = sources.values()
+    counts = count_labels(dataset)
+    if counts is None or "train" not in counts.splits:
+        raise ConfigError(
+            f"class_weights is balanced, and {dataset.name} has no training rows with labels. Name "
+            "the weights."
+        )
+    return [int(count) for count in counts.splits["train"]]
 
 
 def _listed(names: Sequence[str]) -> str:

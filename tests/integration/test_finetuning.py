@@ -218,8 +218,8 @@ def test_a_run_without_a_task_has_no_predictions_of_rows(
 def test_any_number_of_processes_makes_the_same_steps(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """Every kind of task has the same losses from the start, with rows grouped by length, and the
-    same scores.
+    """Every kind of task has the same losses from the start, with rows grouped by length, weights
+    of classes and label smoothing, and the same scores.
     """
     files = {}
     for kind in tasks.SOURCES:
@@ -230,8 +230,10 @@ def test_any_number_of_processes_makes_the_same_steps(
             == 0
         )
         experiment = tasks.write_experiment(kind, tmp_path, finished_run, steps=10)
-        grouped = [] if kind == "multiple_choice" else ["data.group_by_length=4"]
-        resolved = yaml.safe_load(samestep("config", experiment, "model.dropout=0.1", *grouped).out)
+        more = [] if kind == "multiple_choice" else ["data.group_by_length=4"]
+        if kind in ("classification", "tagging"):
+            more += ["objective.class_weights=balanced", "objective.label_smoothing=0.1"]
+        resolved = yaml.safe_load(samestep("config", experiment, "model.dropout=0.1", *more).out)
         experiment.write_text(yaml.safe_dump(resolved | {"init_from": None}))
         files[kind] = str(experiment)
     expected = run_ranks(1, traces, files, "single")[0]

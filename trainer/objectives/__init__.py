@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -231,6 +231,22 @@ class ObjectiveConfig(ABC):
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         """Settings (key=value) that avoid `missing` outputs, or need `offers` instead."""
         return ()
+
+    def of_dataset(
+        self,
+        labels: Sequence[str],
+        counts: Callable[[], Sequence[int]] | None,
+    ) -> Self:
+        """Replaces settings that depend on the dataset; by default, there are none.
+
+        Args:
+            labels: names of classes or tags.
+            counts: returns the number of training rows of each label; None if there is no dataset.
+
+        Raises:
+            ConfigError: a setting contradicts the labels.
+        """
+        return self
 
     def check_labels(self, labels: Sequence[str]) -> None:  # noqa: B027
         """Rejects settings that do not fit the labels of a dataset; by default, all fit.

@@ -31,6 +31,7 @@ from trainer.objectives import (
     Tensors,
     adapted_inside,
 )
+from trainer.objectives.class_weights import ClassLossConfig
 from trainer.objectives.kinds import classification, tagging
 from trainer.objectives.rows import Float32, Int64
 from trainer.objectives.task_rows import PairConfig
@@ -122,6 +123,11 @@ class Config(ObjectiveConfig):
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside "
                 "classes. Set it to 0."
+            )
+        if isinstance(self.of, ClassLossConfig) and self.of.class_weights is not None:
+            raise ConfigError(
+                "of.class_weights is set, and a teacher's predictions are compared on all rows "
+                "alike. Leave it out."
             )
         if isinstance(self.of, tagging.Config) and self.of.crf:
             raise ConfigError(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from samestep.tasks import TASKS
 from trainer.metrics import check_names, entities
 from trainer.models.inputs import Inputs
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, crf
+from trainer.objectives import Loss, Predictions, Task, Tensors, crf
+from trainer.objectives.class_weights import ClassLoss, ClassLossConfig, ClassWeights
 from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
 
@@ -23,22 +24,34 @@ _OUTSIDE = "O"
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig):
+class Config(ClassLossConfig):
     """Tagging of words. A text that is too long becomes several examples, which do not overlap.
 
     Attributes:
         metrics: scores of the held-out split, over whole entities of tags like B-PER and I-PER:
             entity_f1, entity_precision, entity_recall; [] for tags that name no entities, as parts
             of speech.
+        class_weights: tag -> weight of its words in the loss, 1 for tags that are left out; or
+            balanced, n / (k * count) for a tag that `count` of the n words of training rows have,
+            of k tags.
+        label_smoothing: probability of each tag that is spread evenly over all tags.
         crf: scores sequences of tags by a conditional random field (`trainer.objectives.crf`),
             for a model with `crf: true`; else each tag by itself.
     """
 
     metrics: tuple[str, ...] = ("entity_f1",)
+    class_weights: ClassWeights = None
+    label_smoothing: float = 0.0
     crf: bool = False
 
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["tagging"].metrics)
+        self.check_class_loss()
+        if self.crf and (self.class_weights is not None or self.label_smoothing):
+            raise ConfigError(
+                "class_weights and label_smoothing are for tags that are scored by themselves, and "
+                "crf scores sequences. Leave one of them out."
+            )
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return SequenceTagging(self, vocabulary) if self.crf else Tagging(self, vocabulary)
@@ -60,6 +73,14 @@ class Tagging(RowTask):
     denominator = "tags"
     mean_names = ("loss", "accuracy")
 
+    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self._class_loss = ClassLoss(config)
+
+    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        words = (torch.as_tensor(batch[name]) for name in ("labels", "weights"))
+        return {self.denominator: float(self._class_loss.weights(*words).double().sum())}
+
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)
         labels, (column, length) = labels_of(examples), last_chunks(examples)
@@ -77,17 +98,13 @@ class Tagging(RowTask):
         return {**batch, "labels": tags, "weights": (tags >= 0) * examples.weight[:, None]}
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
-        """Cross-entropy in float32, over the step's number of tags, totals["tags"]."""
+        """Cross-entropy in float32, over the step's sum of weights of tags, totals["tags"]."""
         scores = logits(model, batch, self.predicts).float()
         labels, weights = batch["labels"], batch["weights"]
-        nll = F.cross_entropy(
-            scores.flatten(0, 1),
-            labels.flatten(),
-            reduction="none",
-            ignore_index=-1,
-        )
+        nll = self._class_loss(scores.flatten(0, 1), labels.flatten())
         nll = (nll * weights.flatten()).sum()
-        return _loss(nll, scores.detach().argmax(-1), batch, totals)
+        weight = self._class_loss.weights(labels, weights).sum()
+        return _loss(nll, scores.detach().argmax(-1), batch, totals, weight)
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """Metrics over all words of the split; words without a token are predicted as outside."""
@@ -149,14 +166,14 @@ class SequenceTagging(Tagging):
         nll = -(likelihood * batch["weights"].amax(1)).sum()
         best = crf.best_tags(words.detach(), used, transitions.detach())
         tags = torch.empty_like(best).scatter_(1, order, best)
-        return _loss(nll, tags, batch, totals)
+        return _loss(nll, tags, batch, totals, batch["weights"].sum())
 
 
-def _loss(nll: Tensor, tags: Tensor, batch: Tensors, totals: Tensors) -> Loss:
-    """The loss and metrics of predicted tags, int64 [B, S]."""
+def _loss(nll: Tensor, tags: Tensor, batch: Tensors, totals: Tensors, weight: Tensor) -> Loss:
+    """The loss, of this weight, and the metrics of predicted tags, int64 [B, S]."""
     weights = batch["weights"]
     correct = ((tags == batch["labels"]) * weights).sum()
-    metrics = {"loss": (nll.detach(), weights.sum()), "accuracy": (correct, weights.sum())}
+    metrics = {"loss": (nll.detach(), weight), "accuracy": (correct, weights.sum())}
     return Loss(nll / totals["tags"], metrics, tags.float())
 
 
