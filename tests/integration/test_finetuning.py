@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from data_pipeline.sources import fault
+from samestep import load_model
 from samestep.cli import main
 from samestep.config import load
 from tests.conformance.worker import Losses, make_trainer, run_once
@@ -86,7 +87,8 @@ def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
     file = tmp_path / "predictions.jsonl.gz"
     evaluated = samestep("evaluate", tmp_path / f"run-{kind}", "--predictions", file)
     assert evaluated.code == 0, evaluated.err
-    printed = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines()}
+    scores, _, _ = evaluated.out.partition("\n\n")  # tables of classes follow
+    printed = {line.split()[0]: float(line.split()[1]) for line in scores.splitlines()}
     (kept,) = (
         json.loads(line)
         for line in (tmp_path / f"run-{kind}" / "scores.jsonl").read_text().splitlines()
@@ -102,9 +104,33 @@ def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
         "tagging": check_tags,
     }[kind](rows, given, threshold)
     assert {name: printed[name] for name in again} == pytest.approx(again, rel=1e-5)
+    if kind != "multiple_choice":
+        check_predict(kind, tmp_path / f"run-{kind}", rows)
 
 
 Lines = list[dict[str, Any]]
+
+
+def check_predict(kind: str, run: Path, rows: Lines) -> None:
+    """A loaded model predicts what the evaluation has written."""
+    texts = [row["words"] if kind == "tagging" else tuple(row["texts"]) for row in rows]
+    found: list[Any] = load_model(run).predict(texts, batch_tokens=200)
+    for row, prediction in zip(rows, found, strict=True):
+        if kind == "regression":
+            assert prediction.value == pytest.approx(row["prediction"], abs=1e-5)
+        elif kind == "classification":
+            assert prediction.label == row["prediction"]
+            assert prediction.probabilities == pytest.approx(row["probabilities"], abs=1e-5)
+        elif kind == "tagging":
+            assert prediction.labels == tuple(row["prediction"])
+        else:
+            best = row["n_best"][0]
+            assert (prediction.text, prediction.begin, prediction.end) == (
+                best["text"],
+                best["begin"],
+                best["end"],
+            )
+            assert prediction.probability == pytest.approx(best["probability"], abs=1e-5)
 
 
 def check_numbers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:

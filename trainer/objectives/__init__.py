@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from samestep.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
 from trainer.models import Outputs
+
+if TYPE_CHECKING:
+    from trainer.metrics.per_class import ClassReport
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -153,6 +156,9 @@ class Task(Objective):
     @abstractmethod
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """Label and prediction of each of `predictions.rows`, in order, as values for JSON."""
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        """Scores of each class or kind of entity; None for tasks without any."""
 
     def combined(self, outputs: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """The outputs of an ensemble, [N, ...]: the mean of its members', for example of logits."""

@@ -13,7 +13,8 @@ from torch import nn
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from samestep.tasks import TASKS
-from trainer.metrics import check_names
+from trainer.metrics import check_names, per_class
+from trainer.metrics.per_class import ClassReport
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target
@@ -26,7 +27,9 @@ from trainer.objectives.task_rows import (
     Pooled,
     class_loss,
     class_predictions,
+    label_of,
     labels_of,
+    scored_rows,
 )
 
 
@@ -206,6 +209,11 @@ class Classification(PairTask):
         if not self.config.lm_weight:
             return super().terms()
         return {"class_loss": 1.0, "lm_loss": self.config.lm_weight}
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        rows, logits = scored_rows(predictions)
+        true = np.array([int(label_of(row)) for row in rows], dtype=np.int64)
+        return per_class.of_classes(predictions.labels, logits.argmax(-1), true)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The names of label and prediction, each label's probability, and the group, if any."""

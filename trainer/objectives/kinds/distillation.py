@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from samestep.config import Kinds, kind_name
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, PackSpec, Vocabulary
+from trainer.metrics.per_class import ClassReport
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
 from trainer.objectives import (
@@ -375,6 +376,9 @@ class TaskDistillation(Distillation, Task):
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         return self.of.row_predictions(predictions)
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        return self.of.class_report(predictions)
 
     def combined(self, outputs: Sequence[Float32]) -> Float32:
         return self.of.combined(outputs)

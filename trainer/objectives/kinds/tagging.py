@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from samestep.tasks import TASKS
-from trainer.metrics import check_names, entities
+from trainer.metrics import check_names, entities, per_class
+from trainer.metrics.per_class import ClassReport
 from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, Predictions, Task, Tensors, crf
 from trainer.objectives.class_weights import ClassLoss, ClassLossConfig, ClassWeights
 from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
 
-_OUTSIDE = "O"
+OUTSIDE = "O"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,12 @@ class Tagging(RowTask):
         """Metrics over all words of the split; words without a token are predicted as outside."""
         return entities.scores(self.score_names, self.tags(predictions), _true_tags(predictions))
 
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        """Of kinds of entities; None without metrics of entities, as of parts of speech."""
+        if not self.score_names:
+            return None
+        return per_class.of_entities(self.tags(predictions), _true_tags(predictions))
+
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The words of each row, their tags as label, and the predicted ones."""
         true, predicted = _true_tags(predictions), self.tags(predictions)
@@ -131,18 +138,29 @@ class Tagging(RowTask):
 
     def tags(self, predictions: Predictions) -> list[list[str]]:
         """The predicted tags of each row's words, read at their first tokens."""
-        names = (*predictions.labels, _OUTSIDE)  # -1, no tag, is the last
+        names = (*predictions.labels, OUTSIDE)
         found = []
-        for row, *windows in self.windows(predictions):
-            # The tag of each token, and at the end -1 for words without tokens.
-            tags: Int64 = np.full(len(row.offsets) + 1, -1)
-            for example, begin, column, length in zip(*windows, strict=True):
-                tags[begin : begin + length] = predictions.outputs[example, column:][:length]
-            words = np.array(row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
-            tokens = np.array(row.offsets, dtype=np.int64).reshape(-1, 2)
-            of_words = tags[_first_tokens(words, tokens)]
+        for example, position in self.first_positions(predictions):
+            tags = predictions.outputs[example, position].astype(np.int64)
+            of_words = np.where(example < 0, len(names) - 1, tags)
             found.append([names[tag] for tag in of_words.tolist()])
         return found
+
+    def first_positions(self, predictions: Predictions) -> Iterator[tuple[Int64, Int64]]:
+        """For each row, the example and the position of each word's first token.
+
+        Both are -1 for a word without tokens, or in no example.
+        """
+        for row, *windows in self.windows(predictions):
+            # The place of each token, and at the end that of words without tokens.
+            place: Int64 = np.full((2, len(row.offsets) + 1), -1)
+            for example, begin, column, length in zip(*windows, strict=True):
+                place[0, begin : begin + length] = example
+                place[1, begin : begin + length] = np.arange(column, column + length)
+            words = np.array(row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
+            tokens = np.array(row.offsets, dtype=np.int64).reshape(-1, 2)
+            example, position = place[:, _first_tokens(words, tokens)]
+            yield example, position
 
 
 class SequenceTagging(Tagging):
