@@ -10,6 +10,10 @@ from samestep.examples import Examples as Examples
 from samestep.examples import PackSpec as PackSpec
 from samestep.examples import Vocabulary as Vocabulary
 from trainer.inference.evaluate import evaluate as evaluate
+from trainer.inference.predict import AnswerPrediction as AnswerPrediction
+from trainer.inference.predict import ClassPrediction as ClassPrediction
+from trainer.inference.predict import NumberPrediction as NumberPrediction
+from trainer.inference.predict import TagsPrediction as TagsPrediction
 from trainer.inference.trained_model import TrainedModel as TrainedModel
 from trainer.inference.trained_model import load_model as load_model
 from trainer.models import Model as Model

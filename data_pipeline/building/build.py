@@ -52,6 +52,8 @@ from data_pipeline.format.manifest import (
     ShardInfo,
     token_dtype,
 )
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.label_counts import count_labels
 from data_pipeline.sources import INVALID, UTF8, PairSource, Source, TaskSource, fault
 from data_pipeline.sources.encodings import normalized
 from data_pipeline.tokenizers.sentences import splitter_version
@@ -436,6 +438,10 @@ class _Build:
                 "higher tokenizer.character_coverage or byte_fallback."
             )
         special_names.warn(self.special_names, self.tokenizer)
+        if (labels := count_labels(Dataset(self.folder, built))) is not None:
+            logger.info("%s", labels.line())
+            for warning in labels.warnings():
+                logger.warning("%s", warning)
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:

@@ -69,7 +69,7 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
     origin = np.zeros((len(documents), 2), np.uint32)
     packed = task_rows.plan(ShardIndex(start, length, origin, np.concatenate(texts)), spec)
     document = packed.document[packed.example_start[:-1]]
-    zeros = np.zeros_like(document)
+    last = packed.example_start[1:] - 1
     values = [documents[number].labels for number in document.tolist()]
     return Examples(
         tokens=tokens[ranges(start[packed.document] + packed.begin, packed.length)].astype(
@@ -78,14 +78,14 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
         row=np.repeat(np.arange(document.size), np.diff(packed.example_start)),
         column=packed.column,
         length=packed.length,
-        key=zeros.astype(np.uint64),
+        key=np.zeros(document.size, dtype=np.uint64),
         weight=np.ones(document.size, dtype=np.float32),
         isolated=False,
         labels=Labels(
             values=np.concatenate(values),
             count=np.array([len(each) for each in values]),
             document=document,
-            begin=zeros,
+            begin=packed.begin[last],
             examples=np.bincount(document)[document],
         ),
     )

@@ -16,6 +16,7 @@ from data_pipeline.format.manifest import ShardInfo
 from data_pipeline.packing import Int64, task_rows, text_pairs
 from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.label_counts import LabelCounts, count_labels
 from samestep.errors import DataError, MissingExtra
 from samestep.examples import PackSpec, Policy
 from samestep.terminal import Console
@@ -64,6 +65,7 @@ class Inspection:
         forecasts: for documents, one for each sequence length and policy.
         text_lengths: for text pairs, tokens of each source and of each target; for rows of a task,
             of each first text, each second one, ...; else empty.
+        labels: number of rows with each class, or of words with each tag; None for other datasets.
     """
 
     dataset: Dataset
@@ -71,6 +73,7 @@ class Inspection:
     histogram: Int64
     forecasts: tuple[Forecast, ...]
     text_lengths: dict[str, Int64]
+    labels: LabelCounts | None
 
     @property
     def split_name(self) -> str:
@@ -135,7 +138,9 @@ def inspect(dataset: Dataset) -> Inspection:
         names[number] if is_pairs else f"text {number + 1}": np.concatenate(column)
         for number, column in columns.items()
     }
-    return Inspection(dataset, split, np.trim_zeros(histogram, "b"), forecasts, text_lengths)
+    histogram = np.trim_zeros(histogram, "b")
+    labels = count_labels(dataset)
+    return Inspection(dataset, split, histogram, forecasts, text_lengths, labels)
 
 
 def _range_names(histogram: Int64) -> list[str]:
@@ -146,7 +151,7 @@ def _range_names(histogram: Int64) -> list[str]:
 def _table(title: str, *headers: str) -> Table:
     table = Table(title=title)
     for header in headers:
-        is_text = header in ("split", "packing", "")
+        is_text = header in ("split", "packing", "label", "")
         table.add_column(header, justify="left" if is_text else "right")
     return table
 
@@ -178,6 +183,13 @@ def report(inspection: Inspection, console: Console) -> None:
     if manifest.task is not None:
         labels = ", ".join(manifest.task.labels)
         console.print(f"rows for {manifest.task.kind}" + (f": {labels}\n" if labels else "\n"))
+    if (found := inspection.labels) is not None:
+        counts = _table("Labels", "label", *found.splits)
+        for label, cells in found.rows():
+            counts.add_row(label, *cells)
+        console.print(counts)
+        for warning in found.warnings():
+            console.print(f"warning: {warning}")
 
     title = f"Length of {inspection.split_name} documents"
     lengths = _table(title, "tokens", "documents", "")

@@ -208,17 +208,19 @@ class Dataset:
         """Path or address of a shard, for messages."""
         return shown(self.remote.address(info)) if self.remote else str(self.path / info.name)
 
-    def read_index(self, info: ShardInfo, sentences: bool = False) -> ShardIndex:
+    def read_index(
+        self, info: ShardInfo, sentences: bool = False, labels: bool = False
+    ) -> ShardIndex:
         """Reads the document lengths of a shard, without downloading a remote one.
 
         Raises:
             DataError: it is missing or damaged.
         """
         if self.remote is None:
-            return self.open_shard(info, sentences)
-        name = self._location(info)
+            return self.open_shard(info, sentences, labels=labels)
+        name, dtype = self._location(info), self.manifest.token_dtype
         with self.remote.open_parts(info) as file:
-            index = ShardIndex.read(file, name, self.manifest.token_dtype, sentences)
+            index = ShardIndex.read(file, name, dtype, sentences, labels)
         # The index came without the shard's hash, so its totals are compared instead.
         if (len(index.length), index.length.sum()) != (info.documents, info.tokens):
             raise DataError(

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from data_pipeline.sources import fault
+from samestep import load_model
 from samestep.cli import main
 from samestep.config import load
 from tests.conformance.worker import Losses, make_trainer, run_once
@@ -86,7 +87,8 @@ def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
     file = tmp_path / "predictions.jsonl.gz"
     evaluated = samestep("evaluate", tmp_path / f"run-{kind}", "--predictions", file)
     assert evaluated.code == 0, evaluated.err
-    printed = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines()}
+    scores, _, _ = evaluated.out.partition("\n\n")  # tables of classes follow
+    printed = {line.split()[0]: float(line.split()[1]) for line in scores.splitlines()}
     (kept,) = (
         json.loads(line)
         for line in (tmp_path / f"run-{kind}" / "scores.jsonl").read_text().splitlines()
@@ -102,9 +104,33 @@ def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
         "tagging": check_tags,
     }[kind](rows, given, threshold)
     assert {name: printed[name] for name in again} == pytest.approx(again, rel=1e-5)
+    if kind != "multiple_choice":
+        check_predict(kind, tmp_path / f"run-{kind}", rows)
 
 
 Lines = list[dict[str, Any]]
+
+
+def check_predict(kind: str, run: Path, rows: Lines) -> None:
+    """A loaded model predicts what the evaluation has written."""
+    texts = [row["words"] if kind == "tagging" else tuple(row["texts"]) for row in rows]
+    found: list[Any] = load_model(run).predict(texts, batch_tokens=200)
+    for row, prediction in zip(rows, found, strict=True):
+        if kind == "regression":
+            assert prediction.value == pytest.approx(row["prediction"], abs=1e-5)
+        elif kind == "classification":
+            assert prediction.label == row["prediction"]
+            assert prediction.probabilities == pytest.approx(row["probabilities"], abs=1e-5)
+        elif kind == "tagging":
+            assert prediction.labels == tuple(row["prediction"])
+        else:
+            best = row["n_best"][0]
+            assert (prediction.text, prediction.begin, prediction.end) == (
+                best["text"],
+                best["begin"],
+                best["end"],
+            )
+            assert prediction.probability == pytest.approx(best["probability"], abs=1e-5)
 
 
 def check_numbers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
@@ -218,8 +244,8 @@ def test_a_run_without_a_task_has_no_predictions_of_rows(
 def test_any_number_of_processes_makes_the_same_steps(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """Every kind of task has the same losses from the start, with rows grouped by length, and the
-    same scores.
+    """Every kind of task has the same losses from the start, with rows grouped by length, weights
+    of classes and label smoothing, and the same scores.
     """
     files = {}
     for kind in tasks.SOURCES:
@@ -230,8 +256,10 @@ def test_any_number_of_processes_makes_the_same_steps(
             == 0
         )
         experiment = tasks.write_experiment(kind, tmp_path, finished_run, steps=10)
-        grouped = [] if kind == "multiple_choice" else ["data.group_by_length=4"]
-        resolved = yaml.safe_load(samestep("config", experiment, "model.dropout=0.1", *grouped).out)
+        more = [] if kind == "multiple_choice" else ["data.group_by_length=4"]
+        if kind in ("classification", "tagging"):
+            more += ["objective.class_weights=balanced", "objective.label_smoothing=0.1"]
+        resolved = yaml.safe_load(samestep("config", experiment, "model.dropout=0.1", *more).out)
         experiment.write_text(yaml.safe_dump(resolved | {"init_from": None}))
         files[kind] = str(experiment)
     expected = run_ranks(1, traces, files, "single")[0]

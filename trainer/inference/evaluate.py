@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from data_pipeline.reading.concat_dataset import AnyDataset, sources_of
 from samestep.errors import ConfigError, SamestepError
 from samestep.progress import Progress
 from samestep.storage import json_lines
 from trainer.checkpoint import integrity
 from trainer.metrics import check_installed
+from trainer.metrics.per_class import ClassReport
 from trainer.objectives import Objective, Predictions, Task
 from trainer.strategies import Strategy
 from trainer.training import run_folder
@@ -63,7 +65,7 @@ class _Scored:
     """A member's scores, and the predictions behind them."""
 
     step: int
-    dataset: str
+    dataset: AnyDataset
     objective: Objective
     evaluation: Evaluation
 
@@ -75,9 +77,33 @@ def evaluate(
     encoder: str | None = None,
     ensemble: Sequence[Member] = (),
 ) -> dict[str, float]:
+    """Scores a checkpoint of a run; see `evaluate_in_detail`."""
+    return evaluate_in_detail(experiment, step, predictions, encoder, ensemble).scores
+
+
+class Evaluated(NamedTuple):
+    """The result of `samestep evaluate`.
+
+    Attributes:
+        scores: by name, `step` among them.
+        classes: scores of each class; None for tasks without any.
+    """
+
+    scores: dict[str, float]
+    classes: ClassReport | None
+
+
+def evaluate_in_detail(
+    experiment: Experiment,
+    step: Step,
+    predictions: Path | None = None,
+    encoder: str | None = None,
+    ensemble: Sequence[Member] = (),
+) -> Evaluated:
     """Scores a checkpoint of a run, or an ensemble of several, on the held-out split.
 
-    The scores of a checkpoint as it is are also appended to RUN/scores.jsonl.
+    The scores of a checkpoint as it is are also appended to RUN/scores.jsonl, and those of each
+    class written to RUN/classes.json.
 
     Args:
         experiment: the run.
@@ -119,7 +145,7 @@ def _in_bf16(experiment: Experiment) -> Experiment:
 
 def _evaluate(
     members: Sequence[Member], file: Path | None, encoder: str | None, strategy: Strategy
-) -> dict[str, float]:
+) -> Evaluated:
     is_writer = strategy.world.rank == 0
     for member in members:
         _check(member.experiment, file is not None, ensemble=len(members) > 1)
@@ -133,15 +159,22 @@ def _evaluate(
         assert isinstance(first.objective, Task)
         predictions = _combined(members, first.objective, [each.evaluation for each in found])
         scores = first.objective.scores(predictions)
+    classes = None
+    if isinstance(first.objective, Task) and predictions is not None:
+        classes = first.objective.class_report(predictions)
     # All ranks have the same scores; one of them writes.
     if is_writer:
         # The run's own file has no scores of other weights.
         if len(members) == 1 and encoder is None:
             stored = {f"heldout/{name}": value for name, value in scores.items()}
-            run_folder.append_scores(members[0].experiment, first.step, first.dataset, stored)
+            name = first.dataset.name
+            run_folder.append_scores(members[0].experiment, first.step, name, stored)
+            if classes is not None:
+                run_folder.write_classes(members[0].experiment, first.step, name, classes.tree())
         if file is not None and isinstance(first.objective, Task) and predictions is not None:
-            json_lines.write(file, _lines(first.objective, predictions))
-    return {"step": first.step, **scores}
+            places = _places(first.dataset)
+            json_lines.write(file, _lines(first.objective, predictions, places))
+    return Evaluated({"step": first.step, **scores}, classes)
 
 
 def _check(experiment: Experiment, predicts: bool, ensemble: bool) -> None:
@@ -196,7 +229,7 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
     # All ranks do the same work, so one of them shows it.
     with Progress("evaluating", total if world.rank == 0 else None) as progress:
         evaluation = score(wrapped, objective, strategy, heldout, batches, progress=progress)
-    return _Scored(step, dataset.name, objective, evaluation)
+    return _Scored(step, dataset, objective, evaluation)
 
 
 def _combined(
@@ -249,8 +282,23 @@ def _comparable(one: Predictions, other: Predictions) -> bool:
     )
 
 
-def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, object]]:
-    """A line for each row: its number in the split, its texts, its label and its prediction."""
+def _places(dataset: AnyDataset) -> list[tuple[str, int]]:
+    """File and line of each held-out row, in the order of `Predictions.number`."""
+    found: list[tuple[str, int]] = []
+    for source in sources_of(dataset, "heldout", single_pass=True).values():
+        for info in source.shards("heldout"):
+            origin = source.read_index(info).origin.tolist()
+            found += [(source.manifest.files[file], line) for file, line in origin]
+    return found
+
+
+def _lines(
+    objective: Task, predictions: Predictions, places: Sequence[tuple[str, int]]
+) -> Iterator[dict[str, object]]:
+    """A line for each row: its number in the split, where it is from, its texts, its label and its
+    prediction.
+    """
     numbers, found = predictions.number.tolist(), objective.row_predictions(predictions)
     for number, row, prediction in zip(numbers, predictions.rows, found, strict=True):
-        yield {"row": number, "texts": row.texts, **prediction}
+        file, line = places[number]
+        yield {"row": number, "file": file, "line": line, "texts": row.texts, **prediction}

@@ -16,6 +16,7 @@ from trainer.inference.retrieval.cli import add_pooling, pooling_of
 
 if TYPE_CHECKING:
     from trainer.inference.evaluate import Step
+    from trainer.metrics.per_class import ClassReport
     from trainer.training.experiment import Experiment
 
 _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
@@ -143,11 +144,11 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if processes == 1:
         experiments = [experiment.in_one_process() for experiment in experiments]
-    from trainer.inference.evaluate import Member, evaluate
+    from trainer.inference.evaluate import Member, evaluate_in_detail
 
     others = [Member(*each) for each in zip(experiments[1:], steps[1:], strict=True)]
-    scores = evaluate(experiments[0], steps[0], args.predictions, args.encoder, others)
-    return _show_scores(scores, args.scores)
+    found = evaluate_in_detail(experiments[0], steps[0], args.predictions, args.encoder, others)
+    return _show_scores(found.scores, args.scores, found.classes)
 
 
 def _evaluate_embeddings(args: argparse.Namespace) -> int:
@@ -184,12 +185,23 @@ def _step(said: str | None, experiment: Experiment) -> Step:
     return "best"
 
 
-def _show_scores(scores: Mapping[str, float], file: Path | None) -> int:
+def _show_scores(
+    scores: Mapping[str, float], file: Path | None, classes: ClassReport | None = None
+) -> int:
     if not environment.launcher_rank():
         if file is not None:
             from samestep.storage import write_text
 
-            write_text(file, json.dumps(dict(scores)) + "\n")
+            of_classes = {} if classes is None else {"per_class": classes.tree()}
+            write_text(file, json.dumps({**scores, **of_classes}) + "\n")
         for name, value in scores.items():
             sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
+        if classes is not None:
+            from samestep.terminal import Console
+            from trainer.inference.class_tables import tables
+
+            console = Console()
+            for table in tables(classes):
+                console.print()
+                console.print(table)
     return EXIT_DONE

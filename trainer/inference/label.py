@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,33 +16,24 @@ import torch
 
 from data_pipeline.building import task_rows
 from data_pipeline.building.task_rows import Encoded
-from data_pipeline.packing.task_rows import filled, wrong_number
+from data_pipeline.packing.task_rows import wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabeled import Unlabeled
-from samestep.config import Tree, decode
 from samestep.errors import ConfigError, DataError
-from samestep.examples import TaskRow, Vocabulary
+from samestep.examples import TaskRow
 from samestep.progress import Progress
 from samestep.storage import json_lines, shown
 from trainer.accelerators import Precision
-from trainer.accelerators.detect import for_any_shapes
-from trainer.checkpoint.meta import read_meta
-from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable, with_sizes
-from trainer.models import Outputs
-from trainer.objectives.kinds import classification, regression
-from trainer.objectives.task_rows import Pooled, means_of_rows
-from trainer.publish.model_card import manifests_of
-from trainer.training.experiment import Experiment
-from trainer.training.phases import phase_of
-from trainer.training.weights.loading import Weights, load_weights
+from trainer.inference.row_model import RowModel
+from trainer.objectives.task_rows import means_of_rows
+from trainer.training.weights.loading import load_weights
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 2048  # read, labeled and written together; an interruption loses at most these
 _DIGITS = 6
-_LONGEST = 512  # tokens of a row, for a checkpoint that does not store a sequence length
 
 
 def run(
@@ -165,16 +154,11 @@ def _lines(
     return lines
 
 
-class Labeler:
-    """A fine-tuned model that reads rows as in training, on the best device available.
+class Labeler(RowModel):
+    """A classifier or regression model that labels rows.
 
     Attributes:
         identity: changes with the weights.
-        labels: names of the classes; a single name for a regression model.
-        source: settings of the source of the model's training rows; empty where unknown.
-        tokenizer: of the model.
-        device: description of the device.
-        spec: how rows become sequences.
 
     Args:
         checkpoint: see `load_weights`.
@@ -193,34 +177,14 @@ class Labeler:
                 f"{checkpoint} has a {head} head; name a run of objective classification or "
                 "regression"
             )
-        self._accelerator, self._precision = for_any_shapes(), precision
-        self.device = self._accelerator.description
-        # Before the model is loaded, which may take minutes.
-        if precision not in self._accelerator.precisions:
-            raise ConfigError(
-                f"--precision {precision} is not supported on {self.device}. Use fp32."
-            )
-        self.identity, self.labels = weights.identity(), weights.config.labels
-        self.tokenizer = weights.load_tokenizer()
-        model = weights.model(frozenset({"classification"}))
-        self._model = model.to(self._accelerator.device)
-        self.source: Tree = {}
-        length = _LONGEST
-        if weights.step is not None:  # a checkpoint of a run, not of Hugging Face
-            meta = read_meta(weights.folder)
-            self.source = next((manifest.source for manifest in manifests_of(meta)), {})
-            # Rows are cut where the last step of training cut them.
-            phases = decode(Experiment, meta["config"]).resolved_phases()
-            length = phase_of(phases, meta["step"] - 1).sequence_length
-        self._objective = _objective(weights, model.offers, self.tokenizer.vocabulary)
-        self.spec = self._objective.pack_spec(min(length, model.max_sequence_length))
+        super().__init__(weights, precision)
+        self.identity = weights.identity()
 
     @property
     def is_classifier(self) -> bool:
         """Whether labels are probabilities of classes, not numbers."""
         return len(self.labels) > 1
 
-    @torch.no_grad()
     def __call__(self, rows: Sequence[Encoded], batch_tokens: int) -> npt.NDArray[np.float32]:
         """Labels rows, in batches of similar length.
 
@@ -231,53 +195,10 @@ class Labeler:
         Returns:
             float32 [N, C], probabilities of the classes; [N, 1] for a regression model.
         """
-        # Batches do not depend on the rows of other reads, so a resumed file has the same bytes.
         found = np.empty((len(rows), len(self.labels)), dtype=np.float32)
-        lengths = self._positions(np.array([len(row.tokens) for row in rows], dtype=np.int64))
-        for numbers in batches(lengths, batch_tokens):
-            examples = task_rows.pack([rows[number] for number in numbers], self.spec)
-            width = self.spec.sequence_length
-            if self.spec.positions == width:
-                # No wider than the longest row: in batches of similar length, little is padding.
-                width = int(filled(examples, self.spec).max())
+        for numbers, examples, logits in self.batches(rows, batch_tokens):
             assert examples.labels is not None
             document = examples.labels.document
-            arrays = self._objective.collate(examples, width)
-            batch = self._accelerator.to_device(
-                {name: torch.from_numpy(array) for name, array in arrays.items()}
-            )
-            with self._accelerator.autocast(self._precision):
-                logits = self._objective.row_outputs(self._model, batch).float()
-            means = torch.from_numpy(means_of_rows(logits.cpu().numpy(), document))
+            means = torch.from_numpy(means_of_rows(logits.numpy(), document))
             found[numbers] = (means.softmax(-1) if self.is_classifier else means).numpy()
         return found
-
-    def _positions(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """About how many positions each row takes, by its number of tokens: int64 [N]."""
-        length, stride = self.spec.sequence_length, self._objective.config.stride
-        if self.spec.positions > length:  # several sequences, of the whole length
-            return np.full_like(tokens, self.spec.positions)
-        windows = 1 if stride is None else 1 + -(-np.maximum(tokens - length, 0) // stride)
-        positions: npt.NDArray[np.int64] = np.minimum(tokens, length) * windows
-        return positions
-
-
-def _objective(weights: Weights, offers: Outputs, vocabulary: Vocabulary) -> Any:
-    """The objective of the model's fine-tuning, adapted to rows without labels."""
-    config = _objective_config(weights)
-    objective = config.build(vocabulary)
-    offered = [each for each in get_args(Pooled) if f"{each}_position" in offers]
-    if objective.pooled in offered:
-        return objective
-    # A checkpoint of Hugging Face names no position, and a decoder's tokenizer may have [CLS].
-    return replace(config, reads=offered[0]).build(vocabulary)
-
-
-def _objective_config(weights: Weights) -> Any:
-    settings = {name: value for name, value in weights.objective.items() if name != "kind"}
-    if len(weights.config.labels) == 1:
-        return decode(regression.Config, settings, "objective")
-    config = decode(classification.Config, settings, "objective")
-    # An auxiliary language modeling loss needs no labels but changes where the head reads.
-    reads = "last" if config.lm_weight else config.reads
-    return replace(config, soft=False, lm_weight=0.0, reads=reads)

@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer in one's own program: fills masks, and encodes texts."""
+"""A trained model and its tokenizer in one's own program: predicts, fills masks, encodes texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import ConfigError
 from trainer.inference.fill import Candidate, check_masked_lm, fill_masks
 from trainer.inference.hidden_states import TextEncoder, batches
+from trainer.inference.predict import Prediction, Predictor, Text
 from trainer.models import Model
 from trainer.training.weights.loading import load_weights
 
@@ -29,6 +30,7 @@ class TrainedModel:
         self.path = path
         self._weights = load_weights(path)
         self._encoder = TextEncoder(self._weights)
+        self._predictor: Predictor | None = None
         self.step = self._weights.step
         self.tokenizer: Tokenizer = self._encoder.tokenizer
 
@@ -45,6 +47,28 @@ class TrainedModel:
         """
         check_masked_lm(self._weights, self.path)
         return fill_masks(self.model, self.tokenizer, text, top)
+
+    def predict(self, texts: Sequence[Text], batch_tokens: int = 8192) -> list[Prediction]:
+        """Returns the prediction of a fine-tuned model for each of the texts, in their order.
+
+        Rows are read as in training: truncated, or cut into windows; and computed in batches of
+        similar length.
+
+        Args:
+            texts: for classes and numbers, texts, or tuples of texts such as pairs; for tags, texts
+                or lists of words; for answers, pairs of a question and a text.
+            batch_tokens: positions computed at a time, padding included.
+
+        Returns:
+            A `ClassPrediction`, `NumberPrediction`, `TagsPrediction` or `AnswerPrediction` for each
+            text.
+
+        Raises:
+            ConfigError: the model has no head for a task, or an entry holds no such text.
+        """
+        if self._predictor is None:
+            self._predictor = Predictor(self._weights, self.path, self.model)
+        return self._predictor(texts, batch_tokens)
 
     def encode(
         self, texts: Sequence[str], layer: int = -1, batch_tokens: int = 8192

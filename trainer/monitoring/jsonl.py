@@ -37,6 +37,7 @@ Row: TypeAlias = dict[str, Any]
 _PIECE_BYTES = 2**22
 
 ALERTS = "alerts.jsonl"
+CLASSES = "classes.json"
 """File in a run's folder: faults, failures and restarts, with level, title and text."""
 
 

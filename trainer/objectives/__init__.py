@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from samestep.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
 from trainer.models import Outputs
+
+if TYPE_CHECKING:
+    from trainer.metrics.per_class import ClassReport
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -154,6 +157,9 @@ class Task(Objective):
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """Label and prediction of each of `predictions.rows`, in order, as values for JSON."""
 
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        """Scores of each class or kind of entity; None for tasks without any."""
+
     def combined(self, outputs: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """The outputs of an ensemble, [N, ...]: the mean of its members', for example of logits."""
         mean: npt.NDArray[np.float32] = np.mean(outputs, axis=0, dtype=np.float32)
@@ -231,6 +237,22 @@ class ObjectiveConfig(ABC):
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         """Settings (key=value) that avoid `missing` outputs, or need `offers` instead."""
         return ()
+
+    def of_dataset(
+        self,
+        labels: Sequence[str],
+        counts: Callable[[], Sequence[int]] | None,
+    ) -> Self:
+        """Replaces settings that depend on the dataset; by default, there are none.
+
+        Args:
+            labels: names of classes or tags.
+            counts: returns the number of training rows of each label; None if there is no dataset.
+
+        Raises:
+            ConfigError: a setting contradicts the labels.
+        """
+        return self
 
     def check_labels(self, labels: Sequence[str]) -> None:  # noqa: B027
         """Rejects settings that do not fit the labels of a dataset; by default, all fit.

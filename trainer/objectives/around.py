@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from samestep.examples import Batch, Examples, PackSpec
+from trainer.metrics.per_class import ClassReport
 from trainer.objectives import Predictions, Task
 from trainer.objectives.rows import Float32
 
@@ -45,6 +46,9 @@ class AroundTask(Task):
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         return self.of.row_predictions(predictions)
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        return self.of.class_report(predictions)
 
     def combined(self, outputs: Sequence[Float32]) -> Float32:
         return self.of.combined(outputs)

@@ -18,6 +18,7 @@ from trainer.metrics import labels as metrics
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, rows
+from trainer.objectives.class_weights import ClassLoss
 from trainer.objectives.rows import Float32, Int64, Rows, fill_spans
 
 Pooled: TypeAlias = Literal["first", "last"]
@@ -324,7 +325,7 @@ def class_loss(
     target: Tensor,
     weights: Tensor,
     total: Tensor,
-    label_smoothing: float = 0.0,
+    of_classes: ClassLoss | None = None,
 ) -> Loss:
     """Cross-entropy in float32, and accuracy.
 
@@ -332,16 +333,18 @@ def class_loss(
         logits: [B, C].
         target: int64 [B], the class; or float32 [B, C], the probability of each.
         weights: float32 [B].
-        total: scalar, the step's sum of weights.
-        label_smoothing: probability that is spread evenly over all classes.
+        total: scalar, the step's sum of weights, times those of the classes.
+        of_classes: None weights and smoothes nothing.
     """
     logits = logits.float()
-    nll = F.cross_entropy(logits, target, reduction="none", label_smoothing=label_smoothing)
+    if of_classes is None:
+        nll, of_rows = F.cross_entropy(logits, target, reduction="none"), weights
+    else:
+        nll, of_rows = of_classes(logits, target), of_classes.weights(target, weights)
     nll = (nll * weights).sum()
     label = target.argmax(-1) if target.is_floating_point() else target
     correct = ((logits.detach().argmax(-1) == label) * weights).sum()
-    weight = weights.sum()
-    scores = {"loss": (nll.detach(), weight), "accuracy": (correct, weight)}
+    scores = {"loss": (nll.detach(), of_rows.sum()), "accuracy": (correct, weights.sum())}
     return Loss(nll / total, scores, logits.detach())
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from data_pipeline.reading.concat_dataset import AnyDataset
+from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from samestep.errors import ConfigError
 from trainer.accelerators import DTYPES, Accelerator
 from trainer.models import Model, give_spellings
@@ -24,6 +25,7 @@ def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Object
     """
     # The vocabulary comes from the data, so the objective masks with the tokens it was built with.
     vocabulary = dataset.tokenizer.vocabulary
+    experiment = for_dataset(experiment, dataset)
     phases, objectives = experiment.resolved_phases(), list[Objective]()
     for phase in phases:
         equal = [
@@ -50,6 +52,37 @@ def build_objectives(experiment: Experiment, dataset: AnyDataset) -> list[Object
                 "text in the same way"
             )
     return objectives
+
+
+def for_dataset(experiment: Experiment, dataset: AnyDataset) -> Experiment:
+    """Replaces settings of objectives that depend on a dataset's labels: weights of classes.
+
+    Raises:
+        ConfigError: a setting contradicts the labels.
+    """
+    sources = named_sources(dataset)
+    task = next(iter(sources.values())).manifest.task
+
+    def counts() -> list[int]:
+        from data_pipeline.reading.label_counts import training_counts
+
+        return training_counts(sources)
+
+    return with_labels(experiment, () if task is None else task.labels, counts)
+
+
+def with_labels(
+    experiment: Experiment, labels: Sequence[str], counts: Callable[[], Sequence[int]] | None
+) -> Experiment:
+    """Calls `ObjectiveConfig.of_dataset` of every objective of an experiment."""
+    phases = tuple(
+        phase
+        if phase.objective is None
+        else replace(phase, objective=phase.objective.of_dataset(labels, counts))
+        for phase in experiment.phases
+    )
+    objective = experiment.objective.of_dataset(labels, counts)
+    return replace(experiment, objective=objective, phases=phases)
 
 
 def build_model(

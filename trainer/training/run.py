@@ -25,6 +25,7 @@ from trainer.training.compose import (
 )
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
+from trainer.training.model import for_dataset
 from trainer.training.observers import Observer
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import Destinations
@@ -51,6 +52,8 @@ def train(experiment: Experiment) -> int:
     ):
         # Before the lock makes the run's folder, so that a typo in data.path leaves none behind.
         dataset = experiment.data.open()
+        # Stored with the weights of classes, so evaluations on other rows have the same loss.
+        experiment = for_dataset(experiment, dataset)
         # Before looking for checkpoints: see rule 2 of `trainer.checkpoint.lease`.
         lease = locks.enter_context(only_writer_of(experiment, strategy.world.rank))
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:

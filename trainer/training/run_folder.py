@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -15,12 +16,13 @@ from pathlib import Path
 import torch
 
 from samestep import __version__
-from samestep.config import kind_name, to_tree
+from samestep.config import Tree, kind_name, to_tree
 from samestep.errors import MissingExtra, SamestepError
+from samestep.storage import write_text
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
 from trainer.monitoring import Tracker
-from trainer.monitoring.jsonl import JsonlTracker, read_rows
+from trainer.monitoring.jsonl import CLASSES, JsonlTracker, read_rows
 from trainer.monitoring.progress import ProgressTracker
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
@@ -186,3 +188,17 @@ def append_scores(experiment: Experiment, step: int, of: str, scores: Mapping[st
         tracker.close()
     except SamestepError as error:  # as in the folder of somebody else's run
         logger.warning("the scores are not kept: %s", error)
+
+
+def write_classes(experiment: Experiment, step: int, of: str, classes: Tree) -> None:
+    """Writes the scores of each class to classes.json in the run's folder, if that is writable.
+
+    Args:
+        step, of: as for `append_scores`.
+        classes: `ClassReport.tree`.
+    """
+    try:
+        text = json.dumps({"step": step, "of": of, **classes}, indent=1)
+        write_text(Path(experiment.output) / CLASSES, text + "\n")
+    except SamestepError as error:
+        logger.warning("the scores of classes are not kept: %s", error)

@@ -19,9 +19,10 @@ PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 
 # Programs of users depend on these. Removing one needs an entry in CHANGELOG.md.
 NAMES = """
-Batch Batches CheckpointError ConfigError DataError Examples Experiment Family Inputs JsonlTracker
-Loss Model ModelConfig Objective ObjectiveConfig PackSpec Parts Rows SamestepError TokenObjective
-TrainedModel Transformer Vocabulary __version__ accumulate_gradients build_dataset evaluate export
+AnswerPrediction Batch Batches CheckpointError ClassPrediction ConfigError DataError Examples
+Experiment Family Inputs JsonlTracker Loss Model ModelConfig NumberPrediction Objective
+ObjectiveConfig PackSpec Parts Rows SamestepError TagsPrediction TokenObjective TrainedModel
+Transformer Vocabulary __version__ accumulate_gradients build_dataset evaluate export
 load_experiment load_model means open_batches open_dataset open_parts read_metrics score train
 train_tokenizer
 """

@@ -123,6 +123,7 @@ def _plan(args: argparse.Namespace) -> int:
     from trainer.inspect.plan.trace import Step
     from trainer.inspect.plan.work import work
     from trainer.monitoring import costs
+    from trainer.training.model import with_labels
     from trainer.training.starting import load_experiment
 
     # --strategy takes all arguments that follow, so overrides may be among them.
@@ -142,6 +143,7 @@ def _plan(args: argparse.Namespace) -> int:
     elif args.price is not None:
         raise ConfigError("--price is for predictions of throughput. Add --throughput.")
     experiment = load_experiment(args.file, overrides, offline=True)
+    experiment = with_labels(experiment, experiment.model.labels, None)
     counts = detect.device_counts(args.devices, experiment.accelerator)
     if args.throughput is not None:
         _show_throughput(args, experiment, counts, names)

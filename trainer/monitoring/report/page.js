@@ -411,6 +411,24 @@ function summary() {
   section("summary", rows, parent => table(parent, "Summary", [["Run"], ...figures.map(([name]) => [name, true])], rows));
 }
 
+/** Scores of each class by `samestep evaluate`, and the confusion matrix or the largest confusions. */
+function classes() {
+  const runs = data.runs.filter(run => run.classes);
+  const score = (color, name, s) => ({ color, cells: [name, ...[s.precision, s.recall, s.f1].map(value => value.toFixed(4)), number(s.support)] });
+  section("classes", runs.map(run => [run.name, run.color, run.classes]), parent => {
+    for (const { name, color, classes: found } of runs) {
+      const names = Object.keys(found.classes);
+      table(parent, `Classes: ${name}, step ${number(found.step)}`, [["Class"], ["Precision", true], ["Recall", true], ["F1", true], ["Support", true]], [
+        ...names.map(each => score(color, each, found.classes[each])),
+        ...Object.keys(found.averages).map(each => score(null, `${each} average`, found.averages[each]))]);
+      if (found.confusion) table(parent, "Confusion matrix: a row for each label, a column for each prediction", [["Label"], ...names.map(each => [each, true])],
+        found.confusion.map((counts, i) => ({ cells: [names[i], ...counts.map(count => number(count))] })));
+      if (found.largest_confusions) table(parent, "Largest confusions", [["Label"], ["Prediction"], ["Rows", true]],
+        found.largest_confusions.map(each => ({ cells: [each.label, each.prediction, number(each.count)] })));
+    }
+  });
+}
+
 function shares() {
   const runs = data.runs.filter(run => Object.keys(run.shares).length);
   section("shares", runs.map(run => [run.name, run.shares]), parent => runs.length && fillShares(parent, runs));
@@ -513,6 +531,7 @@ function update(fetched) {
   suites();
   studies();
   if (data.runs.length) summary();
+  classes();
   // A selection with the mouse is not disturbed; the next data come in two seconds.
   if (!state.dragging) updateCharts();
   shares();

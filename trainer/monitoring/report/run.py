@@ -6,18 +6,19 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from samestep.config import Tree
 from samestep.errors import SamestepError
-from samestep.stored_json import Count, JsonError, checked
+from samestep.stored_json import Count, JsonError, Measure, checked, read_json
 from samestep.untrusted import read_stored
 from trainer.monitoring.curves import moving_average
 from trainer.monitoring.jsonl import (
     ALERTS,
+    CLASSES,
     Row,
     RowReader,
     parse_alert,
@@ -36,6 +37,30 @@ _BUCKETS = 400  # of a curve, about one for each pixel of a chart
 _NOT_SMOOTHED = ("train/lr", "heldout/", "probe/")
 _ETA = ("perf/eta_seconds", "perf/eta_low_seconds", "perf/eta_high_seconds")
 _NOT_PLOTTED = ("train/tokens", "train/examples", "train/flops", "perf/energy_joules", *_ETA)
+
+
+class _ClassScores(TypedDict):
+    precision: Measure
+    recall: Measure
+    f1: Measure
+    support: Count
+
+
+class _Confusion(TypedDict):
+    label: str
+    prediction: str
+    count: Count
+
+
+class _Classes(TypedDict):
+    """The content of classes.json."""
+
+    step: Count
+    of: str
+    classes: dict[str, _ClassScores]
+    averages: dict[str, _ClassScores]
+    confusion: NotRequired[list[list[Count]]]
+    largest_confusions: NotRequired[list[_Confusion]]
 
 
 class RunFolder:
@@ -121,6 +146,7 @@ class RunFolder:
             "axes": {axis: _rounded(values[used]) for axis, values in axes.items()},
             "series": series,
             "shares": _shares(columns, steps, starts[0]["step"] if starts else 0),
+            "classes": self._classes(),
             "starts": starts,
             "ledger": self._ledger.describe([start["step"] for start in starts]),
             "faults": sorted(
@@ -128,6 +154,13 @@ class RunFolder:
                 key=lambda row: row["time"],
             ),
         }
+
+    def _classes(self) -> Tree | None:
+        """The newest scores of classes by `samestep evaluate`; None if there are none."""
+        try:
+            return dict(read_json(self.folder / CLASSES, _Classes))
+        except (OSError, JsonError, SamestepError):  # none, or a stranger's
+            return None
 
     def _state(self, summary: Tree, times: Floats) -> str:
         age = 0.0 if self._changed is None else time.monotonic() - self._changed

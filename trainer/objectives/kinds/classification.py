@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from samestep.tasks import TASKS
-from trainer.metrics import check_names
+from trainer.metrics import check_names, per_class
+from trainer.metrics.per_class import ClassReport
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
 from trainer.models.token_scores import Target
 from trainer.objectives import Loss, Predictions, Task, Tensors
+from trainer.objectives.class_weights import ClassLoss, ClassLossConfig, ClassWeights
 from trainer.objectives.rows import score_output
 from trainer.objectives.task_rows import (
     PairConfig,
@@ -24,12 +27,14 @@ from trainer.objectives.task_rows import (
     Pooled,
     class_loss,
     class_predictions,
+    label_of,
     labels_of,
+    scored_rows,
 )
 
 
 @dataclass(frozen=True)
-class Config(PairConfig):
+class Config(PairConfig, ClassLossConfig):
     """Classification of texts, each row by itself.
 
     Attributes:
@@ -38,6 +43,9 @@ class Config(PairConfig):
             fraction of groups of rows that are all right, as the answers of a question in MultiRC;
             group_first_right, the fraction of groups whose row that is most certain of the second
             label has it, as the entities for a query in ReCoRD.
+        class_weights: label -> weight of its rows in the loss, 1 for labels that are left out; or
+            balanced, n / (k * count) for a label that `count` of the n training rows have, of k
+            labels. The loss is divided by the sum of the rows' weights over the whole batch.
         label_smoothing: probability of each label that is spread evenly over all labels.
         soft: whether rows may be labeled with a probability for each label, as by a teacher; a row
             with one label is certain.
@@ -50,6 +58,7 @@ class Config(PairConfig):
     """
 
     metrics: tuple[str, ...] = ("accuracy",)
+    class_weights: ClassWeights = None
     label_smoothing: float = 0.0
     soft: bool = False
     reads: Pooled | None = None
@@ -60,9 +69,11 @@ class Config(PairConfig):
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["classification"].metrics)
         self.check_arrangement()
-        if not 0 <= self.label_smoothing < 1:
+        self.check_class_loss()
+        if self.class_weights is not None and self.soft:
             raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}. Use a fraction as 0.1, or 0 for none."
+                "class_weights are for rows of one label each, and soft allows several. Set soft "
+                "to false, or leave class_weights out."
             )
         if self.lm_weight < 0:
             raise ConfigError(
@@ -116,6 +127,7 @@ class Classification(PairTask):
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
         self._outputs = frozenset({self.predicts})
+        self._class_loss = ClassLoss(config)
         if config.lm_weight:
             self._outputs |= {"next_tokens"}
             self.needs |= {"next_tokens"}
@@ -157,32 +169,37 @@ class Classification(PairTask):
         return {"probabilities": probabilities}
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        tokens = {"lm": float(batch["lm_weights"].sum())} if self.config.lm_weight else {}
-        return super().weights(batch) | tokens
+        found = super().weights(batch)
+        if self.config.class_weights is not None:
+            rows = (torch.as_tensor(batch[name]) for name in ("labels", "weights"))
+            found[self.denominator] = float(self._class_loss.weights(*rows).double().sum())
+        if self.config.lm_weight:
+            found["lm"] = float(batch["lm_weights"].sum())
+        return found
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
-        """Cross-entropy of the classes in float32, over totals["examples"].
+        """Cross-entropy of the classes in float32, over totals["examples"], the sum of weights.
 
         With `lm_weight`, that multiple of the tokens' cross-entropy, over totals["lm"], is added.
         """
         target = batch["probabilities" if "probabilities" in batch else "labels"]
         weights, total = batch["weights"], totals["examples"]
-        lm_weight, smoothing = self.config.lm_weight, self.config.label_smoothing
+        lm_weight = self.config.lm_weight
         if not lm_weight:
             logits = self.row_outputs(model, batch)
-            return class_loss(logits, target, weights, total, smoothing)
+            return class_loss(logits, target, weights, total, self._class_loss)
         labels = batch["tokens"][:, 1:].long()
         targets = {"next_tokens": Target(labels, batch["lm_weights"])}
         outputs = model(Inputs.of(batch, targets), self._outputs)
         logits = outputs["classification"][:, 0]
-        of_class = class_loss(logits, target, weights, total, smoothing)
+        of_class = class_loss(logits, target, weights, total, self._class_loss)
         of_tokens = score_output(outputs, "next_tokens", targets["next_tokens"])
         loss = of_class.total + lm_weight * of_tokens.loss / totals["lm"]
         metrics = {
             **of_class.metrics,
             # The terms have different denominators. Weighted by examples, the micro-batches of a
             # step add up to the step's loss.
-            "loss": (loss.detach() * total, weights.sum()),
+            "loss": (loss.detach() * total, of_class.metrics["loss"][1]),
             "class_loss": of_class.metrics["loss"],
             "lm_loss": (of_tokens.nll, of_tokens.weight),
         }
@@ -192,6 +209,11 @@ class Classification(PairTask):
         if not self.config.lm_weight:
             return super().terms()
         return {"class_loss": 1.0, "lm_loss": self.config.lm_weight}
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        rows, logits = scored_rows(predictions)
+        true = np.array([int(label_of(row)) for row in rows], dtype=np.int64)
+        return per_class.of_classes(predictions.labels, logits.argmax(-1), true)
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The names of label and prediction, each label's probability, and the group, if any."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from samestep.config import Kinds, kind_name
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, PackSpec, Vocabulary
+from trainer.metrics.per_class import ClassReport
 from trainer.models import Outputs
 from trainer.models.inputs import Inputs
 from trainer.objectives import (
@@ -31,6 +32,7 @@ from trainer.objectives import (
     Tensors,
     adapted_inside,
 )
+from trainer.objectives.class_weights import ClassLossConfig
 from trainer.objectives.kinds import classification, tagging
 from trainer.objectives.rows import Float32, Int64
 from trainer.objectives.task_rows import PairConfig
@@ -122,6 +124,11 @@ class Config(ObjectiveConfig):
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside "
                 "classes. Set it to 0."
+            )
+        if isinstance(self.of, ClassLossConfig) and self.of.class_weights is not None:
+            raise ConfigError(
+                "of.class_weights is set, and a teacher's predictions are compared on all rows "
+                "alike. Leave it out."
             )
         if isinstance(self.of, tagging.Config) and self.of.crf:
             raise ConfigError(
@@ -369,6 +376,9 @@ class TaskDistillation(Distillation, Task):
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         return self.of.row_predictions(predictions)
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        return self.of.class_report(predictions)
 
     def combined(self, outputs: Sequence[Float32]) -> Float32:
         return self.of.combined(outputs)

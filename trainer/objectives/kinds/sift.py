@@ -23,6 +23,7 @@ from trainer.models.inputs import Inputs
 from trainer.models.sampling import normal
 from trainer.objectives import Loss, ObjectiveConfig, Task, Tensors, adapted_inside
 from trainer.objectives.around import AroundTask
+from trainer.objectives.class_weights import ClassLossConfig
 from trainer.objectives.task_rows import PairConfig
 
 _KINDS = ("classification", "regression", "tagging")
@@ -56,6 +57,11 @@ class Config(ObjectiveConfig):
             raise ConfigError(
                 "of.both_orders is true, and sift adds noise to one sequence a row. Set it to "
                 "false."
+            )
+        if isinstance(self.of, ClassLossConfig) and self.of.class_weights is not None:
+            raise ConfigError(
+                "of.class_weights is set, and the second loss of sift is of all rows alike. Leave "
+                "it out."
             )
         for name in ("weight", "noise", "step"):
             if not getattr(self, name) > 0:

@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from samestep.tasks import TASKS
-from trainer.metrics import check_names, entities
+from trainer.metrics import check_names, entities, per_class
+from trainer.metrics.per_class import ClassReport
 from trainer.models.inputs import Inputs
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors, crf
+from trainer.objectives import Loss, Predictions, Task, Tensors, crf
+from trainer.objectives.class_weights import ClassLoss, ClassLossConfig, ClassWeights
 from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
 
-_OUTSIDE = "O"
+OUTSIDE = "O"
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig):
+class Config(ClassLossConfig):
     """Tagging of words. A text that is too long becomes several examples, which do not overlap.
 
     Attributes:
         metrics: scores of the held-out split, over whole entities of tags like B-PER and I-PER:
             entity_f1, entity_precision, entity_recall; [] for tags that name no entities, as parts
             of speech.
+        class_weights: tag -> weight of its words in the loss, 1 for tags that are left out; or
+            balanced, n / (k * count) for a tag that `count` of the n words of training rows have,
+            of k tags.
+        label_smoothing: probability of each tag that is spread evenly over all tags.
         crf: scores sequences of tags by a conditional random field (`trainer.objectives.crf`),
             for a model with `crf: true`; else each tag by itself.
     """
 
     metrics: tuple[str, ...] = ("entity_f1",)
+    class_weights: ClassWeights = None
+    label_smoothing: float = 0.0
     crf: bool = False
 
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["tagging"].metrics)
+        self.check_class_loss()
+        if self.crf and (self.class_weights is not None or self.label_smoothing):
+            raise ConfigError(
+                "class_weights and label_smoothing are for tags that are scored by themselves, and "
+                "crf scores sequences. Leave one of them out."
+            )
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return SequenceTagging(self, vocabulary) if self.crf else Tagging(self, vocabulary)
@@ -60,6 +74,14 @@ class Tagging(RowTask):
     denominator = "tags"
     mean_names = ("loss", "accuracy")
 
+    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self._class_loss = ClassLoss(config)
+
+    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        words = (torch.as_tensor(batch[name]) for name in ("labels", "weights"))
+        return {self.denominator: float(self._class_loss.weights(*words).double().sum())}
+
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)
         labels, (column, length) = labels_of(examples), last_chunks(examples)
@@ -77,21 +99,23 @@ class Tagging(RowTask):
         return {**batch, "labels": tags, "weights": (tags >= 0) * examples.weight[:, None]}
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
-        """Cross-entropy in float32, over the step's number of tags, totals["tags"]."""
+        """Cross-entropy in float32, over the step's sum of weights of tags, totals["tags"]."""
         scores = logits(model, batch, self.predicts).float()
         labels, weights = batch["labels"], batch["weights"]
-        nll = F.cross_entropy(
-            scores.flatten(0, 1),
-            labels.flatten(),
-            reduction="none",
-            ignore_index=-1,
-        )
+        nll = self._class_loss(scores.flatten(0, 1), labels.flatten())
         nll = (nll * weights.flatten()).sum()
-        return _loss(nll, scores.detach().argmax(-1), batch, totals)
+        weight = self._class_loss.weights(labels, weights).sum()
+        return _loss(nll, scores.detach().argmax(-1), batch, totals, weight)
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """Metrics over all words of the split; words without a token are predicted as outside."""
         return entities.scores(self.score_names, self.tags(predictions), _true_tags(predictions))
+
+    def class_report(self, predictions: Predictions) -> ClassReport | None:
+        """Of kinds of entities; None without metrics of entities, as of parts of speech."""
+        if not self.score_names:
+            return None
+        return per_class.of_entities(self.tags(predictions), _true_tags(predictions))
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The words of each row, their tags as label, and the predicted ones."""
@@ -114,18 +138,29 @@ class Tagging(RowTask):
 
     def tags(self, predictions: Predictions) -> list[list[str]]:
         """The predicted tags of each row's words, read at their first tokens."""
-        names = (*predictions.labels, _OUTSIDE)  # -1, no tag, is the last
+        names = (*predictions.labels, OUTSIDE)
         found = []
-        for row, *windows in self.windows(predictions):
-            # The tag of each token, and at the end -1 for words without tokens.
-            tags: Int64 = np.full(len(row.offsets) + 1, -1)
-            for example, begin, column, length in zip(*windows, strict=True):
-                tags[begin : begin + length] = predictions.outputs[example, column:][:length]
-            words = np.array(row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
-            tokens = np.array(row.offsets, dtype=np.int64).reshape(-1, 2)
-            of_words = tags[_first_tokens(words, tokens)]
+        for example, position in self.first_positions(predictions):
+            tags = predictions.outputs[example, position].astype(np.int64)
+            of_words = np.where(example < 0, len(names) - 1, tags)
             found.append([names[tag] for tag in of_words.tolist()])
         return found
+
+    def first_positions(self, predictions: Predictions) -> Iterator[tuple[Int64, Int64]]:
+        """For each row, the example and the position of each word's first token.
+
+        Both are -1 for a word without tokens, or in no example.
+        """
+        for row, *windows in self.windows(predictions):
+            # The place of each token, and at the end that of words without tokens.
+            place: Int64 = np.full((2, len(row.offsets) + 1), -1)
+            for example, begin, column, length in zip(*windows, strict=True):
+                place[0, begin : begin + length] = example
+                place[1, begin : begin + length] = np.arange(column, column + length)
+            words = np.array(row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
+            tokens = np.array(row.offsets, dtype=np.int64).reshape(-1, 2)
+            example, position = place[:, _first_tokens(words, tokens)]
+            yield example, position
 
 
 class SequenceTagging(Tagging):
@@ -149,14 +184,14 @@ class SequenceTagging(Tagging):
         nll = -(likelihood * batch["weights"].amax(1)).sum()
         best = crf.best_tags(words.detach(), used, transitions.detach())
         tags = torch.empty_like(best).scatter_(1, order, best)
-        return _loss(nll, tags, batch, totals)
+        return _loss(nll, tags, batch, totals, batch["weights"].sum())
 
 
-def _loss(nll: Tensor, tags: Tensor, batch: Tensors, totals: Tensors) -> Loss:
-    """The loss and metrics of predicted tags, int64 [B, S]."""
+def _loss(nll: Tensor, tags: Tensor, batch: Tensors, totals: Tensors, weight: Tensor) -> Loss:
+    """The loss, of this weight, and the metrics of predicted tags, int64 [B, S]."""
     weights = batch["weights"]
     correct = ((tags == batch["labels"]) * weights).sum()
-    metrics = {"loss": (nll.detach(), weights.sum()), "accuracy": (correct, weights.sum())}
+    metrics = {"loss": (nll.detach(), weight), "accuracy": (correct, weights.sum())}
     return Loss(nll / totals["tags"], metrics, tags.float())
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
-from samestep.stored_json import Measure, damage_of, read_json
+from samestep.stored_json import Measure, checked, damage_of, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +102,6 @@ class ScoringConfig(StageConfig):
     def scores(self, folder: Path) -> Mapping[str, float]:
         file = folder / self.product
         with damage_of(file, DataError, "Remove it to score again."):
-            return read_json(file, dict[str, Measure])
+            found = read_json(file, dict[str, object])
+            found.pop("per_class", None)  # which no study compares
+            return checked(found, dict[str, Measure])

@@ -1,0 +1,123 @@
+"""The weights of classes in a cross-entropy, for labels that are rarer than others."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Self, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samestep.errors import ConfigError
+from trainer.objectives import ObjectiveConfig
+
+ClassWeights: TypeAlias = Literal["balanced"] | dict[str, float] | None
+
+
+class InOrder(dict[str, float]):
+    """A weight for every label, in the order of the dataset's labels."""
+
+
+class ClassLossConfig(ObjectiveConfig):
+    """Settings of a cross-entropy of classes.
+
+    Attributes:
+        class_weights: label -> weight of its rows; 1 for labels that are left out. `balanced` gives
+            each label the same weight in total.
+        label_smoothing: probability of each label that is spread evenly over all labels.
+    """
+
+    class_weights: ClassWeights
+    label_smoothing: float
+
+    def check_class_loss(self) -> None:
+        """Rejects weights and probabilities that are none."""
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing}. Use a fraction as 0.1, or 0 for none."
+            )
+        if isinstance(self.class_weights, dict):
+            for label, weight in self.class_weights.items():
+                if not 0 <= weight < math.inf:
+                    raise ConfigError(
+                        f"class_weights.{label} is {weight}. Use a number of at least 0."
+                    )
+
+    def of_dataset(self, labels: Sequence[str], counts: Callable[[], Sequence[int]] | None) -> Self:
+        if self.class_weights is None:
+            return self
+        if self.class_weights == "balanced":
+            # For a plan, which has no rows, any weights do.
+            found = [1] * len(labels) if counts is None else list(counts())
+            if absent := [labels[i] for i, count in enumerate(found) if not count]:
+                raise ConfigError(
+                    f"class_weights is balanced, and no training row has {', '.join(absent)}. "
+                    "Name the weights, or leave such labels out of the dataset."
+                )
+            # As scikit-learn's "balanced": n rows of k labels, `count` of them with this one.
+            weights = [sum(found) / (len(labels) * count) for count in found]
+            return self._with(zip(labels, weights, strict=True))
+        if unknown := sorted(self.class_weights.keys() - set(labels)):
+            raise ConfigError(
+                f"class_weights has {', '.join(unknown)}, and the labels of the dataset are "
+                f"{', '.join(labels)}. Correct the names."
+            )
+        return self._with((label, self.class_weights.get(label, 1.0)) for label in labels)
+
+    def _with(self, weights: Iterable[tuple[str, float]]) -> Self:
+        changed = copy.copy(self)  # already checked, and of any subclass
+        object.__setattr__(changed, "class_weights", InOrder(weights))
+        return changed
+
+
+class ClassLoss:
+    """Cross-entropy in float32 of logits over classes, for each row.
+
+    Equals `F.cross_entropy(..., weight=, label_smoothing=)` if the sum over the global batch is
+    divided by the sum of `weights` over it.
+    """
+
+    def __init__(self, config: ClassLossConfig) -> None:
+        self._smoothing, self._weights = config.label_smoothing, config.class_weights
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of each row, without the row's own weight: [N].
+
+        Args:
+            logits: [N, C].
+            target: int64 [N], the class; or float32 [N, C], the probability of each.
+        """
+        weight = None
+        if self._weights is not None:
+            weight = self._table().to(logits.device, non_blocking=True)
+        return F.cross_entropy(
+            logits.float(),
+            target,
+            weight,
+            reduction="none",
+            ignore_index=-1,
+            label_smoothing=self._smoothing,
+        )
+
+    def weights(self, target: Tensor, weights: Tensor) -> Tensor:
+        """The weights of rows, times the weights of their classes.
+
+        Args:
+            target: int64, the class; -1 for a row without one.
+            weights: as many, the weight of each row.
+        """
+        if self._weights is None:
+            return weights
+        table = self._table().to(target.device, non_blocking=True)
+        return weights * table[target.clamp(min=0)]
+
+    def _table(self) -> Tensor:
+        if not isinstance(self._weights, InOrder):
+            raise ConfigError(
+                "class_weights are known by names, and the objective knows no dataset. Build it by "
+                "samestep.open_parts."
+            )
+        return torch.tensor(list(self._weights.values()))
