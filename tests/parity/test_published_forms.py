@@ -20,11 +20,12 @@ from samestep.errors import CheckpointError, ConfigError
 from tests.outputs import outputs
 from tests.parity.pairs import add_noise
 from trainer.checkpoint.huggingface import save_folder
+from trainer.checkpoint.layout import StoredTensors
 from trainer.inference.fill import check_masked_lm
 from trainer.models.codecs import codec_of
 from trainer.publish import sentence_transformers
 from trainer.training.weights.initial import stored_values
-from trainer.training.weights.loading import Weights, load_weights
+from trainer.training.weights.loading import Weights, _add_base, load_weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 LONG = partial(pytest.param, marks=pytest.mark.long)
@@ -228,10 +229,14 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(tmp_path: Path) -> None:
         load_weights(tmp_path).load_tokenizer()
 
 
-def started(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> dict[str, Tensor]:
+def started(
+    folder: Path, caplog: pytest.LogCaptureFixture, frozen: tuple[str, ...] = (), **settings: Any
+) -> dict[str, Tensor]:
     """The initial values of a model that begins with a folder's weights."""
     weights = load_weights(folder)
     model = weights.config.with_settings(**settings).build()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     tokenizer = SimpleNamespace(fingerprint="", vocabulary=SimpleNamespace(size=60))
     tokenizer.extends = lambda other: True
     own = replace(weights)
@@ -260,6 +265,40 @@ def test_the_pooler_of_an_encoder_begins_a_head(
     _, report = transformers.AutoModel.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(report.values())
     assert torch.equal(again.spare["classification"]["head.pooler.bias"], pooler.bias)
+
+
+def test_a_frozen_part_may_be_that_of_the_encoder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read from there at the start, and again with a checkpoint that leaves it out."""
+    pooler = saved(tmp_path).pooler.dense
+    task = {"head": "classification", "labels": ("no", "yes")}
+    frozen = ("head.pooler.weight", "head.pooler.bias")
+    found = started(tmp_path, caplog, frozen, **task)
+    assert torch.equal(found["head.pooler.weight"], pooler.weight)
+    base = load_weights(tmp_path)
+    trained = {name: each for name, each in found.items() if name not in frozen}
+    whole = _add_base(base.config.with_settings(**task), StoredTensors.of(trained), base)
+    torch.testing.assert_close(dict(whole), found, rtol=0, atol=0)
+    with pytest.raises(
+        ConfigError, match=r"head\.classifier\.bias is frozen, and .* has no values"
+    ):
+        started(tmp_path, caplog, ("head.classifier.bias",), **task)
+
+
+@pytest.mark.parametrize("name", ["pooler.dense.bias", "my_head.weight", "embeddings.word"])
+def test_not_a_number_in_a_tensor_that_is_not_used(name: str, tmp_path: Path) -> None:
+    """No parameter reads a spare pooler or a strange head, and the file is damaged all the same."""
+    tensors = dict(saved(tmp_path).state_dict())
+    name = next((each for each in tensors if name in each), name)
+    wrong = tensors | {name: torch.full_like(tensors.get(name, torch.ones(3)), torch.nan)}
+    save_file(wrong, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} in .*model\.safetensors holds NaN"):
+        load_weights(tmp_path).model()
+    save_file(
+        {**tensors, "my_ids": torch.ones(3, dtype=torch.int64)}, tmp_path / "model.safetensors"
+    )
+    load_weights(tmp_path).model()
 
 
 @pytest.mark.parametrize("form", ["no head", "SequenceClassification"])

@@ -22,6 +22,7 @@ from trainer.training.start_record import alters_model
 from trainer.training.weights.added_tokens import ExtendedRows, extended_rows
 from trainer.training.weights.label_order import is_reordered
 from trainer.training.weights.loading import Weights
+from trainer.training.weights.spare import lent as lent_parts
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -66,16 +67,16 @@ def stored_values(
     else:
         _check_peft(weights, model)
         start = model.start_from(stored)
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad and start.sources.get(name) is None:
-                raise ConfigError(
-                    f"{name} is frozen, and {weights.folder} has no values for it; take it out of "
-                    "frozen"
-                )
     sources = {name: source for name, source in start.sources.items() if source is not None}
     tensors = weights.tensors.with_added(start.added)
-    lent = _lent(weights, model, sources)
+    lent = lent_parts(weights.spare, model, sources)
     sources |= {name: name for name in lent}
+    for name, parameter in model.named_parameters():
+        if seed is not None and not parameter.requires_grad and name not in sources:
+            raise ConfigError(
+                f"{name} is frozen, and {weights.folder} has no values for it; take it out of "
+                "frozen"
+            )
     tensors = StoredTensors({**tensors.pieces, **StoredTensors.of(lent).pieces})
     extended: dict[str, ExtendedRows] = {}
     if seed is not None:
@@ -117,16 +118,6 @@ def stored_values(
         return model.initial_values(name, first, stop, seed)
 
     return values
-
-
-def _lent(weights: Weights, model: Model, sources: Mapping[str, str]) -> dict[str, Tensor]:
-    """Spare parts of the weights for parameters that nothing else gives values."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return {
-        name: tensor
-        for name, tensor in weights.spare.get(model.config.head, {}).items()
-        if name not in sources and shapes.get(name) == tensor.shape
-    }
 
 
 def _check_same_model(weights: Weights, config: ModelConfig) -> None:
