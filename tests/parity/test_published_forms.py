@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from samestep.errors import CheckpointError, ConfigError
+from samestep.examples import Vocabulary
 from tests.outputs import outputs
 from tests.parity.pairs import add_noise
 from trainer.checkpoint.huggingface import save_folder
 from trainer.checkpoint.layout import StoredTensors
+from trainer.generation import Config, Generator
 from trainer.inference.fill import check_masked_lm
 from trainer.models.codecs import codec_of
 from trainer.publish import sentence_transformers
@@ -313,6 +315,26 @@ def test_a_masked_lm_head_is_new_where_there_is_none(
         check_masked_lm(load_weights(tmp_path), "x")
 
 
+def test_an_encoder_of_t5_writes_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, "encoder alone", "T5")
+    weights = load_weights(tmp_path)
+    with pytest.raises(ConfigError, match=r"x has no head, .* use one that has it, as a BERT"):
+        check_masked_lm(weights, "x")
+    vocabulary = Vocabulary(60, 0, None, None, None, (), eos=1)
+    with pytest.raises(
+        ConfigError, match=r"an encoder alone, without a decoder .* instead of T5Enc"
+    ):
+        Generator(weights.model(), vocabulary, Config())
+    for settings in ({"head": "language_model"}, {"head": "classification", "labels": ("a", "b")}):
+        message = rf"an encoder alone, and a t5 with model\.head={settings['head']} needs a decoder"
+        with pytest.raises(CheckpointError, match=message):
+            started(tmp_path, caplog, **settings)
+    found = started(tmp_path, caplog, head="tagging", labels=("a", "b"))
+    assert torch.equal(
+        found["embeddings.tokens.weight"], weights.tensors["embeddings.tokens.weight"]
+    )
+
+
 def test_a_head_that_we_lack_is_left_out_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -376,3 +398,33 @@ def test_other_modules_of_sentence_transformers_are_not_exported(tmp_path: Path)
     kept = module_list(encoder, pooling, (f"{theirs}Normalize", "2_Normalize"))
     (tmp_path / "modules.json").write_text(kept)
     assert sentence_transformers.stored(tmp_path)
+
+
+@pytest.mark.parametrize("family", [each if each == "Bert" else LONG(each) for each in FAMILIES])
+def test_a_named_head_that_is_absent(family: str, tmp_path: Path) -> None:
+    """It would be a random one; without its name, the other parameters are read."""
+    bare = "encoder alone" if family in ("T5", "MT5") else "no head"
+    model_of(family, bare).save_pretrained(tmp_path / "bare")
+    tensors, kind = load_file(tmp_path / "bare/model.safetensors"), read_as_in(tmp_path / "bare")
+    for form in FORMS:
+        theirs = model_of(family, form)
+        if theirs is None:
+            continue
+        folder = tmp_path / form
+        theirs.save_pretrained(folder)
+        if read_as_in(folder) == kind:
+            continue
+        own = {name for name in load_file(folder / "model.safetensors") if name not in tensors}
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"a model with .*, which the weights") as error:
+            load_weights(folder)
+        named = str(error.value).split("a model with ")[1].split(", which")[0].split(", ")
+        for module in named:
+            assert any(f"{module}." in name for name in own), module
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": None}))
+        assert read_as_in(folder) == kind
+
+
+def read_as_in(folder: Path) -> str:
+    return read_as(load_weights(folder))

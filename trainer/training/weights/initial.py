@@ -91,6 +91,7 @@ def stored_values(
     unused = [name for name in stored.shapes if name not in used]
     unknown = [name for name in unused if name not in start.unused]
     if wrong or unknown:
+        _check_decoder(weights, model.config)
         raise CheckpointError(
             f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters "
             f"are missing or of another shape and {len(unknown)} are unknown, first "
@@ -118,6 +119,18 @@ def stored_values(
         return model.initial_values(name, first, stop, seed)
 
     return values
+
+
+def _check_decoder(weights: Weights, config: ModelConfig) -> None:
+    """Rejects an encoder where a model needs its decoder too."""
+    stored = weights.config
+    if config.encoder_decoder and not (stored.encoder_decoder or stored.causal):
+        raise CheckpointError(
+            f"{weights.folder} is an encoder alone, and a {kind_name(config)} with model.head="
+            f"{config.head} needs a decoder. Start from a whole model, as "
+            "T5ForConditionalGeneration instead of T5EncoderModel, or set model.head=embedding or "
+            "tagging"
+        )
 
 
 def _check_same_model(weights: Weights, config: ModelConfig) -> None:
