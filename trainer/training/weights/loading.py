@@ -434,6 +434,8 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
     if isinstance(family, str) and family in _SAME_FAMILY:
         family, theirs, same = _SAME_FAMILY[family]
         named = content.get("architectures")
+        if theirs == "MT5":  # whose class never scales what the decoder says
+            content |= {"scale_decoder_outputs": False}
         content |= {"model_type": family}
         if isinstance(named, list):
             content["architectures"] = [str(name).replace(theirs, same, 1) for name in named]
