@@ -16,6 +16,7 @@ import tokenizers
 import zstandard
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from data_pipeline.tokenizers.class_parts import check_parts
 from data_pipeline.tokenizers.foreign_settings import (
     BERT_CLASSES,
     GPT2_CLASSES,
@@ -157,6 +158,7 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
     if (folder / MODEL).is_file():
         backend = read_saved(folder)
         check_tokenizer_json(backend, kind, settings)
+        check_parts(backend, kind, folder)
     elif (folder / "vocab.txt").is_file():
         check_class(kind, "vocab.txt", BERT_CLASSES)
         backend = _read_wordpiece(folder / "vocab.txt", settings)

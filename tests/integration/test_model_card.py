@@ -15,6 +15,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+import samestep as samestep_package
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration import tasks
@@ -66,6 +67,12 @@ def test_a_card_says_what_the_run_says(
         "0.001",
         "linear",
     )
+    run = finished_run.name
+    assert (training["run"], training["checkpoint"], training["samestep"]) == (
+        *(run, "step 12"),
+        samestep_package.__version__,
+    )
+    assert model["exported by"] == f"samestep {samestep_package.__version__}"
     assert (training["seed"], training["strategy"], training["precision"]) == ("0", "fsdp", "fp32")
     manifest = Manifest.load(dataset_folder)
     documents = sum(shard.documents for shard in manifest.splits["train"])
@@ -78,6 +85,16 @@ def test_a_card_says_what_the_run_says(
     assert "tracking" not in settings
     assert str(finished_run.parent) not in text
     assert str(dataset_folder.parent) not in text
+
+
+def test_datasets_of_the_hub_are_named() -> None:
+    table = {"path": "nyu-mll/glue", "revision": "abc", "name": "mrpc"}
+    hub = {"kind": "huggingface", "path": "ada/books", "revision": "abc", "name": None}
+    local = {"kind": "huggingface", "path": "data/saved", "revision": None}
+    files = {"kind": "classification", "paths": ["a/b"], "dataset": None}
+    others = [files, {**local, "revision": ""}, {"kind": "jsonl", "path": "a/b", "revision": "1"}]
+    sources = [{"kind": "classification", "dataset": table}, hub, local, *others]
+    assert model_card.hub_datasets(sources) == ["ada/books", "nyu-mll/glue"]
 
 
 def scores(text: str) -> dict[str, dict[str, str]]:

@@ -61,9 +61,8 @@ def test_features_export_and_fill(folder: Path, tmp_path: Path, samestep: Samest
         assert kept == before, name
     from sentence_transformers import SentenceTransformer
 
-    theirs = SentenceTransformer(str(tmp_path / "again"), device="cpu").encode(list(TEXTS[:2]))
-    expected = published[:2] / np.linalg.norm(published[:2], axis=1, keepdims=True)
-    np.testing.assert_allclose(theirs, expected, atol=1e-5)
+    theirs = SentenceTransformer(str(tmp_path / "again"), device="cpu").encode(list(TEXTS))
+    np.testing.assert_allclose(theirs, published, atol=1e-5)
 
 
 def test_it_is_trained_further_and_fine_tuned(

@@ -174,15 +174,22 @@ def _shards(index: Path) -> dict[str, str]:
     """The file of each tensor.
 
     Raises:
-        CheckpointError: a file is outside of the folder; the index may come from a stranger.
+        CheckpointError: a file is of another format than the index, or outside of the folder: the
+            index may come from a stranger.
     """
     shards: dict[str, str] = _read_json(index).get("weight_map", {})
-    names = list(shards.values()) if isinstance(shards, dict) else [shards]
+    names = list(shards.values()) if isinstance(shards, dict) else [None]
+    ending = Path(index.name.removesuffix(_INDEX)).suffix
     for name in names:
         if not is_plain(name):
             raise CheckpointError(
                 f"{index} names the file {name!r}, which is not in its folder. Download the folder "
                 "from a source that you trust"
+            )
+        if Path(name).suffix != ending:
+            raise CheckpointError(
+                f"{index} names the file {name!r}, which is no {ending} file. Save the model as "
+                "safetensors, or correct the names in the index"
             )
     return shards
 

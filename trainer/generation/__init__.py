@@ -55,6 +55,11 @@ class Generator:
         if not isinstance(model, Generates):
             raise ConfigError("a model of this kind writes no text. Use t5, bart or gpt2.")
         head, has_encoder, end = model.config.head, model.config.encoder_decoder, vocabulary.end
+        if head == "embedding":
+            raise ConfigError(
+                "this model is an encoder alone, without a decoder or head that writes text. Use a "
+                "whole one, as T5ForConditionalGeneration instead of T5EncoderModel."
+            )
         if head != "language_model":
             raise ConfigError(
                 f"this model has a {head} head, which predicts no words; use one with "

@@ -139,7 +139,8 @@ def register_features(commands: Commands) -> None:
         choices=("mean", "first", "max", "none"),
         help="combine the vectors of a text's tokens into one: their mean, the first ([CLS]), or "
         "the maximum; none keeps every token, all texts end to end, and writes where each text "
-        "begins to FILE.offsets.npy (default: mean)",
+        "begins to FILE.offsets.npy (default: mean; a folder of sentence-transformers pools, "
+        "normalizes and truncates as it says)",
     )
     add(
         "--batch-tokens",
@@ -173,7 +174,7 @@ def _features(args: argparse.Namespace) -> int:
         Path(args.output),
         layers=args.layers or "-1",
         mix=args.mix,
-        pool=args.pool or "mean",
+        pool=args.pool,
         batch_tokens=args.batch_tokens,
     )
     return EXIT_DONE

@@ -17,13 +17,16 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data_pipeline.format.shards import Tokens
 from samestep.errors import ConfigError, SamestepError, fix_of
 from samestep.progress import Progress
 from samestep.storage.local import temporary_name
+from trainer.inference import sentence_embedding
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.training.weights.loading import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ def run(
     *,
     layers: str,
     mix: Mix | None,
-    pool: Pool,
+    pool: Pool | None,
     batch_tokens: int,
 ) -> None:
     """Writes the features of the texts in a file; see `samestep features --help`.
@@ -54,7 +57,21 @@ def run(
     if pool == "none":
         check_new(_offsets_file(output))
     texts = read_texts(file, field, blank=True)
-    encoder = TextEncoder(checkpoint)
+    weights = load_weights(checkpoint)
+    own = None
+    if pool is None and weights.step is None and isinstance(weights.folder, Path):
+        own = sentence_embedding.read(weights.folder)
+    encoder = TextEncoder(weights)
+    if own is not None:
+        if layers != "-1" or mix is not None:
+            raise ConfigError(
+                f"{checkpoint} embeds texts by its last layer (modules.json), so other --layers "
+                "and --mix need --pool; add it"
+            )
+        pool = own.pool
+        texts = (own.prompt + text for text in texts)
+        encoder.shorten(own.length)
+        logger.info("embedding texts as modules.json of %s says: %s", checkpoint, own)
     numbers = chosen_layers(encoder, layers, 0)
     # A causal model's first token has seen nothing but itself.
     if pool == "first" and not encoder.sees_all:
@@ -64,7 +81,8 @@ def run(
         )
     tokens = tokenize(encoder, texts)
     logger.info("reading %d texts on %s", len(tokens), encoder.device)
-    shape = write(encoder, tokens, Features(tuple(numbers), mix, pool), output, batch_tokens)
+    features = Features(tuple(numbers), mix, pool or "mean", own is not None and own.normalize)
+    shape = write(encoder, tokens, features, output, batch_tokens)
     logger.info("wrote %s: float32 %s", output, " x ".join(map(str, shape)))
 
 
@@ -93,11 +111,13 @@ class Features:
         layers: their numbers, n of them.
         mix: how the vectors of n layers are combined, for each token, before pooling.
         pool: how the vectors of a text's tokens are combined.
+        normalize: whether the result is scaled to length 1.
     """
 
     layers: tuple[int, ...]
     mix: Mix | None
     pool: Pool
+    normalize: bool = False
 
     def shape(self, width: int) -> Shape:
         """Shape of a text's features, or with pool "none" of a token's, for width D."""
@@ -125,7 +145,8 @@ class Features:
         # Pooled layer by layer, so that no tensor [B, n, S, D] of all layers is needed.
         pooled = {number: self._pool(hidden, real) for number, hidden in states.items()}
         stacked = torch.stack([pooled[number] for number in self.layers], 1)
-        return stacked.view(len(stacked), *self.shape(stacked.shape[2]))
+        found = stacked.view(len(stacked), *self.shape(stacked.shape[2]))
+        return F.normalize(found, dim=-1) if self.normalize else found
 
     def _pool(self, hidden: Tensor, real: Tensor) -> Tensor:
         """[B, S, D] -> [B, D]; with pool "none", [T, D]."""

@@ -111,9 +111,12 @@ def check_masked_lm(weights: Weights, checkpoint: str) -> None:
     """
     head = weights.config.head
     if head == "embedding":
+        fix = f"train it first: samestep train with objective mlm and init_from={checkpoint}"
+        # Without its head, a T5 has no decoder either.
+        if weights.config.with_settings(head="language_model").encoder_decoder:
+            fix = "use one that has it, as a BERT"
         raise ConfigError(
-            f"{checkpoint} has no head, and fill needs one that predicts tokens; train it first: "
-            f"samestep train with objective mlm and init_from={checkpoint}"
+            f"{checkpoint} has no head, and fill needs one that predicts tokens; {fix}"
         )
     if head != "language_model":
         raise ConfigError(

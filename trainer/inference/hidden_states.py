@@ -194,6 +194,11 @@ class TextEncoder:
             )
         return found
 
+    def shorten(self, length: int | None) -> None:
+        """Truncates texts to a number of tokens with their special tokens; None changes nothing."""
+        if length is not None:
+            self.longest = min(self.longest, max(0, length - self.first - self.last))
+
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the special tokens; a text that is too long for the model is truncated."""
         before, after = (np.array(side, tokens.dtype) for side in (self._before, self._after))

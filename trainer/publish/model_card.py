@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import yaml
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.reading.dataset import load_manifest
+from samestep import __version__
 from samestep.config import Tree
 from samestep.errors import SamestepError
 from samestep.storage import shown
@@ -33,6 +34,8 @@ _SECRET = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 _MARKUP = re.compile(r"([\\`*\[\]<>|#~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
+
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -126,6 +129,8 @@ def write(
         revision=revision,
         parameters=sum(math.prod(weights.tensors.shape(each)) for each in weights.tensors),
         datasets=[(digest, known.get(digest)) for digest in digests],
+        hub_datasets=hub_datasets(known[each].source for each in digests if each in known),
+        version=__version__,
         init_from=origin,
         scores=_scores(weights, source),
         configuration=configuration(tree),
@@ -139,6 +144,16 @@ def manifests_of(meta: Tree) -> Iterator[Manifest]:
         if path is not None:
             with suppress(SamestepError):
                 yield load_manifest(path.rstrip("/"))
+
+
+def hub_datasets(sources: Iterable[Tree]) -> list[str]:
+    """Names of the datasets of the Hub among sources, as OWNER/NAME.
+
+    Only with a revision: without one, such a path may also be a local folder.
+    """
+    tables = (s if s.get("kind") == "huggingface" else s.get("dataset") or {} for s in sources)
+    names = (str(table.get("path")) for table in tables if table.get("revision"))
+    return sorted({name for name in names if _ON_HUB.fullmatch(name)})
 
 
 def _file(name: str, source: Tree) -> str:

@@ -61,6 +61,50 @@ def test_parts_with_an_index(tmp_path: Path):
         load_folder(tmp_path)
 
 
+@pytest.mark.parametrize("index", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["w.pt", "w", "w.bin", "w.safetensors"])
+def test_an_index_names_files_of_its_own_format(tmp_path: Path, index: str, name: str):
+    (tmp_path / "config.json").write_text("{}")
+    if name.endswith(".safetensors"):
+        save_file(dict(TENSORS), tmp_path / name)
+    else:
+        torch.save(TENSORS, tmp_path / name)
+    content = {"weight_map": dict.fromkeys(TENSORS, name)}
+    (tmp_path / f"{index}.index.json").write_text(json.dumps(content))
+    ending = Path(index).suffix
+    if name.endswith(ending):
+        assert {*load_folder(tmp_path)[1]} == {*TENSORS}
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"names the file '{name}', which is no \{ending} file"
+    ):
+        load_folder(tmp_path)
+
+
+def test_an_index_without_a_list_of_files(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    for files in ("w.safetensors", ["w.safetensors"], 5):
+        content = json.dumps({"weight_map": files})
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"index\.json names the file None"):
+            load_folder(tmp_path)
+
+
+def test_a_shard_that_was_half_downloaded(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    for number, name in enumerate(TENSORS):
+        save_file({name: TENSORS[name]}, tmp_path / f"{number}.safetensors")
+    shards = {name: f"{number}.safetensors" for number, name in enumerate(TENSORS)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    file = tmp_path / "1.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 4, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cannot read .*1\.safetensors: .* again"):
+            load_folder(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../part.safetensors", "/etc/passwd", "a/b", 1, None])
 def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: object):
     save_file(dict(TENSORS), tmp_path / "part.safetensors")

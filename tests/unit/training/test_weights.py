@@ -182,7 +182,9 @@ def test_sizes_that_the_tensors_of_a_folder_cannot_have(
     folder = exported(tmp_path / "model", **settings)
     if "num_labels" in settings:
         tensors = load_file(folder / "model.safetensors")
-        head = {"classifier.weight": torch.zeros(2, 8), "classifier.bias": torch.zeros(2)}
+        shapes = {"classifier": 2, "bert.pooler.dense": 8}
+        head = {f"{name}.weight": torch.zeros(size, 8) for name, size in shapes.items()}
+        head |= {f"{name}.bias": torch.zeros(size) for name, size in shapes.items()}
         save_file(tensors | head, folder / "model.safetensors")
     with pytest.raises((CheckpointError, ConfigError), match=message):
         load_weights(folder)

@@ -102,10 +102,10 @@ class Codec(codecs.Codec[bart.Config]):
         cls, family: type[bart.Config], config: ConfigJson, tensors: Iterable[str] = ()
     ) -> bart.Config:
         config = {**_OFTEN_ABSENT, **config}
-        heads: dict[Head, tuple[str, str]] = {
-            head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight") for head in _HEADS
-        }
-        head, labels = settings.read_task(config, tuple(tensors), heads)
+        heads: dict[Head, str] = {head: _ARCHITECTURES[head] for head in _HEADS}
+        modules = {_ARCHITECTURES[head]: tuple(_HEADS[head].values()) for head in _HEADS}
+        settings.check_named(config, tuple(tensors), modules)
+        head, labels = settings.read_task(config, heads)
         fixed = {"model_type": cls.model_type, **_FIXED}
         # samestep has one number of heads and one inner width for both stacks.
         for name in ("attention_heads", "ffn_dim"):

@@ -118,6 +118,7 @@ class Codec(codecs.Codec[C]):
     pooler: ClassVar[str] = "pooler.dense"  # of the model without a head
     # What names of tensors of a language model's head begin with, if not as in `head_names`.
     head_begins: ClassVar[tuple[str, ...]] = ()
+    language_modules: ClassVar[tuple[str, ...]] = ()  # of that head, likewise
 
     @classmethod
     def from_huggingface(
@@ -129,13 +130,12 @@ class Codec(codecs.Codec[C]):
             fixed["pad_token_id"] = family.position_offset - 1
         fields = settings.read_settings(config, cls.their_settings, fixed, cls.their_activations)
         decoded: C = decode(family, fields, "config.json")
-        # Detect heads by their tensors: `architectures` is often wrong.
         names = {cls._canonical(name) for name in tensors}
-        heads: dict[Head, tuple[str, str]] = {
-            head: (cls._task_architecture(head), f"{cls.task_names[head]['classifier']}.weight")
-            for head in _TASKS
-        }
-        head, labels = settings.read_task(config, names, heads)
+        settings.check_named(config, names, cls._heads())
+        # Other parts are detected by their tensors: many files name too little.
+        head, labels = settings.read_task(
+            config, {head: cls._task_architecture(head) for head in _TASKS}
+        )
         begins = cls.head_begins or tuple(cls.head_names.values())
         if head == "language_model" and names and not any(n.startswith(begins) for n in names):
             head = "embedding"  # as `AutoModel` saves it
@@ -149,6 +149,20 @@ class Codec(codecs.Codec[C]):
             head=head,
             labels=labels,
         )
+
+    @classmethod
+    def _heads(cls) -> dict[str, tuple[str, ...]]:
+        """The modules of the head of each architecture."""
+        own = cls.language_modules or (cls.head_names["dense"], cls.head_names["norm"])
+        return {
+            cls.causal_architecture: own,
+            cls.architecture: own,
+            cls.architecture.replace("MaskedLM", "PreTraining"): (*own, *cls.nsp_names.values()),
+            **{
+                cls._task_architecture(head): tuple(cls.task_names[head].values())
+                for head in _TASKS
+            },
+        }
 
     @classmethod
     def _task_architecture(cls, head: Head) -> str:

@@ -56,5 +56,9 @@ class Codec(deberta_v2.Codec[deberta_v3.Config]):
         return table | {name: (_HEAD + name,) for name in own}
 
     @classmethod
+    def _heads(cls) -> dict[str, tuple[str, ...]]:
+        return {}  # its own architecture, of exports, has no head
+
+    @classmethod
     def _task_architecture(cls, head: Head) -> str:
         return deberta_v2.Codec._task_architecture(head)

@@ -61,10 +61,16 @@ class Codec(bert.Codec[electra.Config]):
         found = super().from_huggingface(family, config, names)
         if found.head != "language_model":
             return found
-        # By the tensors, if their names are known: `architectures` is often wrong.
+        # By the tensors, if their names are known, as `architectures` may be absent.
         named = cls.architecture in (config.get("architectures") or ())
         generates = any(name.startswith("generator_") for name in names) if names else named
         return replace(found, masked_lm=generates)
+
+    @classmethod
+    def _heads(cls) -> dict[str, tuple[str, ...]]:
+        parts = ("dense", "dense_prediction")
+        own = tuple(f"discriminator_predictions.{part}" for part in parts)
+        return super()._heads() | {"ElectraForPreTraining": own}
 
     def to_huggingface(self) -> ConfigJson:
         tree = super().to_huggingface()

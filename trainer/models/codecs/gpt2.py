@@ -78,9 +78,9 @@ class Codec(codecs.Codec[C]):
         fields = settings.read_settings(config, names, fixed, cls.activations)
         # Null stands for four times the width.
         ffn_width = config.get("n_inner") or 4 * config["n_embd"]
-        head, labels = settings.read_task(
-            config, tuple(tensors), {"classification": (cls._task_architecture(), "score.weight")}
-        )
+        architecture = cls._task_architecture()
+        settings.check_named(config, tuple(tensors), {architecture: ("score",)})
+        head, labels = settings.read_task(config, {"classification": architecture})
         own = {"ffn_width": ffn_width, "head": head, "labels": list(labels)}
         decoded: C = decode(family, {**fields, **own}, "config.json")
         return decoded

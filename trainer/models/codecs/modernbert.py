@@ -67,6 +67,7 @@ class Codec(bert.Codec[modernbert.Config]):
         "silu": "swiglu",
     }
     head_begins: ClassVar[tuple[str, ...]] = ("decoder.",)
+    language_modules: ClassVar[tuple[str, ...]] = ("head.dense", "head.norm", "decoder")
     bare_names: ClassVar[tuple[str, ...]] = ("embeddings.", "layers.", "final_norm.")
 
     @classmethod

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from samestep.errors import ConfigError
+from samestep.errors import CheckpointError, ConfigError
 from trainer.models.codecs import ConfigJson
 from trainer.models.config import FEWEST_LABELS, Activation, Head
 
@@ -81,28 +81,54 @@ def write_activation(
     return names[activation]
 
 
-def read_task(
-    config: ConfigJson, tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
-) -> tuple[Head, tuple[str, ...]]:
-    """Detects the head of a checkpoint, by default `language_model`, and its labels.
+def read_task(config: ConfigJson, heads: Mapping[Head, str]) -> tuple[Head, tuple[str, ...]]:
+    """Reads the head that a `config.json` names, by default `language_model`, and its labels.
 
     Args:
         config: the content of `config.json`.
-        tensors: names of the checkpoint's tensors. A head named in the content counts only if its
-            tensor is there; without any names it always counts.
-        heads: for each head, its architecture in transformers and one of its tensors.
+        heads: for each head, its architecture in transformers.
 
     Raises:
         ConfigError: the labels are not numbered from 0, or a text may have several.
     """
     named = config.get("architectures") or ()
-    head = next((head for head, (architecture, _) in heads.items() if architecture in named), None)
-    if head is None or (tensors and heads[head][1] not in tensors):
+    head = next((head for head, architecture in heads.items() if architecture in named), None)
+    if head is None:
         return "language_model", ()
     labels = read_labels(config) if head in FEWEST_LABELS else ()
     if head == "classification":
         _check_problem(config.get("problem_type"), labels)
     return head, labels
+
+
+def check_named(
+    config: ConfigJson, tensors: Collection[str], modules: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Rejects weights without the head that `architectures` names: it would be a random one.
+
+    Args:
+        config: the content of `config.json`.
+        tensors: names of the checkpoint's tensors; without any, nothing is checked.
+        modules: for each architecture, the modules of its head.
+
+    Raises:
+        CheckpointError: with the modules without tensors.
+    """
+    present = {part for name in tensors for part in _places(name)}
+    needed = (modules.get(name, ()) for name in config.get("architectures") or ())
+    missing = [name for names in needed for name in names if name not in present]
+    if tensors and missing:
+        raise CheckpointError(
+            f"architectures in config.json names a model with {', '.join(missing)}, which the "
+            "weights lack. Copy all files of the model again, or remove architectures from "
+            "config.json to read the weights without this head"
+        )
+
+
+def _places(name: str) -> Iterator[str]:
+    """Yields "a.b" and "a" for the tensor "a.b.weight"."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def check_head(config: ConfigJson, head: Head, needed: Mapping[str, object]) -> None:

@@ -57,12 +57,22 @@ _HEADS: dict[Head, dict[str, str]] = {
     "tagging": {"classifier": "classifier"},
     "question_answering": {"classifier": "qa_outputs"},
 }
+_DECODER = ("decoder.block", "decoder.final_layer_norm")
 # Precedes all names of models with a task's head, except the head's own, and except question
 # answering.
 _PREFIX = "transformer."
 # Stored by the first checkpoints.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 _ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def _modules() -> dict[str, tuple[str, ...]]:
+    """The modules of each architecture beside its encoder."""
+    found = {
+        _ARCHITECTURES[head]: (*_HEADS[head].values(), *(() if head == "tagging" else _DECODER))
+        for head in _EXPORTED
+    }
+    return found | dict.fromkeys(("T5Model", _ARCHITECTURES["language_model"]), _DECODER)
 
 
 class Codec(codecs.Codec[t5.Config]):
@@ -75,12 +85,11 @@ class Codec(codecs.Codec[t5.Config]):
         cls, family: type[t5.Config], config: ConfigJson, tensors: Iterable[str] = ()
     ) -> t5.Config:
         config = {**_OFTEN_ABSENT, **config}
-        heads: dict[Head, tuple[str, str]] = {
-            head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight")
-            for head in _EXPORTED
-        }
         names = [name.removeprefix(_PREFIX) for name in tensors]
-        head, labels = settings.read_task(config, names, heads)
+        settings.check_named(config, names, _modules())
+        head, labels = settings.read_task(
+            config, {head: _ARCHITECTURES[head] for head in _EXPORTED}
+        )
         if head == "language_model" and names and not any(n.startswith("decoder.") for n in names):
             head = "embedding"
         fixed: ConfigJson = {"model_type": cls.model_type}

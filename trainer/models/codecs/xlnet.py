@@ -76,6 +76,7 @@ class Codec(bert.Codec[xlnet.Config]):
         "summary_activation": "tanh",
     }
     head_begins: ClassVar[tuple[str, ...]] = ("lm_loss.",)
+    language_modules: ClassVar[tuple[str, ...]] = ("lm_loss",)
     bare_names: ClassVar[tuple[str, ...]] = ("word_embedding.", "mask_emb", "layer.")
     # In transformers these are parameters of the layer, not linear layers.
     targets_not_in_peft: ClassVar[frozenset[str]] = frozenset(

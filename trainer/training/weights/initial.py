@@ -22,6 +22,7 @@ from trainer.training.start_record import alters_model
 from trainer.training.weights.added_tokens import ExtendedRows, extended_rows
 from trainer.training.weights.label_order import is_reordered
 from trainer.training.weights.loading import Weights
+from trainer.training.weights.spare import lent as lent_parts
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -66,16 +67,16 @@ def stored_values(
     else:
         _check_peft(weights, model)
         start = model.start_from(stored)
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad and start.sources.get(name) is None:
-                raise ConfigError(
-                    f"{name} is frozen, and {weights.folder} has no values for it; take it out of "
-                    "frozen"
-                )
     sources = {name: source for name, source in start.sources.items() if source is not None}
     tensors = weights.tensors.with_added(start.added)
-    lent = _lent(weights, model, sources)
+    lent = lent_parts(weights.spare, model, sources)
     sources |= {name: name for name in lent}
+    for name, parameter in model.named_parameters():
+        if seed is not None and not parameter.requires_grad and name not in sources:
+            raise ConfigError(
+                f"{name} is frozen, and {weights.folder} has no values for it; take it out of "
+                "frozen"
+            )
     tensors = StoredTensors({**tensors.pieces, **StoredTensors.of(lent).pieces})
     extended: dict[str, ExtendedRows] = {}
     if seed is not None:
@@ -90,6 +91,7 @@ def stored_values(
     unused = [name for name in stored.shapes if name not in used]
     unknown = [name for name in unused if name not in start.unused]
     if wrong or unknown:
+        _check_decoder(weights, model.config)
         raise CheckpointError(
             f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters "
             f"are missing or of another shape and {len(unknown)} are unknown, first "
@@ -119,14 +121,16 @@ def stored_values(
     return values
 
 
-def _lent(weights: Weights, model: Model, sources: Mapping[str, str]) -> dict[str, Tensor]:
-    """Spare parts of the weights for parameters that nothing else gives values."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return {
-        name: tensor
-        for name, tensor in weights.spare.get(model.config.head, {}).items()
-        if name not in sources and shapes.get(name) == tensor.shape
-    }
+def _check_decoder(weights: Weights, config: ModelConfig) -> None:
+    """Rejects an encoder where a model needs its decoder too."""
+    stored = weights.config
+    if config.encoder_decoder and not (stored.encoder_decoder or stored.causal):
+        raise CheckpointError(
+            f"{weights.folder} is an encoder alone, and a {kind_name(config)} with model.head="
+            f"{config.head} needs a decoder. Start from a whole model, as "
+            "T5ForConditionalGeneration instead of T5EncoderModel, or set model.head=embedding or "
+            "tagging"
+        )
 
 
 def _check_same_model(weights: Weights, config: ModelConfig) -> None:

@@ -40,6 +40,7 @@ from trainer.training.weights.places import (
     resolve_best,
     resolve_together,
 )
+from trainer.training.weights.spare import check_unused, lent, not_finite
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -160,9 +161,7 @@ class Weights:
         for origin in filter(None, (self, self.base)):
             if isinstance(origin.folder, Path):
                 place = huggingface.first_not_finite(origin.folder) or place
-        raise CheckpointError(
-            f"{place} holds NaN or infinity. Copy or download it again, or name other weights"
-        )
+        raise not_finite(place)
 
     def in_label_order(self, labels: tuple[str, ...]) -> Weights:
         """Returns the weights with the head's outputs in the order of `labels`.
@@ -360,6 +359,7 @@ def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> Sto
     }
     # Trained tensors replace the base's: a fine-tuned head, for example.
     pieces |= trained.pieces
+    pieces |= StoredTensors.of(lent(base.spare, model, pieces)).pieces
     if absent := [name for name in names if name not in pieces]:
         raise CheckpointError(
             f"{base.folder} has no {absent[0]}, so it does not hold the frozen weights of this "
@@ -434,6 +434,8 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
     if isinstance(family, str) and family in _SAME_FAMILY:
         family, theirs, same = _SAME_FAMILY[family]
         named = content.get("architectures")
+        if theirs == "MT5":  # whose class never scales what the decoder says
+            content |= {"scale_decoder_outputs": False}
         content |= {"model_type": family}
         if isinstance(named, list):
             content["architectures"] = [str(name).replace(theirs, same, 1) for name in named]
@@ -454,9 +456,11 @@ def _from_huggingface(folder: Path, hub: str | None = None) -> Weights:
     config, tensors = _config_and_tensors(folder)
     with huggingface.wrong_settings_explained(folder):
         codec = codec_of(config)
-        stored = StoredTensors.of(codec.import_tensors(tensors))
+        parameters = codec.import_tensors(tensors)
         spare = codec.import_spare(tensors)
-        return Weights(config, stored, folder, tokenizer=folder, hub=hub, spare=spare)
+    check_unused(tensors, parameters, folder)
+    stored = StoredTensors.of(parameters)
+    return Weights(config, stored, folder, tokenizer=folder, hub=hub, spare=spare)
 
 
 def _from_adapter(folder: Path) -> Weights:

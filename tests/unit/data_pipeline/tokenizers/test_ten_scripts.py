@@ -265,3 +265,55 @@ def test_settings_that_contradict_tokenizer_json_are_refused(model_type, name, v
     assert transformers.AutoTokenizer.from_pretrained(saved)(UNKNOWN)["input_ids"] != before
     with pytest.raises(DataError, match=re.escape(f"{name} is {json.dumps(value)}")):
         Tokenizer.load(saved)
+
+
+QUOTES = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+DIGITS = {"type": "Digits", "individual_digits": True}
+LOWER, ACCENTS = {"type": "Lowercase"}, {"type": "StripAccents"}
+EDITS = [
+    ("bert", "normalizer", None, "no normalizer BertNormalizer"),
+    ("bert", "normalizer", LOWER, "the normalizer Lowercase"),
+    ("bert", "pre_tokenizer", {"type": "Whitespace"}, "the pre-tokenizers Whitespace"),
+    ("bert", "pre_tokenizer", [DIGITS], "the pre-tokenizers BertPreTokenizer, Digits"),
+    ("bert", "model", {"max_input_chars_per_word": 3}, "max_input_chars_per_word 3"),
+    ("roberta", "normalizer", LOWER, "the normalizer Lowercase"),
+    ("roberta", "pre_tokenizer", [DIGITS], "the pre-tokenizers ByteLevel, Digits"),
+    ("albert", "normalizer", [QUOTES], "the normalizer Replace a b"),
+    ("albert", "pre_tokenizer", [DIGITS], "the pre-tokenizers WhitespaceSplit, Metaspace, Digits"),
+    ("t5", "normalizer", [LOWER], "the normalizer Lowercase"),
+    ("xlm-roberta", "normalizer", [ACCENTS], "the normalizer StripAccents"),
+    ("deberta-v2", "pre_tokenizer", [DIGITS], "the pre-tokenizers Metaspace, Digits"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "section", "edit", "message"),
+    [
+        each if each[0] in ("bert", "roberta") else pytest.param(*each, marks=pytest.mark.long)
+        for each in EDITS
+    ],
+)
+def test_an_edited_tokenizer_json_is_refused_where_the_class_ignores_it(
+    model_type, section, edit, message, tmp_path
+):
+    saved = saved_by_transformers(folder_of(tmp_path, model_type))
+    file, config = saved / "tokenizer.json", saved / "tokenizer_config.json"
+    content, texts = json.loads(file.read_text()), [*UNKNOWN, "ABC 123 abcdefgh"]
+    if section == "model":
+        content[section] |= edit
+    elif isinstance(edit, list):  # after the class's own
+        own, name = content[section], "normalizers" if section == "normalizer" else "pretokenizers"
+        members = own.get(name, [own]) if own else []
+        content[section] = {"type": "Sequence", name: [*members, *edit]}
+    else:
+        content[section] = edit
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=re.escape(message)):
+        Tokenizer.load(saved)
+    settings = json.loads(config.read_text())
+    # The class may also be that of config.json's model_type.
+    config.write_text(json.dumps({**settings, "tokenizer_class": None}))
+    with pytest.raises(DataError, match=re.escape(message)):
+        Tokenizer.load(saved)
+    config.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert_ids_of_transformers(saved, texts)
