@@ -98,8 +98,8 @@ class Config(bert.Config):
         return _BOUND
 
     def initial_std(self, name: str) -> tuple[float, ...]:
-        # The released code initializes task heads with a normal distribution of this deviation:
-        # that of a uniform one is its limit, divided by the root of 3.
+        # In the released code, a task's head has normal values with this standard deviation. A
+        # uniform distribution has its limit, divided by the root of 3.
         is_task = self.head != "language_model" and name.startswith("head.")
         limit = self.initializer_range * (3**0.5 if is_task else 1)
         return (limit / _BOUND,)
