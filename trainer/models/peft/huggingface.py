@@ -121,7 +121,7 @@ def can_export(config: AnyConfig) -> bool:
 
     It inserts a prompt in place of token ids: T5's heads need these, and a GPT classifier would
     then pool the last position even if it is padding. It inserts a prefix into the key-value cache,
-    which some families lack (GPT-1, DistilBERT, ALBERT, ModernBERT), and T5 and BART use
+    which some families lack (GPT-1, DistilBERT, ALBERT, MPNet, ModernBERT), and T5 and BART use
     differently. It ignores both if it has no name for the task, as for multiple choice and masked
     language modeling.
     """
