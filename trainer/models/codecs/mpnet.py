@@ -25,6 +25,7 @@ class Codec(bert.Codec[mpnet.Config]):
         **roberta.Codec.task_names,
         "multiple_choice": {"pooler": "mpnet.pooler.dense", "classifier": "classifier"},
     }
+    # transformers has neither token types nor a left-to-right model of this family.
     their_settings: ClassVar[Mapping[str, str]] = {
         ours: theirs
         for ours, theirs in bert.Codec.their_settings.items()
@@ -47,5 +48,6 @@ class Codec(bert.Codec[mpnet.Config]):
         return super().to_huggingface() | {_BUCKETS: mpnet.BUCKETS}
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        # All layers share it, so it lies beside them.
         bias = "mpnet.encoder.relative_attention_bias.weight"
         return super().tensor_names() | {"relative_bias.weight": (bias,)}

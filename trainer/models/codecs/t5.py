@@ -74,6 +74,8 @@ class Codec(codecs.Codec[t5.Config]):
     def from_huggingface(
         cls, family: type[t5.Config], config: ConfigJson, tensors: Iterable[str] = ()
     ) -> t5.Config:
+        if config.get("model_type") == "mt5":
+            config = settings.renamed(config, "t5", "MT5", "T5")
         config = {**_OFTEN_ABSENT, **config}
         heads: dict[Head, tuple[str, str]] = {
             head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight")

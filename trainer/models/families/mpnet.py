@@ -45,7 +45,7 @@ class Config(bert.Config):
 
     @property
     def head_activation(self) -> Activation:
-        return "gelu"
+        return "gelu"  # whatever the layers have, as in RoBERTa
 
     def build_base(self) -> Transformer:
         bias = RelativeBias(BUCKETS, MAX_DISTANCE, self.heads, bidirectional=True)
