@@ -1,6 +1,6 @@
-"""Training steps of ELECTRA, DeBERTa v2 and ModernBERT beside transformers' models, and of NeoBERT
-beside its published computation, which transformers lacks; from the same weights on the same
-batches.
+"""Training steps of ELECTRA, DeBERTa v2, ModernBERT and MPNet beside transformers' models, and of
+NeoBERT beside its published computation, which transformers lacks; from the same weights on the
+same batches.
 
     python -m benchmarks.step_encoders
 
@@ -35,14 +35,14 @@ from benchmarks.pairing import Comparison, Contender, arguments, compare, publis
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import mix
 from trainer.models.codecs import codec_of
-from trainer.models.families import deberta_v2, electra, modernbert, neobert
+from trainer.models.families import deberta_v2, electra, modernbert, mpnet, neobert
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
 from trainer.objectives.kinds import mlm, replaced_tokens
 from trainer.publish.export import parameters_of_part
 
 Work: TypeAlias = Literal["step", "equal"]
-Family: TypeAlias = Literal["electra", "deberta", "modernbert", "neobert"]
+Family: TypeAlias = Literal["electra", "deberta", "modernbert", "mpnet", "neobert"]
 
 VOCABULARY = Vocabulary(30_522, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
 LENGTH = 128
@@ -61,6 +61,7 @@ DEBERTA = deberta_v2.Config(**SHAPE, position_buckets=64)
 MODERNBERT = modernbert.Config(
     **{**SHAPE, "layers": 6, "ffn_width": 384, "max_positions": 8192, "norm_eps": 1e-5}
 )
+MPNET = mpnet.Config(**SHAPE)
 
 NEOBERT = neobert.Config(**{**SHAPE, "ffn_width": 688, "max_positions": 4096, "norm_eps": 1e-5})
 
@@ -180,15 +181,17 @@ def masked_lm_losses(
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
     their_model = their_class(config, dict(model.named_parameters()))
     tokens, labels = batch["tokens"].long(), labels_of(batch)
-    attended = torch.ones_like(tokens)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if offset := config.position_offset:  # they would take [CLS], of id 1, for padding
+        inputs["position_ids"] = batch["positions"].long() + offset
     row, at, label = masked_positions(batch)
 
     def theirs() -> Tensor:
-        loss: Tensor = their_model(input_ids=tokens, attention_mask=attended, labels=labels).loss
+        loss: Tensor = their_model(**inputs, labels=labels).loss
         return loss
 
     def their_predicted() -> Tensor:
-        hidden = their_model.base_model(input_ids=tokens, attention_mask=attended)[0]
+        hidden = their_model.base_model(**inputs)[0]
         return F.cross_entropy(head(their_model, hidden[row, at]), label)
 
     return [model, their_model], (
@@ -219,6 +222,13 @@ LOSSES: dict[Family, Callable[[Work, int], Any]] = {
         0.3,
         lambda model, hidden: model.decoder(model.head(hidden)),
         without_segments,
+    ),
+    "mpnet": partial(
+        masked_lm_losses,
+        MPNET,
+        "MPNetForMaskedLM",
+        0.15,
+        lambda model, hidden: model.lm_head(hidden),
     ),
     "neobert": partial(
         masked_lm_losses,

@@ -29,7 +29,7 @@ from data_pipeline.tokenizers.foreign_settings import (
     special_names,
 )
 from data_pipeline.tokenizers.huggingface import USUAL_NAMES, read_saved
-from data_pipeline.tokenizers.settings import CONFIG, MODEL, role_name
+from data_pipeline.tokenizers.settings import CONFIG, MODEL, ROLES, role_name
 from samestep.config import Tree
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # Without <mask>, which has the last id of RoBERTa's vocabulary.
 _ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+_USUAL = frozenset(itertools.chain.from_iterable(USUAL_NAMES.values()))
+_ROLE_NAMES = tuple(f"{role}_token" for role in ROLES)
 # Distinct characters that a WordPiece vocabulary spells words with, as in BERT's own.
 _ALPHABET_LIMIT = 1000
 _IN_MEMORY = 2**26  # bytes of compressed texts; more go to a temporary file
@@ -167,7 +169,7 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
         files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
         add_space = flag(settings, "add_prefix_space", kind == "BlenderbotTokenizer")
         backend = _byte_level_bpe(models.BPE.from_file(*files), bool(add_space))
-        _add_special_tokens(backend)
+        _add_special_tokens(backend, _USUAL)
     else:
         from data_pipeline.tokenizers import unigram_models
 
@@ -213,14 +215,14 @@ def _read_wordpiece(file: Path, settings: Tree) -> tokenizers.Tokenizer:
     normalizer = _normalizer(lowercase, flag(settings, "strip_accents", None), chinese)
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = _wordpiece(vocab, normalizer, role_name(settings, "unk") or "[UNK]")
-    _add_special_tokens(backend)
+    # MPNet's vocabulary has [CLS] and the like as ordinary tokens, and its settings name all roles.
+    _add_special_tokens(backend, special if all(map(settings.get, _ROLE_NAMES)) else _USUAL)
     return backend
 
 
-def _add_special_tokens(backend: tokenizers.Tokenizer) -> None:
-    """Marks the special tokens of the usual names."""
-    usual = set(itertools.chain.from_iterable(USUAL_NAMES.values()))
-    known = sorted(usual.intersection(backend.get_vocab()))
+def _add_special_tokens(backend: tokenizers.Tokenizer, names: Iterable[str]) -> None:
+    """Marks the special tokens of these names."""
+    known = sorted(set(names).intersection(backend.get_vocab()))
     special = [_mask_token(name) if name == "<mask>" else name for name in known]
     backend.add_special_tokens(special)
 
@@ -271,7 +273,9 @@ def _set_template(backend: tokenizers.Tokenizer, settings: Tree | None = None) -
         ("<s>", "</s>", processors.RobertaProcessing),
     ]
     own = [role_name(settings or {}, role) for role in ("cls", "sep")]
-    if own[0] and own[1] and own[0] not in ("[CLS]", "<s>"):
+    if own == ["<s>", "</s>"]:  # MPNet's vocabulary has BERT's names too
+        templates.reverse()
+    elif own[0] and own[1] and own[0] not in ("[CLS]", "<s>"):
         is_bert = isinstance(backend.model, models.WordPiece)
         templates.insert(0, (own[0], own[1], templates[0 if is_bert else 1][2]))
     for cls, sep, template in templates:

@@ -229,6 +229,7 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `deberta_v3` | DeBERTa v3 with its generator |
 | `xlnet` | XLNet with its permutations |
 | `modernbert` | ModernBERT with local layers |
+| `mpnet` | MPNet with its relative bias |
 | `neobert` | NeoBERT with its masks, all of them [MASK] |
 | `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
 

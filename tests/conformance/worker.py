@@ -52,6 +52,11 @@ TASKS = {
         "model={kind: modernbert, vocab_size: 600, layers: 4, width: 32, heads: 2, ffn_width: 48, "
         "max_positions: 32, local_window: 8, dropout: 0.1}",
     ],
+    "mpnet": [
+        "objective={kind: mlm}",
+        "model={kind: mpnet, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 32, dropout: 0.1, attention_dropout: 0.1}",
+    ],
     "neobert": [
         "objective={kind: mlm, mask_fraction: 0.2, replace_mask: 1.0, replace_random: 0.0}",
         "model={kind: neobert, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 48, "
@@ -120,6 +125,7 @@ FAMILIES = {
     "electra": "concat",
     "electra_all_tokens": "concat",
     "modernbert": "best_fit",
+    "mpnet": "best_fit",
     "neobert": "best_fit",
     "xlnet": "best_fit",
     "deberta": "best_fit",

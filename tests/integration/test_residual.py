@@ -31,6 +31,7 @@ BERT_FAMILIES = {
     "bert with segments": [*worker.TASKS["mlm_nsp"], "data.packing=pairs"],
     "roberta": [f"model={{kind: roberta, {SMALL}}}"],
     "distilbert": [f"model={{kind: distilbert, {SMALL}}}"],
+    "mpnet": [f"model={{kind: mpnet, {SMALL}}}"],
     "albert": [*worker.TASKS["albert"], "data.packing=pairs"],
     **{name: worker.TASKS[name] for name in ("electra", "modernbert", "xlnet")},
     **{name: worker.TASKS[name] for name in ("deberta", "deberta_v3", "spanbert")},

@@ -23,6 +23,7 @@ from transformers import (
     ElectraConfig,
     GPT2Config,
     ModernBertConfig,
+    MPNetConfig,
     OpenAIGPTConfig,
     PreTrainedModel,
     RobertaConfig,
@@ -81,6 +82,7 @@ ENCODERS = {
     "electra-small, discriminator": (ElectraConfig(), "PreTraining"),
     "electra-small, generator": (ElectraConfig(**SMALL_ELECTRA), "MaskedLM"),
     "modernbert-base": (ModernBertConfig(), "MaskedLM"),
+    "mpnet-base": (MPNetConfig(max_position_embeddings=514, layer_norm_eps=1e-5), "MaskedLM"),
     "deberta-base": (DebertaConfig(**DEBERTA), "MaskedLM"),
     "deberta-v3-base": (DebertaV2Config(**DEBERTA, **SHARED), "MaskedLM"),
 }

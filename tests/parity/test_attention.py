@@ -16,6 +16,7 @@ from transformers import (
     ElectraConfig,
     GPT2Config,
     ModernBertConfig,
+    MPNetConfig,
     PreTrainedConfig,
     RobertaConfig,
 )
@@ -46,6 +47,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         norm_rel_ebd="layer_norm",
     ),
     "modernbert": ModernBertConfig(**SHAPE, local_attention=8, pad_token_id=0),
+    "mpnet": MPNetConfig(**SHAPE),
     "gpt2": GPT2Config(vocab_size=100, n_embd=32, n_layer=3, n_head=4, n_positions=64),
 }
 

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     DistilBertConfig,
+    MPNetConfig,
     PretrainedConfig,
     PreTrainedModel,
     RobertaConfig,
@@ -27,7 +28,7 @@ from tests.outputs import fill, parameters, predict, published
 from tests.parity.pairs import assert_gradients_are_equal, saved
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.models.codecs import codec_of, read_config
-from trainer.models.families import albert, bert, distilbert, roberta
+from trainer.models.families import albert, bert, distilbert, mpnet, roberta
 from trainer.models.transformer import Transformer
 
 FAMILIES = {
@@ -35,12 +36,14 @@ FAMILIES = {
     "roberta": (RobertaConfig, roberta.Config, 1),
     "albert": (AlbertConfig, albert.Config, 0),
     "distilbert": (DistilBertConfig, distilbert.Config, 0),
+    "mpnet": (MPNetConfig, mpnet.Config, 1),
 }
 CAUSAL = ("bert", "roberta")
 QUERY = {
     "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0.attention.query.weight",
     "bert": "bert.encoder.layer.0.attention.self.query.weight",
     "distilbert": "distilbert.transformer.layer.0.attention.q_lin.weight",
+    "mpnet": "mpnet.encoder.layer.0.attention.attn.q.weight",
     "roberta": "roberta.encoder.layer.0.attention.self.query.weight",
 }
 SHAPE = {
@@ -306,6 +309,9 @@ def test_other_architectures_are_refused(family: str, change: dict[str, object],
         message = message.replace("hidden_act", "activation").replace("hidden_size", "dim")
         if change.keys() & {"position_embedding_type", "add_cross_attention"}:
             change, message = {"sinusoidal_pos_embds": True}, "sinusoidal_pos_embds True"
+    if family == "mpnet" and change.keys() & {"position_embedding_type", "add_cross_attention"}:
+        change = {"relative_attention_num_buckets": 64}
+        message = "relative_attention_num_buckets 64, but this kind of mpnet needs 32"
     reference: PretrainedConfig = FAMILIES[family][0](**SHAPE)
     tree = {
         key: value for key, value in {**reference.to_dict(), **change}.items() if value is not None

@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Albert": {**BERT, "embedding_size": 8},
     "DistilBert": {**DISTIL, "max_position_embeddings": 40},
     "Electra": {**BERT, "embedding_size": 8},
+    "MPNet": {**BERT, "pad_token_id": 1},
     "ModernBert": {**BERT, **NAMED},
     "Deberta": {**DEBERTA, "pooler_hidden_size": 16},
     "DebertaV2": {**DEBERTA, **V2, "pooler_hidden_size": 16},
@@ -382,7 +383,7 @@ def test_a_head_that_we_lack_is_left_out_by_name(
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("mpnet", None, "__init__"):
+    for name in ("xlm-roberta-xl", None, "__init__"):
         (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": name}))
         with pytest.raises(CheckpointError, match=f"model_type {name!r}, .* camembert, deberta,"):
             load_weights(tmp_path)

@@ -15,6 +15,7 @@ from transformers import (
     BertConfig,
     DistilBertConfig,
     ElectraConfig,
+    MPNetConfig,
     PreTrainedModel,
     RobertaConfig,
 )
@@ -34,7 +35,7 @@ from tests.parity.heads import (
 from tests.parity.pairs import saved
 from trainer.checkpoint.huggingface import load_folder
 from trainer.models.codecs import codec_of, read_config
-from trainer.models.families import albert, bert, distilbert, electra, roberta
+from trainer.models.families import albert, bert, distilbert, electra, mpnet, roberta
 from trainer.training.weights.loading import load_weights
 
 FAMILIES: dict[str, Any] = {
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Any] = {
     "albert": (AlbertConfig, albert.Config, 0),
     "distilbert": (DistilBertConfig, distilbert.Config, 0),
     "electra": (ElectraConfig, electra.Config, 0),
+    "mpnet": (MPNetConfig, mpnet.Config, 1),
 }
 SHAPE = {
     "vocab_size": 300,

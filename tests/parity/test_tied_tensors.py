@@ -90,6 +90,7 @@ FAMILIES = {
         max_position_embeddings=40,
     ),
     "electra": encoder("ElectraForMaskedLM", "generator_lm_head", **BERT, embedding_size=16),
+    "mpnet": encoder("MPNetForMaskedLM", "lm_head.decoder", "lm_head.bias", **BERT),
     "deberta": encoder(
         "DebertaForMaskedLM", "cls.predictions.decoder", "cls.predictions.bias", **DEBERTA
     ),

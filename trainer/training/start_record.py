@@ -19,7 +19,7 @@ INITIAL = ("initialization", "initializer_range")
 
 def alters_model(setting: str) -> bool:
     """Whether a trained model computes something else with another value of a setting."""
-    return "dropout" not in setting and not setting.endswith(INITIAL)
+    return "dropout" not in setting and not setting.endswith((*INITIAL, "published_as"))
 
 
 def start_of(

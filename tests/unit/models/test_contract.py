@@ -25,6 +25,7 @@ from trainer.models.families import (
     electra,
     gpt2,
     modernbert,
+    mpnet,
     neobert,
     openai_gpt,
     roberta,
@@ -156,6 +157,7 @@ OTHERS: dict[str, TransformerConfig] = {
     "distilbert": distilbert.Config(**SHAPE, max_positions=24),
     "electra": electra.Config(**SHAPE, embedding_width=8, max_positions=24),
     "modernbert": modernbert.Config(**SHAPE, max_positions=24),
+    "mpnet": mpnet.Config(**SHAPE, max_positions=24),
     "neobert": neobert.Config(**SHAPE, max_positions=24),
     "xlnet": xlnet.Config(**SHAPE, max_positions=24),
 }

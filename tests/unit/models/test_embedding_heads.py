@@ -18,6 +18,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "albert": {"embedding_width": 8},
     "electra": {"embedding_width": 8},
     "modernbert": {},
+    "mpnet": {},
     "neobert": {},
     "deberta": {},
     "deberta_v2": {"position_buckets": 8},

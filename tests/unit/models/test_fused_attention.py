@@ -20,6 +20,7 @@ from trainer.models.families import (
     deberta_v3,
     electra,
     modernbert,
+    mpnet,
     xlnet,
 )
 from trainer.models.inputs import Inputs
@@ -33,6 +34,7 @@ FUSIBLE = {
     "electra": electra.Config(**SHAPE, max_positions=24, embedding_width=8, generator_divisor=0),
     "modernbert": LOCAL,
     "modernbert, left to right": replace(LOCAL, causal=True),
+    "mpnet": mpnet.Config(**SHAPE, max_positions=24),
     "bert, lora": replace(MODELS["bert"], peft=lora.Config()),
 }
 

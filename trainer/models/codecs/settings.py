@@ -59,6 +59,20 @@ def read_settings(
     }
 
 
+def renamed(config: ConfigJson, model_type: str, before: str, after: str) -> ConfigJson:
+    """A `config.json` under the names of another family with the same architecture.
+
+    Args:
+        config: the content.
+        model_type: of the other family.
+        before, after: the beginnings of the two families' names of classes.
+    """
+    named = config.get("architectures")
+    if isinstance(named, list):
+        named = [str(name).replace(before, after, 1) for name in named]
+    return {**config, "model_type": model_type, "architectures": named}
+
+
 def write_activation(
     activation: Activation, known: Mapping[str, Activation], model_type: str
 ) -> str:

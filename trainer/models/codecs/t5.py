@@ -84,6 +84,9 @@ class Codec(codecs.Codec[t5.Config]):
     def from_huggingface(
         cls, family: type[t5.Config], config: ConfigJson, tensors: Iterable[str] = ()
     ) -> t5.Config:
+        if config.get("model_type") == "mt5":
+            # Its class never scales what the decoder says.
+            config = {**settings.renamed(config, "t5", "MT5", "T5"), "scale_decoder_outputs": False}
         config = {**_OFTEN_ABSENT, **config}
         names = [name.removeprefix(_PREFIX) for name in tensors]
         settings.check_named(config, names, _modules())

@@ -21,6 +21,8 @@ class Config(bert.Config):
         initialization: "bert", a normal distribution truncated at two standard deviations; or
             "fairseq", as in the original code: not truncated, and zeros in the row of the padding
             token, id 1.
+        published_as: the `model_type` of exports, which weights of CamemBERT and XLM-RoBERTa keep:
+            their architecture is this one.
     """
 
     codec: ClassVar[str] = "trainer.models.codecs.roberta"
@@ -31,6 +33,7 @@ class Config(bert.Config):
     type_vocab: int = 1
     norm_eps: float = 1e-5
     initialization: Literal["bert", "fairseq"] = "bert"
+    published_as: Literal["roberta", "camembert", "xlm-roberta"] = "roberta"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -121,9 +121,9 @@ def can_export(config: AnyConfig) -> bool:
 
     It inserts a prompt in place of token ids: heads of T5 and NeoBERT need these, and a GPT
     classifier would then pool the last position even if it is padding. It inserts a prefix into the
-    key-value cache, which some families lack (GPT-1, DistilBERT, ALBERT, ModernBERT, NeoBERT), and
-    T5 and BART use differently. It ignores both if it has no name for the task, as for multiple
-    choice and masked language modeling.
+    key-value cache, which some families lack (GPT-1, DistilBERT, ALBERT, MPNet, ModernBERT,
+    NeoBERT), and T5 and BART use differently. It ignores both if it has no name for the task, as
+    for multiple choice and masked language modeling.
     """
     if isinstance(config.peft, lora.Config):
         return True

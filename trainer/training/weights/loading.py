@@ -51,13 +51,9 @@ BASE = "base"
 """Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
 _MODELS = Kinds("trainer.models.families")
-_SAME_FAMILY = {
-    "camembert": ("roberta", "Camembert", "Roberta"),
-    "mt5": ("t5", "MT5", "T5"),
-    "xlm-roberta": ("roberta", "XLMRoberta", "Roberta"),
-}
+_SAME_FAMILY = {"camembert": "roberta", "mt5": "t5", "xlm-roberta": "roberta"}
 """`model_type` of models with the architecture and tensor names of another family -> that family,
-and what the names of both begin with in `architectures`."""
+whose codec reads them."""
 
 
 @dataclass(frozen=True)
@@ -431,14 +427,9 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
             f"{folder / 'config.json'} has model_type {family!r}, a Python module, which is not "
             "imported. Name a folder with a model of transformers, such as bert"
         )
-    if isinstance(family, str) and family in _SAME_FAMILY:
-        family, theirs, same = _SAME_FAMILY[family]
-        named = content.get("architectures")
-        if theirs == "MT5":  # whose class never scales what the decoder says
-            content |= {"scale_decoder_outputs": False}
-        content |= {"model_type": family}
-        if isinstance(named, list):
-            content["architectures"] = [str(name).replace(theirs, same, 1) for name in named]
+    if isinstance(family, str):
+        # The codec reads `model_type` again, and keeps it if exports do.
+        family = _SAME_FAMILY.get(family, family)
     known = [kind.replace("_", "-") for kind in _MODELS.available()]
     if not isinstance(family, str) or family.replace("_", "-") not in known:
         raise CheckpointError(

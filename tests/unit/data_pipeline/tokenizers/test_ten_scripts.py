@@ -119,6 +119,8 @@ def folder_of(root: Path, model_type: str) -> Path:
     else:
         trained = Config("", "wordpiece", vocab_size=600).train(TEXTS)
         tokens = [trained.token(i) for i in range(trained.vocabulary.size)]
+        if model_type == "mpnet":  # which keeps BERT's special tokens as ordinary ones
+            tokens = ["<s>", "<pad>", "</s>", "<unk>", *tokens, "<mask>"]
         (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
         settings = {"do_lower_case": False, "model_max_length": 4}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -151,8 +153,8 @@ def saved_by_transformers(folder: Path) -> Path:
 
 
 READ_WITHOUT_JSON = ("bert", "roberta", "t5", "albert", "xlnet", "camembert", "xlm-roberta")
-READ_WITHOUT_JSON += ("deberta-v2",)
-TYPES = ("bert", "roberta", *MODELS)
+READ_WITHOUT_JSON += ("deberta-v2", "mpnet")
+TYPES = ("bert", "roberta", "mpnet", *MODELS)
 
 
 @pytest.mark.parametrize("model_type", READ_WITHOUT_JSON)
@@ -170,6 +172,13 @@ def test_files_of_a_vocabulary_give_the_ids_of_transformers(model_type, tmp_path
             transformers.AutoTokenizer.from_pretrained, (folder, tmp_path / "copy")
         )
         assert exported(TEXTS, TEXTS[::-1])["input_ids"] == theirs(TEXTS, TEXTS[::-1])["input_ids"]
+
+
+def test_only_the_tokens_with_a_role_are_special_in_mpnet(tmp_path):
+    folder = folder_of(tmp_path, "mpnet")
+    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.vocabulary.special == tuple(sorted(theirs.all_special_ids))
+    assert len(ours.vocabulary.special) == 5
 
 
 @pytest.mark.parametrize(
@@ -225,7 +234,7 @@ def test_tokenizer_json_gives_the_ids_of_transformers(model_type, tmp_path):
     # Many published folders have no other file: the class knows the names of special tokens.
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (saved / name).unlink(missing_ok=True)
-    if model_type != "bert":  # whose class would convert the text to lower case
+    if model_type not in ("bert", "mpnet"):  # whose classes would convert the text to lower case
         assert_ids_of_transformers(saved, UNKNOWN)
 
 
