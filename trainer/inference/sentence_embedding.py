@@ -43,6 +43,14 @@ class SentenceEmbedding:
     length: int | None
     prompt: str
 
+    def __str__(self) -> str:
+        parts = [f"pooled by {self.pool}", "normalized" if self.normalize else "not normalized"]
+        if self.length is not None:
+            parts.append(f"at most {self.length} tokens")
+        if self.prompt:
+            parts.append(f"after {self.prompt!r}")
+        return ", ".join(parts)
+
 
 def read(folder: Path) -> SentenceEmbedding | None:
     """Reads the settings of a folder; None if it is not of `sentence-transformers`.
