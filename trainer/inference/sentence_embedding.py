@@ -85,6 +85,7 @@ def read(folder: Path) -> SentenceEmbedding | None:
 
 def _pool(file: Path, prompt: str) -> Literal["mean", "first", "max"]:
     content = _content(file)
+    # Version 5 and later name the mode; earlier ones have a flag for each.
     modes = content.get("pooling_mode") or [
         name.removeprefix("pooling_mode_")
         for name, is_set in content.items()

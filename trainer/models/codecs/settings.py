@@ -114,6 +114,7 @@ def check_named(
     Raises:
         CheckpointError: with the modules without tensors.
     """
+    # Modules, not tensors: a tied or older file may have another name for a weight or bias.
     present = {part for name in tensors for part in _places(name)}
     needed = (modules.get(name, ()) for name in config.get("architectures") or ())
     missing = [name for names in needed for name in names if name not in present]
