@@ -112,6 +112,7 @@ def count_labels(dataset: Dataset) -> LabelCounts | None:
                 parts = np.split(shard.labels, shard.label_start[1:-1])
                 label = np.array([each.argmax() if each.size > 1 else each[0] for each in parts])
             # Tags are stored for each token, with -1 where no word begins.
+            # A stranger's shard may hold any number.
             found = np.bincount(label[label >= 0].astype(np.int64), minlength=len(counts))
             if len(found) > len(counts):
                 raise DataError(

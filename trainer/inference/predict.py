@@ -171,6 +171,7 @@ class Predictor:
         assert spec.parts is not None
         if spec.parts.layout == "windows":
             return
+        # Positions that are left for the texts and what is between them.
         room = spec.sequence_length - spec.prefix - spec.suffix
         between = spec.parts.between
         cut = sum(len(row.tokens) + between * (len(row.parts) - 1) > room for row in encoded)
@@ -186,6 +187,7 @@ class Predictor:
         labels = batch.examples.labels
         assert labels is not None
         if isinstance(self._objective, Tagging | QuestionAnswering):
+            # What an evaluation gathers over all batches, here of the rows of one.
             column, length = last_chunks(batch.examples)
             of_batch = Predictions(
                 outputs=batch.logits.numpy(),

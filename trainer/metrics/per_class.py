@@ -95,6 +95,7 @@ def of_classes(names: Sequence[str], predicted: Int64, true: Int64) -> ClassRepo
     # A row of label 2 that is predicted as 0 of 3 classes is counted at 2 * 3 + 0, which is row 2,
     # column 0 of the matrix.
     matrix = np.bincount(true * count + predicted, minlength=count**2).reshape(count, count)
+    # Sums over a row count its label, and sums over a column its prediction.
     right, support, guessed = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall = _ratio(right, guessed), _ratio(right, support)
     # 2 P R / (P + R) = 2 right / (guessed + support)
@@ -129,6 +130,7 @@ def of_entities(predicted: Sequence[list[str]], true: Sequence[list[str]]) -> Cl
         return None
     found = classification_report(true, predicted, output_dict=True, zero_division=0)
     names = ("precision", "recall", "f1-score")
+    # Averages are rows of seqeval's report, beside the kinds of entities.
     scores = {
         kind: _scores([row[name] for name in names], row["support"]) for kind, row in found.items()
     }

@@ -73,7 +73,8 @@ class ClassLossConfig(ObjectiveConfig):
         return self._with((label, self.class_weights.get(label, 1.0)) for label in labels)
 
     def _with(self, weights: Iterable[tuple[str, float]]) -> Self:
-        changed = copy.copy(self)  # already checked, and of any subclass
+        # `replace` would need the type of a subclass, and check its settings again.
+        changed = copy.copy(self)
         object.__setattr__(changed, "class_weights", InOrder(weights))
         return changed
 
@@ -118,6 +119,7 @@ class ClassLoss:
         """
         if self._weights is None:
             return weights
+        # The device does not wait: the copy is queued before what reads it.
         table = self._table().to(target.device, non_blocking=True)
         # -1 takes the weight of class 0, but such a position has the weight 0 itself.
         return weights * table[target.clamp(min=0)]
