@@ -34,6 +34,7 @@ class LabelCounts:
     def line(self) -> str:
         """The counts of all labels in a line; of many labels, the most frequent ones."""
         total = np.sum([*self.splits.values()], axis=0)
+        # The most frequent labels are chosen, and shown in the order of the labels.
         chosen = np.argsort(-total, kind="stable")[:_SHOWN]
         cells = dict(self.rows())
         shown = [f"{(name := self.labels[i])} {' / '.join(cells[name])}" for i in sorted(chosen)]
@@ -106,9 +107,12 @@ def count_labels(dataset: Dataset) -> LabelCounts | None:
             shard = dataset.read_index(info, labels=True)
             label = shard.labels
             if task.kind == "classification" and (np.diff(shard.label_start) > 1).any():
+                # Rows with one label and rows with a probability for each lie end to end: of two
+                # labels, 1 | 0.2 0.8 | 0 has the starts 0, 1, 3, 4 and the classes 1, 1, 0.
                 parts = np.split(shard.labels, shard.label_start[1:-1])
                 label = np.array([each.argmax() if each.size > 1 else each[0] for each in parts])
             # Tags are stored for each token, with -1 where no word begins.
+            # A stranger's shard may hold any number.
             found = np.bincount(label[label >= 0].astype(np.int64), minlength=len(counts))
             if len(found) > len(counts):
                 raise DataError(

@@ -19,6 +19,7 @@ from data_pipeline.tokenizers.settings import CONFIG, MODEL, read_file
 from samestep.config import Tree
 from samestep.errors import DataError
 
+# Classes that transformers builds of the whole file, or no longer has.
 _AS_WRITTEN = {"ConvBertTokenizer", "NezhaTokenizer", "RealmTokenizer", "RetriBertTokenizer"}
 _SPACES = ("Replace  {2,} \u2581", "Replace  {2,}  ", "Replace \\s{2,}|[\\n\\r\\t]  ")
 _QUOTES = ('Replace `` "', "Replace '' \"")
@@ -100,6 +101,7 @@ def _difference(content: Tree, parts: _Parts) -> str | None:
     for name, values in {**_MODEL_SETTINGS, "continuing_subword_prefix": prefixes}.items():
         if model.get(name, values[0]) not in values:
             return f"{name} {model[name]!r}"
+    # Not by order: the settings of a class and its version decide about that.
     found = list(_members(content["normalizer"]))
     for part in found:
         if part not in (*parts.needed, *parts.others):

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.label_counts import count_labels
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from tests.integration.test_finetuning import check_predict
 from trainer.monitoring.report import Report
+from trainer.training.weights.loading import load_weights
 
 
 @pytest.mark.long
@@ -42,7 +47,7 @@ def test_predictions_name_the_lines_of_rows_after_skipped_ones(
         assert (row["texts"], row["label"]) == ([source["text"]], source["label"])
     check_predict("classification", run, rows)
     assert [row["line"] for row in rows[19:22]] == [20, 24, 25]
-    # Counts are the same at any number of processes, and those of the predictions.
+    # Counts are the same at any number of processes, and agree with the predictions.
     assert found[1] == found[2]
     counts = [
         [sum((row["label"], row["prediction"]) == (label, other) for row in rows)
@@ -58,3 +63,31 @@ def test_predictions_name_the_lines_of_rows_after_skipped_ones(
     assert stored == {"step": 2, "of": str(tmp_path / "data-classification"), **found[1]}
     (on_page,) = Report([str(run)]).data()["runs"]
     assert on_page["classes"] == stored
+
+
+@pytest.mark.long
+def test_weights_of_tags_leave_the_same_bits_and_are_stored(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    build = tasks.write_build("tagging", tmp_path, dataset_folder / "tokenizer")
+    assert samestep("data", "build", build).code == 0
+    file = tasks.write_experiment("tagging", tmp_path, finished_run, steps=4)
+    weighted = ["schedule.warmup_steps=0", "objective.class_weights=balanced"]
+    # A plan has no rows to count.
+    assert samestep("plan", file, "--devices", 1, *weighted).code == 0
+    exact = [
+        *("strategy=ddp", "training.exact=bitwise", "training.micro_batch_size=3"),
+        *("accelerator={kind: cpu, threads: 1}", "objective.label_smoothing=0.1"),
+    ]
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for processes, run in enumerate(runs, start=1):
+        options = (f"output={run}", "--processes", processes)
+        assert samestep("train", file, *options, *weighted, *exact).code == 0
+    one, two = map(load_weights, runs)
+    for name in one.tensors:
+        assert torch.equal(one.tensors[name], two.tensors[name]), name
+    stored = yaml.safe_load((runs[0] / "config.yaml").read_text())["objective"]["class_weights"]
+    counts = count_labels(Dataset.open(tmp_path / "data-tagging"))
+    assert counts is not None
+    balanced = counts.splits["train"].sum() / (3 * counts.splits["train"])
+    assert stored == pytest.approx(dict(zip(counts.labels, balanced.tolist(), strict=True)))

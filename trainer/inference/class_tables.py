@@ -14,7 +14,7 @@ def tables(report: ClassReport) -> Iterator[Table]:
     scores = _table("Classes", "", "precision", "recall", "F1", "support")
     for name, row in report.classes.items():
         scores.add_row(name, *_cells(row.precision, row.recall, row.f1), f"{row.support:,}")
-    scores.add_section()
+    scores.add_section()  # a line before the averages
     for name, row in report.averages.items():
         cells = _cells(row.precision, row.recall, row.f1)
         scores.add_row(f"{name} average", *cells, f"{row.support:,}")

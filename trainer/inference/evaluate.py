@@ -102,8 +102,8 @@ def evaluate_in_detail(
 ) -> Evaluated:
     """Scores a checkpoint of a run, or an ensemble of several, on the held-out split.
 
-    The scores of a checkpoint as it is are also appended to RUN/scores.jsonl, and those of each
-    class written to RUN/classes.json.
+    The scores of a checkpoint as it is are also appended to RUN/scores.jsonl, and the scores of
+    each class written to RUN/classes.json.
 
     Args:
         experiment: the run.
@@ -284,6 +284,7 @@ def _comparable(one: Predictions, other: Predictions) -> bool:
 
 def _places(dataset: AnyDataset) -> list[tuple[str, int]]:
     """File and line of each held-out row, in the order of `Predictions.number`."""
+    # Shards store the origin of each row, so rows that a build has rejected leave no trace here.
     found: list[tuple[str, int]] = []
     for source in sources_of(dataset, "heldout", single_pass=True).values():
         for info in source.shards("heldout"):

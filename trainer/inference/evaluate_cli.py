@@ -200,6 +200,7 @@ def _show_scores(
             from samestep.terminal import Console
             from trainer.inference.class_tables import tables
 
+            # After the scores and a blank line, where programs that read them may stop.
             console = Console()
             for table in tables(classes):
                 console.print()

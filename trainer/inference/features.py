@@ -71,7 +71,7 @@ def run(
         pool = own.pool
         texts = (own.prompt + text for text in texts)
         encoder.shorten(own.length)
-        logger.info("embedding texts as modules.json of %s says: %s", checkpoint, own)
+        logger.info("embedding as modules.json of %s says: %s", checkpoint, own)
     numbers = chosen_layers(encoder, layers, 0)
     # A causal model's first token has seen nothing but itself.
     if pool == "first" and not encoder.sees_all:

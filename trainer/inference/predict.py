@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -123,12 +123,14 @@ class Predictor:
         if isinstance(texts, str):
             raise ConfigError(f"texts is the single text {texts!r}. Pass a list of texts.")
         rows = [self._row(number, text) for number, text in enumerate(texts)]
+        # All texts at once, as a tokenizer is faster on many.
         encoded: list[Encoded] = []
         for number, found in enumerate(task_rows.encode(rows, self._model.tokenizer, self._kind)):
             if isinstance(found, str):
                 raise ConfigError(f"texts[{number}] cannot be read: {found}.")
             encoded.append(found)
         self._warn_of_truncation(encoded)
+        # Batches come longest first, so predictions are put back in the order of the texts.
         predictions: dict[int, Prediction] = {}
         for batch in self._model.batches(encoded, batch_tokens):
             kept = [encoded[number].row for number in batch.numbers.tolist()]
@@ -144,6 +146,7 @@ class Predictor:
                     f"texts[{number}] is {text!r}. Pass a text, or a list of words without white "
                     "space."
                 )
+            # As in training, words are joined by spaces; a span's tag, 0, is not used.
             joined = " ".join(words)
             spans = tuple((*match.span(), 0) for match in re.finditer(r"\S+", joined))
             return TaskRow((joined,), spans=spans)
@@ -161,13 +164,14 @@ class Predictor:
                 f"texts[{number}] has {len(parts)} texts, and the model reads pairs in both orders "
                 "(objective.both_orders). Pass two."
             )
-        return TaskRow(parts, 0.0)
+        return TaskRow(parts, 0.0)  # a label that stands for none
 
     def _warn_of_truncation(self, encoded: Sequence[Encoded]) -> None:
         spec = self._model.spec
         assert spec.parts is not None
         if spec.parts.layout == "windows":
             return
+        # Positions that are left for the texts and what is between them.
         room = spec.sequence_length - spec.prefix - spec.suffix
         between = spec.parts.between
         cut = sum(len(row.tokens) + between * (len(row.parts) - 1) > room for row in encoded)
@@ -183,6 +187,7 @@ class Predictor:
         labels = batch.examples.labels
         assert labels is not None
         if isinstance(self._objective, Tagging | QuestionAnswering):
+            # What an evaluation gathers over all batches, here of the rows of one.
             column, length = last_chunks(batch.examples)
             of_batch = Predictions(
                 outputs=batch.logits.numpy(),
@@ -194,8 +199,8 @@ class Predictor:
                 number=batch.numbers,
                 labels=self._model.labels,
             )
-            of_kind: Any = self._tags if isinstance(self._objective, Tagging) else self._answers
-            yield from of_kind(of_batch)
+            is_tagging = isinstance(self._objective, Tagging)
+            yield from self._tags(of_batch) if is_tagging else self._answers(of_batch)
             return
         outputs = torch.from_numpy(means_of_rows(batch.logits.numpy(), labels.document))
         if self._kind == "regression":
@@ -211,7 +216,7 @@ class Predictor:
         names = (*of_batch.labels, OUTSIDE)
         positions = self._objective.first_positions(of_batch)
         for row, (example, position) in zip(of_batch.rows, positions, strict=True):
-            has_token = example >= 0
+            has_token = example >= 0  # else -1 indexes the last entry, which is replaced below
             tags = np.where(has_token, tag.numpy()[example, position], len(names) - 1)
             certain = np.where(has_token, probability.numpy()[example, position], 0.0)
             words = tuple(row.texts[0][begin:end] for begin, end, _ in row.spans)
@@ -224,6 +229,7 @@ class Predictor:
         threshold = (config.threshold or 0.0) if config.impossible else math.inf
         for answers in self._objective.answers(of_batch):
             none = Answer("", 0, 0, answers.no_answer)
+            # As in a file of predictions: "no answer" competes only if questions may have none.
             candidates = [*answers.best, *([none] if config.impossible else [])]
             chosen = none if answers.doubt > threshold or not answers.best else answers.best[0]
             shares = _softmax(torch.tensor([each.score for each in candidates])).tolist()

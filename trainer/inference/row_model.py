@@ -138,17 +138,19 @@ def _objective(weights: Weights, offers: Outputs, vocabulary: Vocabulary, length
     if weights.config.head == "tagging":
         return decode(tagging.Config, settings, "objective").build(vocabulary)
     if weights.config.head == "question_answering":
+        # Windows begin `stride` tokens apart, and each needs room for as many behind the question.
         if not settings and length < 2 * question_answering.Config.stride:
-            # A model of Hugging Face names no windows, and this one is small.
+            # A Hugging Face folder stores no windows. With 32 positions, a question and a stride of
+            # 8 tokens leave room for three special tokens and 13 tokens of text.
             settings = {"stride": max(1, length // 4), "question_length": max(1, length // 4)}
         return decode(question_answering.Config, settings, "objective").build(vocabulary)
     if len(weights.config.labels) == 1:
         config: Any = decode(regression.Config, settings, "objective")
     else:
-        config = decode(classification.Config, settings, "objective")
+        own = decode(classification.Config, settings, "objective")
         # An auxiliary language modeling loss needs no labels but changes where the head reads.
-        reads = "last" if config.lm_weight else config.reads
-        config = replace(config, soft=False, lm_weight=0.0, reads=reads)
+        reads = "last" if own.lm_weight else own.reads
+        config = replace(own, soft=False, lm_weight=0.0, reads=reads)
     objective = config.build(vocabulary)
     offered = [each for each in get_args(Pooled) if f"{each}_position" in offers]
     if objective.pooled in offered:

@@ -43,6 +43,14 @@ class SentenceEmbedding:
     length: int | None
     prompt: str
 
+    def __str__(self) -> str:
+        parts = [f"pooled by {self.pool}", "normalized" if self.normalize else "not normalized"]
+        if self.length is not None:
+            parts.append(f"at most {self.length} tokens")
+        if self.prompt:
+            parts.append(f"after {self.prompt!r}")
+        return ", ".join(parts)
+
 
 def read(folder: Path) -> SentenceEmbedding | None:
     """Reads the settings of a folder; None if it is not of `sentence-transformers`.
@@ -77,6 +85,7 @@ def read(folder: Path) -> SentenceEmbedding | None:
 
 def _pool(file: Path, prompt: str) -> Literal["mean", "first", "max"]:
     content = _content(file)
+    # Version 5 and later name the mode; earlier ones have a flag for each.
     modes = content.get("pooling_mode") or [
         name.removeprefix("pooling_mode_")
         for name, is_set in content.items()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from samestep.config import Tree
 from samestep.errors import MissingExtra
 
 MOST_SHOWN = 20
@@ -64,13 +64,14 @@ class ClassReport:
             list(self.classes),
             self.confusion * (1 - np.eye(len(self.classes), dtype=int)),
         )
+        # Flat indices of the matrix: 5 of 3 classes is row 1, column 2. Equal counts stay in order.
         order = np.argsort(-wrong, axis=None, kind="stable")[:MOST_SHOWN].tolist()
         pairs = [divmod(place, len(names)) for place in order]
         return [Confusion(names[i], names[j], int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> Tree:
         """As JSON has it: the matrix of up to `MOST_SHOWN` classes, else the largest confusions."""
-        tree: dict[str, Any] = {
+        tree: Tree = {
             "classes": {name: vars(scores) for name, scores in self.classes.items()},
             "averages": {name: vars(scores) for name, scores in self.averages.items()},
         }
@@ -91,12 +92,16 @@ def of_classes(names: Sequence[str], predicted: Int64, true: Int64) -> ClassRepo
     if not len(true):
         return None
     count = len(names)
+    # A row of label 2 that is predicted as 0 of 3 classes is counted at 2 * 3 + 0, which is row 2,
+    # column 0 of the matrix.
     matrix = np.bincount(true * count + predicted, minlength=count**2).reshape(count, count)
+    # Sums over a row count its label, and sums over a column its prediction.
     right, support, guessed = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall = _ratio(right, guessed), _ratio(right, support)
     # 2 P R / (P + R) = 2 right / (guessed + support)
     f1 = _ratio(2 * right, guessed + support)
     columns = np.stack((precision, recall, f1))
+    # Classes that are neither true nor predicted have no score that an average could use.
     occurs = (support + guessed) > 0
     total = int(support.sum())
     averages = {
@@ -120,10 +125,12 @@ def of_entities(predicted: Sequence[list[str]], true: Sequence[list[str]]) -> Cl
         from seqeval.metrics import classification_report
     except ImportError:
         raise MissingExtra("seqeval", "tasks", "scores of each kind of entity") from None
+    # seqeval divides by the number of entities, and cannot average none.
     if all(tag == "O" for tags in (*predicted, *true) for tag in tags):
         return None
     found = classification_report(true, predicted, output_dict=True, zero_division=0)
     names = ("precision", "recall", "f1-score")
+    # Averages are rows of seqeval's report, beside the kinds of entities.
     scores = {
         kind: _scores([row[name] for name in names], row["support"]) for kind, row in found.items()
     }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Self, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +51,7 @@ class ClassLossConfig(ObjectiveConfig):
     def of_dataset(self, labels: Sequence[str], counts: Callable[[], Sequence[int]] | None) -> Self:
         if self.class_weights is None:
             return self
+        # The objective sees class numbers only, so names are put in the order of the labels here.
         if self.class_weights == "balanced":
             # For a plan, which has no rows, any weights do.
             found = [1] * len(labels) if counts is None else list(counts())
@@ -58,6 +61,8 @@ class ClassLossConfig(ObjectiveConfig):
                     "Name the weights, or leave such labels out of the dataset."
                 )
             # As scikit-learn's "balanced": n rows of k labels, `count` of them with this one.
+            # Labels with 6, 1 and 3 of 10 rows get 10 / (3 * 6) = 0.56, 3.33 and 1.11. Each label
+            # has 3.33 in total then, and a row 1 on average.
             weights = [sum(found) / (len(labels) * count) for count in found]
             return self._with(zip(labels, weights, strict=True))
         if unknown := sorted(self.class_weights.keys() - set(labels)):
@@ -68,7 +73,8 @@ class ClassLossConfig(ObjectiveConfig):
         return self._with((label, self.class_weights.get(label, 1.0)) for label in labels)
 
     def _with(self, weights: Iterable[tuple[str, float]]) -> Self:
-        changed = copy.copy(self)  # already checked, and of any subclass
+        # `replace` would need the type of a subclass, and check its settings again.
+        changed = copy.copy(self)
         object.__setattr__(changed, "class_weights", InOrder(weights))
         return changed
 
@@ -93,6 +99,8 @@ class ClassLoss:
         weight = None
         if self._weights is not None:
             weight = self._table().to(logits.device, non_blocking=True)
+        # torch scales the term of the label by the label's weight, and the smoothed terms by the
+        # weights of their own classes. The caller divides, by the weights of the global batch.
         return F.cross_entropy(
             logits.float(),
             target,
@@ -111,13 +119,27 @@ class ClassLoss:
         """
         if self._weights is None:
             return weights
+        # The device does not wait: the copy is queued before what reads it.
         table = self._table().to(target.device, non_blocking=True)
+        # -1 takes the weight of class 0, but such a position has the weight 0 itself.
         return weights * table[target.clamp(min=0)]
 
+    def total(self, batch: Mapping[str, Any]) -> float:
+        """The sum of `weights` over a micro-batch in host memory, by its labels and weights."""
+        # In fp64: float32 sums of weights such as 0.56 would depend on the micro-batches.
+        weights = np.asarray(batch["weights"], dtype=np.float64)
+        if self._weights is not None:
+            weights = weights * self._in_order()[np.maximum(np.asarray(batch["labels"]), 0)]
+        return float(weights.sum())
+
     def _table(self) -> Tensor:
+        # Made anew, so that it is a fake tensor while a plan traces the step.
+        return torch.tensor(self._in_order().tolist())
+
+    def _in_order(self) -> npt.NDArray[np.float32]:
         if not isinstance(self._weights, InOrder):
             raise ConfigError(
                 "class_weights are known by names, and the objective knows no dataset. Build it by "
                 "samestep.open_parts."
             )
-        return torch.tensor(list(self._weights.values()))
+        return np.array(list(self._weights.values()), dtype=np.float32)

@@ -333,7 +333,7 @@ def class_loss(
         logits: [B, C].
         target: int64 [B], the class; or float32 [B, C], the probability of each.
         weights: float32 [B].
-        total: scalar, the step's sum of weights, times those of the classes.
+        total: scalar, the step's sum of the rows' weights, each times its class's weight.
         of_classes: None weights and smoothes nothing.
     """
     logits = logits.float()

@@ -63,6 +63,7 @@ def for_dataset(experiment: Experiment, dataset: AnyDataset) -> Experiment:
     sources = named_sources(dataset)
     task = next(iter(sources.values())).manifest.task
 
+    # Called for balanced weights only: it reads the labels of all training rows.
     def counts() -> list[int]:
         from data_pipeline.reading.label_counts import training_counts
 

@@ -65,7 +65,9 @@ def test_settings_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     }
     write(tmp_path, 3, **more)
     with caplog.at_level("INFO"):
-        assert sentence_embedding.read(tmp_path) == SentenceEmbedding("max", True, 5, "q: ")
+        found = sentence_embedding.read(tmp_path)
+    assert found == SentenceEmbedding("max", True, 5, "q: ")
+    assert str(found) == "pooled by max, normalized, at most 5 tokens, after 'q: '"
     assert "the prompts document in" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Scores of each class equal those of scikit-learn and seqeval."""
+"""Scores of each class equal scikit-learn's and seqeval's."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from samestep.errors import CheckpointError, ConfigError
@@ -128,21 +128,21 @@ def check_named(
     Raises:
         CheckpointError: with the modules without tensors.
     """
-    present = {part for name in tensors for part in _places(name)}
+    # Modules, not tensors: a tied or older file may have another name for a weight or bias. A
+    # prefix of all names is found, and named, later.
     needed = (modules.get(name, ()) for name in config.get("architectures") or ())
-    missing = [name for names in needed for name in names if name not in present]
+    missing = [
+        name
+        for names in needed
+        for name in names
+        if not any(f".{name}." in f".{tensor}" for tensor in tensors)
+    ]
     if tensors and missing:
         raise CheckpointError(
             f"architectures in config.json names a model with {', '.join(missing)}, which the "
             "weights lack. Copy all files of the model again, or remove architectures from "
             "config.json to read the weights without this head"
         )
-
-
-def _places(name: str) -> Iterator[str]:
-    """Yields "a.b" and "a" for the tensor "a.b.weight"."""
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def check_head(config: ConfigJson, head: Head, needed: Mapping[str, object]) -> None:

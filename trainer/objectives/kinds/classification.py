@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from samestep.errors import ConfigError
@@ -171,8 +170,7 @@ class Classification(PairTask):
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
         found = super().weights(batch)
         if self.config.class_weights is not None:
-            rows = (torch.as_tensor(batch[name]) for name in ("labels", "weights"))
-            found[self.denominator] = float(self._class_loss.weights(*rows).double().sum())
+            found[self.denominator] = self._class_loss.total(batch)
         if self.config.lm_weight:
             found["lm"] = float(batch["lm_weights"].sum())
         return found

@@ -78,9 +78,8 @@ class Tagging(RowTask):
         super().__init__(config, vocabulary)
         self._class_loss = ClassLoss(config)
 
-    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        words = (torch.as_tensor(batch[name]) for name in ("labels", "weights"))
-        return {self.denominator: float(self._class_loss.weights(*words).double().sum())}
+    def weights(self, batch: Mapping[str, object]) -> dict[str, float]:
+        return {self.denominator: self._class_loss.total(batch)}
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)
@@ -152,7 +151,7 @@ class Tagging(RowTask):
         Both are -1 for a word without tokens, or in no example.
         """
         for row, *windows in self.windows(predictions):
-            # The place of each token, and at the end that of words without tokens.
+            # The place of each token; words without tokens have the last one, -1.
             place: Int64 = np.full((2, len(row.offsets) + 1), -1)
             for example, begin, column, length in zip(*windows, strict=True):
                 place[0, begin : begin + length] = example

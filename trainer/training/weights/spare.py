@@ -38,6 +38,7 @@ def check_unused(tensors: Mapping[str, Tensor], used: Mapping[str, Tensor], fold
     Raises:
         CheckpointError: with the tensor's name and its file.
     """
+    # A parameter is a view of its tensor, unless several are joined; those are read twice.
     addresses = {tensor.data_ptr() for tensor in used.values()}
     for name, tensor in tensors.items():
         if tensor.data_ptr() in addresses or not tensor.is_floating_point():
