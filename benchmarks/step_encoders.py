@@ -226,7 +226,7 @@ LOSSES: dict[Family, Callable[[Work, int], Any]] = {
     "mpnet": partial(
         masked_lm_losses,
         MPNET,
-        "MPNetForMaskedLM",
+        partial(loaded, "MPNetForMaskedLM"),
         0.15,
         lambda model, hidden: model.lm_head(hidden),
     ),

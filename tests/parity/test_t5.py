@@ -221,7 +221,7 @@ def test_configurations_of_published_models_are_understood():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mt5"}, "model_type 'mt5'"),
+        ({"model_type": "umt5"}, "model_type 'umt5'"),
         ({"is_encoder_decoder": False}, "is_encoder_decoder False"),
         ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj 'gated-silu'"),
         ({"d_kv": None}, "lacks d_kv"),

@@ -58,6 +58,7 @@ def test_tensors_of_every_other_family(kind: str, tmp_path: Path) -> None:
     content, own = folder_of(kind)
     save(tmp_path / kind, content, own)
     config = load_weights(tmp_path / kind).config  # which reads its own
+    content = {**content, "architectures": None}  # else the head that it names is missed first
     expected = {name for names in codec_of(config).tensor_names().values() for name in names}
     for other in KINDS:
         theirs, tensors = folder_of(other)

@@ -46,6 +46,7 @@ class Codec(bert.Codec[neobert.Config]):
     architecture: ClassVar[str] = _CLASSES["language_model"]
     causal_architecture: ClassVar[str] = ""
     head_names: ClassVar[Mapping[str, str]] = {"bias": "decoder.bias", "decoder": "decoder"}
+    language_modules: ClassVar[tuple[str, ...]] = ("decoder",)
     nsp_names: ClassVar[Mapping[str, str]] = {}
     task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
         **bert.Codec.task_names,
