@@ -196,8 +196,12 @@ class TransformerConfig(ModelConfig):
 
     @property
     def reads_positions(self) -> bool:
-        """Whether layers read positions, as the column `positions` of `Context.columns`."""
+        """Whether layers read `position_columns` in `Context.columns`."""
         return False
+
+    def position_columns(self, positions: Tensor) -> dict[str, Tensor]:
+        """What layers read of the positions, int [B, S], once for all of them."""
+        return {"positions": positions}
 
     @property
     def projection_bias(self) -> bool:

@@ -57,6 +57,8 @@ _SAME_FAMILY = {
 }
 """`model_type` of models with the architecture and tensor names of another family -> that family,
 and what the names of both begin with in `architectures`."""
+_LLAMAS = ("eurobert", "mistral", "qwen2", "qwen3", "smollm3")
+"""`model_type` of models that are settings of our llama, which its codec tells apart."""
 
 
 @dataclass(frozen=True)
@@ -437,11 +439,12 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
         content |= {"model_type": family}
         if isinstance(named, list):
             content["architectures"] = [str(name).replace(theirs, same, 1) for name in named]
+    family = "llama" if family in _LLAMAS else family
     known = [kind.replace("_", "-") for kind in _MODELS.available()]
     if not isinstance(family, str) or family.replace("_", "-") not in known:
         raise CheckpointError(
             f"{folder / 'config.json'} has model_type {family!r}, which samestep does not have. "
-            f"It has {', '.join(sorted({*known, *_SAME_FAMILY}))}"
+            f"It has {', '.join(sorted({*known, *_SAME_FAMILY, *_LLAMAS}))}"
         )
     schema = _MODELS.schema(family, f"{folder / 'config.json'}: model_type")
     with huggingface.wrong_settings_explained(folder):
