@@ -229,6 +229,7 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `deberta_v3` | DeBERTa v3 with its generator |
 | `xlnet` | XLNet with its permutations |
 | `modernbert` | ModernBERT with local layers |
+| `llama` | Llama with grouped heads, normalized queries and keys, and a window |
 | `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
 
 ## Cases

@@ -354,7 +354,7 @@ class TransformerConfig(ModelConfig):
         elif head != "language_model":
             raise ConfigError(
                 f"a model of kind {kind_name(self)} has no {head} head. Use bert, roberta, t5, "
-                "bart, gpt2 or openai_gpt."
+                "bart, llama, gpt2 or openai_gpt."
             )
         return replace(self, **changes, **self.extras_for(needs))
 

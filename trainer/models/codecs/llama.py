@@ -125,6 +125,7 @@ def _unplaced_every(config: ConfigJson) -> int:
     Raises:
         ConfigError: these layers have no interval.
     """
+    # [1, 1, 1, 0, 1, 1, 1, 0] is every fourth.
     layers = int(config["num_hidden_layers"])
     every = int(config.get("no_rope_layer_interval") or 4)
     placed = config.get("no_rope_layers")
@@ -179,6 +180,7 @@ def _rope(config: ConfigJson, model_type: str) -> dict[str, Any]:
         for ours, theirs in _SCALINGS[kind].items()
         if rope.get(theirs) is not None
     }
+    # The usual number is null here, so that an export is read as what it was written from.
     if scaling.get("fast") == Scaling(kind, 1.0).most_turns:
         del scaling["fast"]
     return {"theta": float(theta), "scaling": {"kind": kind, **scaling}}

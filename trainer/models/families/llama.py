@@ -141,6 +141,7 @@ class Config(Family):
         return (self.initializer_range,)
 
     def build_attention(self, index: int) -> nn.Module:
+        # A window of 4 is the position itself and 3 before it: distances 0 to 3.
         window = None if self.window is None else self.window - 1
         return GroupedAttention(
             self, Grouping(self.keys, self.qkv_bias, self.qk_norm, self.rotates(index), window)

@@ -94,6 +94,7 @@ def angles(
 
     Feature pair k turns by theta^(-2k/K) per position (Su et al. 2021), unless that is scaled.
     """
+    # As transformers rounds them: at position 8,000 one bit of a frequency is 5e-4 of an angle.
     exponent = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
     frequencies = 1.0 / theta**exponent
     if scaling is not None:

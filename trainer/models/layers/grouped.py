@@ -107,6 +107,7 @@ class GroupedAttention(SelfAttention):
 
     def _repeat(self, part: Tensor) -> Tensor:
         """[B, G, S, K] -> [B, H, S, K]."""
+        # With H = 6 and G = 2, heads 0 1 become 0 0 0 1 1 1.
         times = self.heads // self.kv_heads
         return part if times == 1 else part.repeat_interleave(times, dim=1)
 
