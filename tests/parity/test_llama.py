@@ -176,10 +176,13 @@ HEADS: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "classes": ("llama", "SequenceClassification", ("no", "maybe", "yes"), {}),
     "number": ("qwen3", "SequenceClassification", ("similarity",), {}),
     "tags": ("qwen2", "TokenClassification", ("O", "B", "I"), {}),
-    "classes of an encoder": (
-        *("eurobert", "SequenceClassification", ("no", "maybe", "yes")),
-        {"classifier_pooling": "bos"},
-    ),
+    **{
+        f"classes of an encoder, {pooling}": (
+            *("eurobert", "SequenceClassification", ("no", "maybe", "yes")),
+            {"classifier_pooling": pooling},
+        )
+        for pooling in ("bos", "mean", "late")
+    },
     "tags of an encoder": ("eurobert", "TokenClassification", ("O", "B", "I"), {}),
 }
 
@@ -224,8 +227,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"no_rope_layers": [1, 0, 0]}, "no_rope_layers without an interval"),
     ("mixtral", {}, "model_type 'mixtral', and this family has llama, mistral"),
     (
-        *("eurobert", {"architectures": ["EuroBertForSequenceClassification"]}),
-        "classifier_pooling 'late', but a classification head needs 'bos'",
+        "eurobert",
+        {"architectures": ["EuroBertForSequenceClassification"], "classifier_pooling": "max"},
+        "classifier_pooling 'max'. Supported are bos, mean, late",
     ),
 ]
 
@@ -265,6 +269,7 @@ def test_what_transformers_lacks_is_not_exported(changes: dict[str, Any], messag
         ({"head_width": 7}, "head_width is 7"),
         ({"window": 0}, "window is 0"),
         ({"theta": 0.0}, "theta is 0"),
+        ({"pooling": "mean"}, "pooling is mean, which is for causal: false"),
         ({"unplaced_every": -1}, "unplaced_every is -1"),
     ],
 )

@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "not tied": {"tied": False},
     "pre": {"norm": "pre"},
     "gated": {"activation": "geglu"},
+    "pooling": {"causal": False, "pooling": "late"},
     "qkv_bias": {"qkv_bias": True},
     "qk_norm": {"qk_norm": True},
     "embedding_width": {"embedding_width": 8},

@@ -85,7 +85,11 @@ def test_smallest_fine_tuning(dataset_folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("work", [pytest.param("step", marks=pytest.mark.long), "equal"])
 @pytest.mark.parametrize(
-    "family", ["electra", "deberta", pytest.param("modernbert", marks=pytest.mark.long)]
+    "family",
+    [
+        *("electra", "deberta"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("modernbert", "llama")),
+    ],
 )
 def test_encoders_have_the_losses_of_transformers(
     family: step_encoders.Family, work: step_encoders.Work

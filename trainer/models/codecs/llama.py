@@ -90,6 +90,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
         "attention": "attention_factor",
     },
 }
+_POOLINGS = {"bos": "first", "mean": "mean", "late": "late"}
 # Stored by older versions of transformers.
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -236,9 +237,13 @@ class Codec(codecs.Codec[llama.Config]):
         if head == "language_model" and names and not fields["tied"]:
             head = head if "lm_head.weight" in names else "embedding"  # as `AutoModel` saves it
         if head == "classification" and not causal:
-            # Absent, it is "late".
-            pooling = {"classifier_pooling": config.get("classifier_pooling", "late")}
-            settings.check_head(pooling, head, {"classifier_pooling": "bos"})
+            pooling = config.get("classifier_pooling", "late")
+            if pooling not in _POOLINGS:
+                raise ConfigError(
+                    f"config.json has classifier_pooling {pooling!r}. Supported are "
+                    f"{', '.join(_POOLINGS)}."
+                )
+            own["pooling"] = _POOLINGS[pooling]
         own |= {"head": head, "labels": list(labels)}
         return decode(family, {**fields, **own}, "config.json")
 
@@ -292,7 +297,8 @@ class Codec(codecs.Codec[llama.Config]):
                 "layer_types": [kind] * config.layers,
             }
         if not config.causal:
-            content["classifier_pooling"] = "bos"
+            names = {ours: theirs for theirs, ours in _POOLINGS.items()}
+            content["classifier_pooling"] = names[config.pooling]
         return content
 
     def _their_type(self) -> str:
@@ -372,7 +378,10 @@ class Codec(codecs.Codec[llama.Config]):
         for part, name in self._head_names().get(config.head, {}).items():
             if part == "decoder" and config.tied:
                 continue
-            table[f"head.{part}.weight"] = (f"{name}.weight",)
+            ours = f"head.{part}"
+            if part == "pooler" and config.pooling == "late":
+                ours = "pooling.dense"
+            table[f"{ours}.weight"] = (f"{name}.weight",)
             if part != "decoder" and not (config.causal and config.head in POOLED):
-                table[f"head.{part}.bias"] = (f"{name}.bias",)
+                table[f"{ours}.bias"] = (f"{name}.bias",)
         return table

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
+from trainer.models import Outputs
 from trainer.models.base import POOLED
 from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.extras import Extra
@@ -48,6 +49,9 @@ class Config(Family):
             (`classification`) or a score for choosing among texts (`multiple_choice`), from the
             last position, or with `causal: false` the first; a tag for each token (`tagging`); the
             first and last token of an answer (`question_answering`); or embeds texts (`embedding`).
+        pooling: what the first position holds for such a head of a model with `causal: false`: its
+            own state (`first`), the mean of the text's (`mean`), or the mean after the head's dense
+            layer (`late`, EuroBERT's).
         labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
@@ -75,6 +79,7 @@ class Config(Family):
     tied: bool = True
     initializer_range: float = 0.02
     head: Head = "language_model"
+    pooling: Literal["first", "mean", "late"] = "first"
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,6 +103,11 @@ class Config(Family):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use a number above 0.")
         self.check_task(*_TASKS)
+        if self.pooling != "first" and (self.causal or self.head not in POOLED):
+            raise ConfigError(
+                f"pooling is {self.pooling}, which is for causal: false and a classification head. "
+                "Leave it out."
+            )
 
     @property
     def keys(self) -> int:
@@ -155,11 +165,19 @@ class Config(Family):
             return LanguageModelHead(self)
         if self.head == "embedding":
             return EmbeddingHead()
-        if self.head in POOLED and not self.causal:
+        if self.head in POOLED and not self.causal and self.pooling != "late":
             return PooledHead(self, self.classes, activation="gelu")
-        return TokenHead(self.width, self.classes, bias=self.head not in POOLED)
+        # Causal models score the last position by a matrix alone.
+        return TokenHead(self.width, self.classes, bias=not (self.head in POOLED and self.causal))
+
+    def extras_for(self, needs: Outputs) -> dict[str, Any]:
+        return {} if needs & {*POOLED} else {"pooling": "first"}
 
     def build_extras(self) -> Sequence[Extra]:
+        if self.pooling != "first":
+            from trainer.models.extras.mean_pooling import MeanPooling
+
+            return (MeanPooling(self.width if self.pooling == "late" else None),)
         # An untied head is not among the weights of a task.
         if self.head not in POOLED or not (self.causal and self.tied):
             return ()
