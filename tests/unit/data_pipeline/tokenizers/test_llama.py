@@ -10,11 +10,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data_pipeline.tokenizers import tokenizer as ours
+from samestep.errors import ConfigError
 from tests.unit.data_pipeline.tokenizers.test_ten_scripts import (
     UNKNOWN,
     assert_ids_of_transformers,
     lines,
 )
+from trainer.objectives.kinds import mlm
 
 TEXTS = lines(60)
 WORDS = (
@@ -108,6 +110,22 @@ def test_ids_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "copy")
     assert ours.Tokenizer.load(tmp_path / "copy").fingerprint == tokenizer.fingerprint
     assert tokenizer.vocabulary.end is not None
+
+
+def test_a_mask_token_is_added(tmp_path: Path) -> None:
+    """So a decoder's tokenizer serves masked language modeling."""
+    folder = folder_of(tmp_path, backend_of("Llama 3"), *CASES["Llama 3"])
+    before = ours.Tokenizer.load(folder)
+    size = before.vocabulary.size
+    with pytest.raises(ConfigError, match=r"or add \[MASK\] by samestep data extend"):
+        mlm.Config().build(before.vocabulary)
+    with pytest.raises(ConfigError, match=r"no \[PAD\]\. .* or add them by samestep data extend"):
+        mlm.Config().build(before.with_tokens(["[MASK]"]).vocabulary)
+    before.with_tokens(["[MASK]", "[PAD]"]).save(tmp_path / "extended")
+    after = ours.Tokenizer.load(tmp_path / "extended")
+    assert (after.vocabulary.mask, after.vocabulary.pad) == (size, size + 1)
+    assert mlm.Config().build(after.vocabulary).config.mask_fraction == 0.15
+    assert_ids_of_transformers(tmp_path / "extended", TEXTS)
 
 
 @pytest.mark.parametrize(
