@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -145,7 +145,7 @@ def _unplaced_every(config: ConfigJson) -> int:
     return every
 
 
-def _rope(config: ConfigJson, model_type: str) -> dict[str, Any]:
+def _rope(config: ConfigJson, model_type: str) -> ConfigJson:
     """The base of the rotary frequencies, and their scaling.
 
     Raises:

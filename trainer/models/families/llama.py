@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -170,7 +170,7 @@ class Config(Family):
         # Causal models score the last position by a matrix alone.
         return TokenHead(self.width, self.classes, bias=not (self.head in POOLED and self.causal))
 
-    def extras_for(self, needs: Outputs) -> dict[str, Any]:
+    def extras_for(self, needs: Outputs) -> dict[str, object]:
         return {} if needs & {*POOLED} else {"pooling": "first"}
 
     def build_extras(self) -> Sequence[Extra]:
