@@ -1,12 +1,12 @@
-"""Training steps of ELECTRA, DeBERTa v2, ModernBERT and MPNet beside transformers' models, and of
-NeoBERT beside its published computation, which transformers lacks; from the same weights on the
-same batches.
+"""Training steps of ELECTRA, DeBERTa v2, ModernBERT, MPNet and Llama beside transformers' models,
+and of NeoBERT beside its published computation, which transformers lacks; from the same weights on
+the same batches.
 
     python -m benchmarks.step_encoders
 
 Mini sizes (4 layers of 256; 6 for ModernBERT) in fp32 on the CPU, a vocabulary of 30,522, 32 rows
-of 128 positions with 15 % of them masked (30 % for ModernBERT, 20 % for NeoBERT), without dropout.
-Two works each:
+of 128 positions with 15 % of them masked (30 % for ModernBERT, 20 % for NeoBERT; Llama predicts
+all next tokens), without dropout. Two works each:
 
 step: forward, backward, clipping and AdamW, as both are used. Theirs computes the logits of all
     positions, and ELECTRA's two models are trained as the paper says, since transformers has no
@@ -35,14 +35,14 @@ from benchmarks.pairing import Comparison, Contender, arguments, compare, publis
 from samestep.examples import Examples, Vocabulary
 from samestep.hashing import mix
 from trainer.models.codecs import codec_of
-from trainer.models.families import deberta_v2, electra, modernbert, mpnet, neobert
+from trainer.models.families import deberta_v2, electra, llama, modernbert, mpnet, neobert
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import sample
-from trainer.objectives.kinds import mlm, replaced_tokens
+from trainer.objectives.kinds import causal_lm, mlm, replaced_tokens
 from trainer.publish.export import parameters_of_part
 
 Work: TypeAlias = Literal["step", "equal"]
-Family: TypeAlias = Literal["electra", "deberta", "modernbert", "mpnet", "neobert"]
+Family: TypeAlias = Literal["electra", "deberta", "modernbert", "mpnet", "neobert", "llama"]
 
 VOCABULARY = Vocabulary(30_522, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
 LENGTH = 128
@@ -82,6 +82,9 @@ class PublishedNeoBert(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> SimpleNamespace:
         logits = self.inner.decoder(self.base_model(input_ids, attention_mask)[0])
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+LLAMA = llama.Config(**{**SHAPE, "ffn_width": 688}, kv_heads=2)
 
 
 def batch_of(objective: Any, size: int) -> dict[str, Tensor]:
@@ -200,6 +203,27 @@ def masked_lm_losses(
     )
 
 
+def causal_lm_losses(
+    work: Work, size: int
+) -> tuple[list[nn.Module], Sequence[Callable[[], Tensor]]]:
+    """Both sides' models and losses, which compute the same in both works."""
+    objective = causal_lm.Config().build(VOCABULARY)
+    batch, model = batch_of(objective, size), initialized(LLAMA)
+    totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
+    their_model = loaded("LlamaForCausalLM", LLAMA, dict(model.named_parameters()))
+    labels = torch.where(batch["weights"] > 0, batch["labels"], -100)
+    inputs = {"input_ids": batch["tokens"].long(), "labels": F.pad(labels, (1, 0), value=-100)}
+
+    def theirs() -> Tensor:
+        loss: Tensor = their_model(**inputs, use_cache=False).loss
+        return loss
+
+    return [model, their_model], (
+        lambda: objective.loss(model, without_segments(batch), totals).total,
+        theirs,
+    )
+
+
 def without_segments(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The columns of a batch in which each row is one sequence."""
     return {name: column for name, column in batch.items() if name != "segments"}
@@ -238,6 +262,7 @@ LOSSES: dict[Family, Callable[[Work, int], Any]] = {
         lambda model, hidden: model.inner.decoder(hidden),
         without_segments,
     ),
+    "llama": causal_lm_losses,
 }
 
 

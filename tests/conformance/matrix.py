@@ -231,6 +231,7 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `modernbert` | ModernBERT with local layers |
 | `mpnet` | MPNet with its relative bias |
 | `neobert` | NeoBERT with its masks, all of them [MASK] |
+| `llama` | Llama with grouped heads, normalized queries and keys, and a window |
 | `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
 
 ## Cases

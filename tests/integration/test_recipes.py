@@ -416,6 +416,13 @@ PROMISES = {
         clip=10.0,
         optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
     ),
+    "smollm_135m": Promise(
+        134_515_008,
+        ((572_204, 512, 2048),),
+        lambda step: min(decay(3e-3, 2000, 572_204, begin=457_763)(step), 3e-3),
+        masked=1.0,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True},
+    ),
     "gpt2_small": Promise(
         124_439_808,
         ((600_000, 480, 1024),),

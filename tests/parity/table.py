@@ -21,11 +21,14 @@ from transformers import (
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
+    EuroBertConfig,
     GPT2Config,
+    LlamaConfig,
     ModernBertConfig,
     MPNetConfig,
     OpenAIGPTConfig,
     PreTrainedModel,
+    Qwen3Config,
     RobertaConfig,
     T5Config,
     XLNetConfig,
@@ -42,6 +45,13 @@ NEW_TOKENS = 20
 STACKS = ("encoder", "decoder")
 T5 = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "decoder_start_token_id": 0}
 V1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+SMALL_LLAMA = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+}
 MODELS = {
     "t5-small": T5Config(**T5, d_ff=2048, num_layers=6, num_heads=8),
     "t5-v1_1-small": T5Config(**T5, **V1_1, d_ff=1024, num_layers=8, num_heads=6),
@@ -54,6 +64,17 @@ MODELS = {
     ),
     "gpt2": GPT2Config(),
     "openai-gpt": OpenAIGPTConfig(),
+    "smollm-135m": LlamaConfig(
+        **SMALL_LLAMA, vocab_size=49152, rms_norm_eps=1e-5, tie_word_embeddings=True
+    ),
+    "qwen3-0.6b, 4 of its layers": Qwen3Config(
+        hidden_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+    ),
 }
 SMALL_ELECTRA = {"intermediate_size": 256, "num_attention_heads": 1, "hidden_size": 64}
 DEBERTA = {
@@ -83,6 +104,7 @@ ENCODERS = {
     "electra-small, generator": (ElectraConfig(**SMALL_ELECTRA), "MaskedLM"),
     "modernbert-base": (ModernBertConfig(), "MaskedLM"),
     "mpnet-base": (MPNetConfig(max_position_embeddings=514, layer_norm_eps=1e-5), "MaskedLM"),
+    "eurobert-210m": (EuroBertConfig(rope_parameters={"rope_theta": 250_000.0}), "MaskedLM"),
     "deberta-base": (DebertaConfig(**DEBERTA), "MaskedLM"),
     "deberta-v3-base": (DebertaV2Config(**DEBERTA, **SHARED), "MaskedLM"),
 }

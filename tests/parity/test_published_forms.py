@@ -61,6 +61,7 @@ BART = {
 XLNET = {"vocab_size": 60, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
 DISTIL = {"vocab_size": 60, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}
 V2 = {"position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+LLAMA = {**BERT, "num_key_value_heads": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": BERT,
     "Roberta": {**BERT, "pad_token_id": 1, "type_vocab_size": 1},
@@ -76,6 +77,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "XLNet": {**XLNET, "summary_type": "first"},
     "GPT2": {**GPT, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
     "OpenAIGPT": {**GPT, "pad_token_id": 0},
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"), LLAMA),
+    "EuroBert": {**LLAMA, "mask_token_id": 3},
     "T5": {**T5, "decoder_start_token_id": 0},
     "MT5": {**T5, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
     "Bart": BART,
@@ -84,7 +87,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "no head": ("Model",),
     "encoder alone": ("EncoderModel",),
     "PreTraining": ("ForPreTraining",),
-    "language model": ("ForMaskedLM", "LMHeadModel", "ForConditionalGeneration"),
+    "language model": ("ForMaskedLM", "LMHeadModel", "ForCausalLM", "ForConditionalGeneration"),
     "SequenceClassification": ("ForSequenceClassification",),
     "TokenClassification": ("ForTokenClassification",),
     "QuestionAnswering": ("ForQuestionAnsweringSimple", "ForQuestionAnswering"),

@@ -110,7 +110,7 @@ class TransformerModel(Model):
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
         columns = super().columns(inputs)
         if self.config.reads_positions:
-            columns["positions"] = self.positions(inputs)
+            columns |= self.config.position_columns(self.positions(inputs))
         return columns
 
     def positions(self, inputs: Inputs) -> Tensor:

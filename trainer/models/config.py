@@ -196,8 +196,12 @@ class TransformerConfig(ModelConfig):
 
     @property
     def reads_positions(self) -> bool:
-        """Whether layers read positions, as the column `positions` of `Context.columns`."""
+        """Whether layers read `position_columns` in `Context.columns`."""
         return False
+
+    def position_columns(self, positions: Tensor) -> dict[str, Tensor]:
+        """What layers read of the positions, int [B, S], once for all of them."""
+        return {"positions": positions}
 
     @property
     def projection_bias(self) -> bool:
@@ -350,7 +354,7 @@ class TransformerConfig(ModelConfig):
         elif head != "language_model":
             raise ConfigError(
                 f"a model of kind {kind_name(self)} has no {head} head. Use bert, roberta, t5, "
-                "bart, gpt2 or openai_gpt."
+                "bart, llama, gpt2 or openai_gpt."
             )
         return replace(self, **changes, **self.extras_for(needs))
 

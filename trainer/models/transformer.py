@@ -324,8 +324,9 @@ class Transformer(TransformerModel):
     ) -> Tensor:
         # Prompts are padded at the left, so every row ends at the same index.
         last = torch.full((len(hidden), 1), hidden.shape[1] - 1, device=hidden.device)
-        columns = {"positions": positions} if self.config.reads_positions else {}
-        context = Context(mask=mask, causal=self.config.causal, columns=columns)
+        config = self.config
+        columns = config.position_columns(positions) if config.reads_positions else {}
+        context = Context(mask=mask, causal=config.causal, columns=columns)
         hidden = self.layers.run(hidden, None, bias, context, last, cache)
         logits: Tensor = self.head(self._finish(hidden), matrix)[:, 0]
         return logits

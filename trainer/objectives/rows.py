@@ -72,7 +72,8 @@ class Rows:
             missing = [name for name, token in needed.items() if token is None]
             raise ConfigError(
                 f"the objective needs {', '.join(needed)}, and this tokenizer has no "
-                f"{', '.join(missing)}. Use one made for BERT or RoBERTa."
+                f"{', '.join(missing)}. Use one made for BERT or RoBERTa, or add them by samestep "
+                "data extend."
             )
         return cls(begin, end, pad)
 

@@ -15,13 +15,14 @@ from tests.outputs import predict
 from trainer.generation import Config, Generator
 from trainer.generation.ensemble import Ensemble
 from trainer.generation.sampling import sample
-from trainer.models.families import bart, bert, bilm, gpt2, modernbert, t5
+from trainer.models.families import bart, bert, bilm, gpt2, llama, modernbert, t5
 from trainer.models.peft.kinds import prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
 GPT2 = gpt2.Config(**SHAPE, max_positions=24)
 BERT = bert.Config(**SHAPE, max_positions=24, causal=True)
+LLAMA = llama.Config(**SHAPE, kv_heads=1, head_width=8, max_positions=24, window=4, qk_norm=True)
 # Local layers see 2 positions on each side.
 MODERNBERT = modernbert.Config(
     **SHAPE, max_positions=24, causal=True, local_window=4, global_every=2
@@ -162,6 +163,7 @@ def test_members_of_an_ensemble_are_of_one_kind() -> None:
     [
         BERT,
         MODERNBERT,
+        LLAMA,
         *PROMPTED.values(),
         dataclasses.replace(T5, architecture="language_model"),
         dataclasses.replace(T5, architecture="prefix_lm"),
@@ -170,6 +172,7 @@ def test_members_of_an_ensemble_are_of_one_kind() -> None:
     ids=[
         "causal_bert",
         "causal_modernbert",
+        "llama",
         *PROMPTED,
         "t5_language_model",
         "t5_prefix_lm",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.outputs import predict
 from trainer.models import Model
-from trainer.models.families import bart, gpt2, modernbert, openai_gpt, t5
+from trainer.models.families import bart, gpt2, llama, modernbert, openai_gpt, t5
 from trainer.models.inputs import Inputs
 
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
@@ -22,6 +22,7 @@ DECODERS = [
     dataclasses.replace(T5, architecture="language_model"),
     dataclasses.replace(T5, architecture="prefix_lm"),
     modernbert.Config(**SHAPE, max_positions=24, causal=True, local_window=4, global_every=2),
+    llama.Config(**SHAPE, kv_heads=2, head_width=8, window=4, unplaced_every=2),
 ]
 
 
@@ -41,7 +42,7 @@ def tokens(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "config",
     DECODERS,
-    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert"],
+    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert", "llama"],
 )
 def test_decoders(build: Callable[..., Model], config: Any):
     """Prompts of 5, 3 and 1 tokens, padded at the left, and 10 tokens after them."""
@@ -78,7 +79,7 @@ def test_encoder_decoders(build: Callable[..., Model], config: Any):
 
 def test_rows_can_be_repeated_moved_and_dropped(build: Callable[..., Model]):
     """As beams are: each goes on from the positions of the row that it was taken from."""
-    for config in (T5, BART, DECODERS[0]):
+    for config in (T5, BART, DECODERS[0], DECODERS[-1]):
         model, text = make(build, config), tokens(3, 9)
         segments = (torch.arange(4) >= torch.tensor([[0], [1], [2]])).int()
         start = Inputs(text[:, :4], segments, target_tokens=None if config.causal else text[:, :1])

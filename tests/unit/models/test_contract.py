@@ -24,6 +24,7 @@ from trainer.models.families import (
     distilbert,
     electra,
     gpt2,
+    llama,
     modernbert,
     mpnet,
     neobert,
@@ -40,6 +41,7 @@ SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 3, "width": 16, "heads": 2,
 CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b", "c")}
 BERT = bert.Config(**SHAPE, max_positions=24)
 GPT2 = gpt2.Config(**SHAPE, max_positions=24)
+LLAMA = llama.Config(**SHAPE, kv_heads=1, head_width=8, qk_norm=True, window=4)
 T5 = t5.Config(**SHAPE, head_width=8)
 BART = bart.Config(**SHAPE, max_positions=24, ffn_dropout=0.1)
 MODELS: dict[str, TransformerConfig] = {
@@ -52,6 +54,8 @@ MODELS: dict[str, TransformerConfig] = {
     "gpt2, classes": replace(GPT2, **CLASSES),
     "gpt2, prefix": replace(GPT2, peft=prefix.Config(3)),
     "openai_gpt": openai_gpt.Config(**SHAPE, max_positions=24),
+    "llama": LLAMA,
+    "llama, both ways": replace(LLAMA, causal=False, qkv_bias=True, tied=False, **CLASSES),
     "t5": replace(T5, decoder_layers=2),
     "t5, shared": replace(T5, architecture="shared_encoder_decoder"),
     "t5, left to right": replace(T5, architecture="language_model"),
@@ -202,7 +206,9 @@ def test_each_stack_has_groups_of_its_own() -> None:
 
 
 NORM, WEIGHT, BIAS, ADAPTER = "norm", "weight", "bias", "adapter"
-PROJECTION = r"(attention\.(qkv|out)|cross_attention\.(query|kv|out)|ffn\.(up|down))"
+PROJECTION = (
+    r"(attention\.(qkv|qkv\.(query|kv)|out)|cross_attention\.(query|kv|out)|ffn\.(up|down))"
+)
 ROLES = {  # of parameters whose names these patterns match
     r"embeddings\.(tokens|positions|types)\.weight": ("embedding", WEIGHT),
     r"embeddings\.norm\.(weight|bias)": ("embedding", NORM),
@@ -214,7 +220,8 @@ ROLES = {  # of parameters whose names these patterns match
     r"layers\.\d\.attention\.place_(query|key)\.weight": ("layer", WEIGHT),
     r"layers\.\d\.attention\.(place_query\.bias|query_bias|value_bias)": ("layer", BIAS),
     r"relative\.weight": ("shared", WEIGHT),
-    r"(layers|encoder|decoder)\.\d\.(attention|cross_attention|ffn)_norm\.(weight|bias)": (
+    r"(layers|encoder|decoder)\.\d\.(attention\.(query|key)|attention|cross_attention|ffn)"
+    r"_norm\.(weight|bias)": (
         "layer",
         NORM,
     ),
@@ -394,7 +401,8 @@ def test_a_tagger_of_an_encoder_leaves_the_decoder_out() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_matrices_that_lie_in_one_parameter_are_counted(name: str) -> None:
     config = MODELS[name]
-    parts = {"attention.qkv": 3, "cross_attention.kv": 2} | ({"ffn.up": 2} if config.gated else {})
+    parts = {"attention.qkv": 3, "attention.qkv.kv": 2, "cross_attention.kv": 2}
+    parts |= {"ffn.up": 2} if config.gated else {}
     model = meta(config)
     expected = {
         own: count

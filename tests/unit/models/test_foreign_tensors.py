@@ -25,6 +25,7 @@ SHAPE: dict[str, Any] = {
     "layers": 1,
     "width": 8,
     "heads": 2,
+    "kv_heads": 1,
     "head_width": 4,
     "ffn_width": 32,
     "max_positions": 12,

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.errors import ConfigError
 from tests.outputs import predict
-from trainer.models.families import bart, bert, gpt2, t5
+from trainer.models.families import bart, bert, gpt2, llama, t5
 from trainer.models.inputs import Inputs
 from trainer.models.peft.kinds import adapters, lora, prefix, prompt
 
@@ -23,6 +23,7 @@ SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "width": 32, "heads": 2,
 CONFIGS: dict[str, Any] = {
     "bert": bert.Config(**SHAPE, max_positions=40, head="tagging", labels=("O", "B-X", "I-X")),
     "gpt2": gpt2.Config(**SHAPE, max_positions=40),
+    "llama": llama.Config(**SHAPE, kv_heads=1, head_width=16, max_positions=40),
     "t5": t5.Config(**SHAPE, head_width=16),
     "bart": bart.Config(**SHAPE, max_positions=40),
 }

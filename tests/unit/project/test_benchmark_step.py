@@ -88,7 +88,10 @@ def test_smallest_fine_tuning(dataset_folder: Path, tmp_path: Path):
     "family",
     [
         *("electra", "deberta"),
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("modernbert", "mpnet", "neobert")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("modernbert", "mpnet", "neobert", "llama")
+        ),
     ],
 )
 def test_encoders_have_the_losses_of_transformers(

@@ -184,14 +184,18 @@ class SelfAttention(Attention):
     """Self-attention with one fused projection for queries, keys and values.
 
     Attributes:
+        kv_heads: number of heads of keys and values, as many as of queries by default.
         prefix: returns extra keys and values that all positions attend to (`peft.prefix`).
         window: positions attend to others at most this far away; None: to all.
     """
 
     window: int | None = None
 
+    qkv: nn.Module
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
+        self.kv_heads = self.heads
         bias = config.projection_bias
         self.qkv = Projection(config.width, 3 * self.inner, ("query", "key", "value"), bias=bias)
         self.out = Projection(self.inner, config.width, ("out",), bias=bias, into_residual=True)
@@ -210,7 +214,7 @@ class SelfAttention(Attention):
             bias: float, added to the scores; it contains the mask. With `context.fused` it does
                 not, and is by distance (see `FusedAttention`).
         """
-        query, key, value = self.split(self.qkv(hidden), 3)
+        query, key, value = self.project_heads(hidden)
         query, key = self.place(query, key, context)
         if context.fused is not None:
             near = replace(context.fused, window=self.window)
@@ -227,6 +231,10 @@ class SelfAttention(Attention):
             mixed = self.attend(query, key, value, mask, context.key("attention"), causal)
         out: Tensor = self.out(take(mixed, positions))
         return out
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, D] -> queries, keys and values, [B, heads, S, K] each."""
+        return self.split(self.qkv(hidden), 3)
 
     def _visible(
         self,

@@ -17,7 +17,7 @@ from trainer.objectives.rows import Rows, TokenObjective, ZLossConfig
 
 @dataclass(frozen=True)
 class Config(ZLossConfig):
-    """Left-to-right language modeling; needs a causal model: gpt2, or bert with `causal: true`."""
+    """Left-to-right language modeling, by a causal model: gpt2, llama, bert with `causal: true`."""
 
     z_loss: float = 0.0
 

@@ -91,7 +91,7 @@ class MaskedLM(ChosenTokens):
         if vocabulary.mask is None:
             raise ConfigError(
                 "masked language modeling needs a tokenizer with [MASK]. "
-                "Use one made for BERT or RoBERTa."
+                "Use one made for BERT or RoBERTa, or add [MASK] by samestep data extend."
             )
         super().__init__(config, vocabulary)
         self.config = config

@@ -51,7 +51,11 @@ BASE = "base"
 """Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
 _MODELS = Kinds("trainer.models.families")
-_SAME_FAMILY = {"camembert": "roberta", "mt5": "t5", "xlm-roberta": "roberta"}
+_SAME_FAMILY = {
+    **dict.fromkeys(("camembert", "xlm-roberta"), "roberta"),
+    **dict.fromkeys(("eurobert", "mistral", "qwen2", "qwen3", "smollm3"), "llama"),
+    "mt5": "t5",
+}
 """`model_type` of models with the architecture and tensor names of another family -> that family,
 whose codec reads them."""
 

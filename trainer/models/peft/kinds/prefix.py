@@ -48,7 +48,8 @@ class Config(Peft):
             raise ConfigError("model.peft prefix does not fit this kind of model. Use lora.")
         for module in attentions:
             with module.out.weight.device:
-                module.prefix = Prefix(self, module.heads, module.inner)
+                width = module.kv_heads * (module.inner // module.heads)
+                module.prefix = Prefix(self, module.kv_heads, width)
 
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
         return 0.02 if _ADDED.fullmatch(name) else None
@@ -61,8 +62,8 @@ class Prefix(nn.Module):
 
     Args:
         config: their number, and the width of the network.
-        heads: H, of the layer.
-        width: of all heads together, H K.
+        heads: of the layer's keys and values.
+        width: of these heads together, H K.
     """
 
     def __init__(self, config: Config, heads: int, width: int) -> None:

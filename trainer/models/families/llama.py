@@ -1,0 +1,186 @@
+"""Llama (Touvron et al. 2023), and its relatives: Mistral, Qwen 2 and 3, SmolLM, EuroBERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor, nn
+
+from samestep.errors import ConfigError
+from trainer.models import Outputs
+from trainer.models.base import POOLED
+from trainer.models.config import Activation, Head, NormKind, TaskHead
+from trainer.models.extras import Extra
+from trainer.models.families import Family
+from trainer.models.heads import EmbeddingHead, LanguageModelHead, PooledHead, TokenHead
+from trainer.models.layers.frequencies import Scaling, angles
+from trainer.models.layers.grouped import GroupedAttention, Grouping
+from trainer.models.transformer import Transformer
+
+_TASKS: tuple[Head, ...] = (*get_args(TaskHead), "embedding")
+
+
+@dataclass(frozen=True)
+class Config(Family):
+    """A Llama of SmolLM-135M's shape.
+
+    Pre-norm by root mean square without biases, rotary positions, gated units, and fewer heads of
+    keys and values than of queries.
+
+    Attributes:
+        heads: H, heads of queries.
+        kv_heads: heads of keys and values, a divisor of `heads`; null: as many.
+        head_width: K, the width of a head; heads need not fill the width.
+        max_positions: maximum sequence length; there is no table of positions.
+        causal: whether tokens attend only to earlier ones; false: in both directions (EuroBERT,
+            or a causal model that goes on with masked tokens).
+        window: positions attend only to this many ones up to themselves (Mistral); with `causal:
+            false`, to as many on the other side. Null: to all.
+        theta: base of the rotary frequencies.
+        scaling: stretches rotary positions to longer texts; null: it does not.
+        unplaced_every: the last of this many layers has no positions (4 in SmolLM3); 0: all have.
+        qkv_bias: whether the projections to queries, keys and values have biases (Qwen 2).
+        qk_norm: whether queries and keys are normalized in each head (Qwen 3).
+        tied: whether the head shares the token embeddings.
+        initializer_range: standard deviation of the initial weights.
+        head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text
+            (`classification`) or a score for choosing among texts (`multiple_choice`), from the
+            last position, or with `causal: false` the first; a tag for each token (`tagging`); the
+            first and last token of an answer (`question_answering`); or embeds texts (`embedding`).
+        pooling: what the first position holds for such a head of a model with `causal: false`: its
+            own state (`first`), the mean of the text's (`mean`), or the mean after the head's dense
+            layer (`late`, EuroBERT's).
+        labels: names of classes or tags; `classification` with a single label is a regression.
+    """
+
+    codec: ClassVar[str] = "trainer.models.codecs.llama"
+
+    vocab_size: int = 49152
+    layers: int = 30
+    width: int = 576
+    heads: int = 9
+    kv_heads: int | None = 3
+    head_width: int = 64
+    ffn_width: int = 1536
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    norm_eps: float = 1e-5
+    activation: Activation = "swiglu"
+    max_positions: int = 2048
+    causal: bool = True
+    window: int | None = None
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+    unplaced_every: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = True
+    initializer_range: float = 0.02
+    head: Head = "language_model"
+    pooling: Literal["first", "mean", "late"] = "first"
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_positions", "head_width"):
+            self.check_positive(name)
+        if self.head_width % 2:
+            raise ConfigError(
+                f"head_width is {self.head_width}, but rotary positions need an even number. "
+                "Change it."
+            )
+        if self.keys < 1 or self.heads % self.keys:
+            raise ConfigError(
+                f"kv_heads is {self.keys}, which does not divide heads {self.heads}. Use a divisor."
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window is {self.window}. Use 1 or more, or null.")
+        if self.unplaced_every < 0:
+            raise ConfigError(f"unplaced_every is {self.unplaced_every}. Use 0 or more.")
+        for name in ("theta", "initializer_range"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}. Use a number above 0.")
+        self.check_task(*_TASKS)
+        if self.pooling != "first" and (self.causal or self.head not in POOLED):
+            raise ConfigError(
+                f"pooling is {self.pooling}, which is for causal: false and a classification head. "
+                "Leave it out."
+            )
+
+    @property
+    def keys(self) -> int:
+        """The value of `kv_heads`."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def norm_kind(self) -> NormKind:
+        return "rms"
+
+    @property
+    def projection_bias(self) -> bool:
+        return False
+
+    @property
+    def position_table(self) -> bool:
+        return False
+
+    @property
+    def reads_positions(self) -> bool:
+        return True
+
+    @property
+    def settings_for(self) -> Mapping[str, str]:
+        heads = {head: f"model.head={head}" for head in _TASKS}
+        if self.head != "language_model":
+            return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
+        return heads | {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
+
+    def position_columns(self, positions: Tensor) -> dict[str, Tensor]:
+        return angles(positions, self.head_width, self.theta, self.scaling)
+
+    def rotates(self, index: int) -> bool:
+        """Whether layer `index` has positions."""
+        return self.unplaced_every == 0 or (index + 1) % self.unplaced_every != 0
+
+    def static(self, index: int) -> bool:
+        return self.rotates(index)
+
+    def initial_std(self, name: str) -> tuple[float, ...]:
+        return (self.initializer_range,)
+
+    def build_attention(self, index: int) -> nn.Module:
+        # A window of 4 is the position itself and 3 before it: distances 0 to 3.
+        window = None if self.window is None else self.window - 1
+        return GroupedAttention(
+            self, Grouping(self.keys, self.qkv_bias, self.qk_norm, self.rotates(index), window)
+        )
+
+    def build_base(self) -> Transformer:
+        return Transformer(self, self._build_head(), self.build_extras())
+
+    def _build_head(self) -> nn.Module:
+        if self.head == "language_model":
+            return LanguageModelHead(self)
+        if self.head == "embedding":
+            return EmbeddingHead()
+        if self.head in POOLED and not self.causal and self.pooling != "late":
+            return PooledHead(self, self.classes, activation="gelu")
+        # Causal models score the last position by a matrix alone.
+        return TokenHead(self.width, self.classes, bias=not (self.head in POOLED and self.causal))
+
+    def extras_for(self, needs: Outputs) -> dict[str, object]:
+        return {} if needs & {*POOLED} else {"pooling": "first"}
+
+    def build_extras(self) -> Sequence[Extra]:
+        if self.pooling != "first":
+            from trainer.models.extras.mean_pooling import MeanPooling
+
+            return (MeanPooling(self.width if self.pooling == "late" else None),)
+        # An untied head is not among the weights of a task.
+        if self.head not in POOLED or not (self.causal and self.tied):
+            return ()
+        from trainer.models.extras.auxiliary_lm import AuxiliaryLanguageModel
+
+        return (AuxiliaryLanguageModel(self),)

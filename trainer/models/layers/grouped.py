@@ -1,0 +1,118 @@
+"""Self-attention with fewer heads of keys and values than of queries (Ainslie et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.config import TransformerConfig
+from trainer.models.fused import Mask
+from trainer.models.layers import Projection
+from trainer.models.layers.attention import SelfAttention
+from trainer.models.stack import Context
+
+
+class Grouping(NamedTuple):
+    """How a layer projects and places its heads.
+
+    Attributes:
+        kv_heads: G, heads of keys and values. With H = 6 and G = 2, heads 0 to 2 of the queries
+            read head 0 of the keys and values.
+        bias: whether projections to queries, keys and values have biases.
+        norm: whether queries and keys are normalized, head by head.
+        rotates: whether queries and keys are rotated by their positions.
+        window: see `SelfAttention`.
+    """
+
+    kv_heads: int
+    bias: bool = False
+    norm: bool = False
+    rotates: bool = True
+    window: int | None = None
+
+
+class GroupedProjection(nn.Module):
+    """Projections to queries, and to keys and values, which have another width."""
+
+    def __init__(self, width: int, query: int, key: int, bias: bool) -> None:
+        super().__init__()
+        self.query = Projection(width, query, ("query",), bias=bias)
+        self.kv = Projection(width, 2 * key, ("key", "value"), bias=bias)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, D] -> queries [B, S, H * K], keys and values [B, S, G * K]."""
+        key, value = self.kv(hidden).chunk(2, -1)
+        return self.query(hidden), key, value
+
+
+class GroupedAttention(SelfAttention):
+    """Self-attention whose groups of heads share their keys and values.
+
+    Caches hold G heads. They are repeated for the product with the queries alone.
+    """
+
+    def __init__(self, config: TransformerConfig, grouping: Grouping) -> None:
+        super().__init__(config)
+        self.kv_heads, self.window = grouping.kv_heads, grouping.window
+        self.rotates = grouping.rotates
+        width = config.head_width
+        keys = grouping.kv_heads * width
+        self.qkv = GroupedProjection(config.width, self.inner, keys, grouping.bias)
+        self.query_norm = config.build_norm(width) if grouping.norm else None
+        self.key_norm = config.build_norm(width) if grouping.norm else None
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            part.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part, heads in zip(
+                self.qkv(hidden), (self.heads, self.kv_heads, self.kv_heads), strict=True
+            )
+        )
+
+    def place(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        if self.query_norm is not None and self.key_norm is not None:
+            # Norms give fp32, and the kernels take queries, keys and values of one precision.
+            query = self.query_norm(query).to(query.dtype)
+            key = self.key_norm(key).to(key.dtype)
+        if not self.rotates:
+            return query, key
+        cos, sin = context.columns["cos"], context.columns["sin"]
+        return turn(query, cos, sin), turn(key, cos, sin)
+
+    def _visible(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor,
+        bias: Tensor | None,
+        context: Context,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        key, value, mask = super()._visible(query, key, value, hidden, bias, context)
+        return self._repeat(key), self._repeat(value), mask
+
+    def attend_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        bias: Tensor | None,
+        dropout_key: Tensor | None,
+    ) -> Tensor:
+        key, value = self._repeat(key), self._repeat(value)
+        return super().attend_fused(query, key, value, mask, bias, dropout_key)
+
+    def _repeat(self, part: Tensor) -> Tensor:
+        """[B, G, S, K] -> [B, H, S, K]."""
+        # With H = 6 and G = 2, heads 0 1 become 0 0 0 1 1 1.
+        times = self.heads // self.kv_heads
+        return part if times == 1 else part.repeat_interleave(times, dim=1)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the features k and k + K/2 of x, [B, H, S, K], by angles [B, 1, S, K/2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
