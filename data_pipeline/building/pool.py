@@ -116,8 +116,9 @@ class _Worker(Generic[Item, Result]):
         self._process.join()
         return DataError(
             f"a worker process ended without an answer (exit code {self._process.exitcode}; -9 "
-            "often means that memory ran out). Finished shards are kept: run the same command "
-            "again, with fewer workers if memory is short."
+            "often means that memory ran out, and 1 that a script builds outside of `if __name__ "
+            "== '__main__':`, where workers import it). Finished shards are kept: run the same "
+            "command again, with fewer workers if memory is short."
         )
 
 

@@ -105,6 +105,8 @@ def test_an_own_loop_resumes_to_the_last_bit(experiment_file: str, own_loop: Pat
     assert example("own_loop").main(arguments) == 0
     assert losses(run) == losses(own_loop)
     samestep.load_model(run).fill("a [MASK]")  # its checkpoints are those of a run
+    samestep.export(str(run), str(tmp_path / "exported"))
+    assert "| steps | 8 of 8 |" in (tmp_path / "exported" / "README.md").read_text()
 
 
 @pytest.mark.long

@@ -77,7 +77,8 @@ def write(
         base: the model that an exported adapter belongs to; None for a whole model.
     """
     model = weights.config
-    meta = {} if weights.step is None else read_meta(weights.folder)
+    # A plain dict: what a checkpoint does not say, such as a custom loop's, is left out.
+    meta = {} if weights.step is None else dict(read_meta(weights.folder))
     tree: Tree = meta.get("config", {})
     # A Hugging Face folder without training of our own is its own origin.
     origin = source if weights.step is None else tree.get("init_from")

@@ -1,0 +1,1 @@
+"""Scripts that reproduce published figures; docs/published.md has their results."""
