@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -128,6 +129,27 @@ def test_killed_and_with_other_processes_it_writes_the_same(
     killed.popen.kill()
     assert start(*command, tmp_path / "two", "--processes", 2).wait().code == 0
     assert arrays(tmp_path / "two") == arrays(tmp_path / "one")
+
+
+@pytest.mark.long
+def test_decoders_of_sentence_transformers_are_refused(
+    dataset_folder: Path, corpus: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    import transformers
+
+    folder = tmp_path / "model"
+    shutil.copytree(dataset_folder / "tokenizer", folder)
+    config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    types = [{"path": p, "type": f"sentence_transformers.models.{kind}"} for p, kind in modules]
+    (folder / "modules.json").write_text(json.dumps(types))
+    embed = ("embed", folder, corpus, "--output", tmp_path / "vectors")
+    assert "special tokens would be others" in samestep(*embed).message
+    (folder / "modules.json").unlink()
+    assert samestep(*embed).code == 0
 
 
 @pytest.mark.long

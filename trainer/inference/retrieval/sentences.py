@@ -152,7 +152,8 @@ class SentenceEncoder:
         stored: replaces the pooling that goes with the weights.
 
     Raises:
-        ConfigError: the model reads from left to right, and its first token is to be taken.
+        ConfigError: the model reads from left to right, and its first token is to be taken, or it
+            is in a folder of sentence-transformers.
     """
 
     def __init__(
@@ -169,6 +170,14 @@ class SentenceEncoder:
         self._encoder = encoder = TextEncoder(weights)
         self.width, self.device = encoder.width, encoder.device
         self.truncated = 0
+        modules = Path(str(weights.folder)) / "modules.json"
+        if weights.step is None and not encoder.sees_all and modules.is_file():
+            # Which special tokens it puts around a text differs from model to model.
+            raise ConfigError(
+                f"{checkpoint} is a folder of sentence-transformers with a model that reads from "
+                "left to right, and its special tokens would be others. Remove modules.json to "
+                "embed with those of samestep, and name the pooling with --pool."
+            )
         if self.pooling.pool == "first" and not encoder.sees_all:
             raise ConfigError(
                 "--pool first needs a model whose first token attends to the whole text, and "

@@ -205,10 +205,14 @@ class Vectors:
         """Keeps another job from writing this folder.
 
         Raises:
-            ConfigError: another one writes it.
+            ConfigError: another one writes it, or its lock is no file.
         """
         path = self.folder / ".lock"
-        with flock.open_lock(path) as file:
+        try:
+            opened = flock.open_lock(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened: {error.strerror}. Remove it.") from error
+        with opened as file:
             flock.lock_or_reject(
                 file, f"another process writes {self.folder}; wait for it, or name another folder"
             )
