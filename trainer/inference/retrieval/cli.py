@@ -19,6 +19,16 @@ _TEXTS = (
     'number of its line; a "title" comes before the text'
 )
 
+_OPTIONS = {
+    "pool": "pool",
+    "normalize": "normalize",
+    "longest": "max_length",
+    "query": "query_prompt",
+    "default": "query_prompt",
+    "document": "document_prompt",
+}
+"""Those of poolings, by attribute of `sentences.Pooling`."""
+
 
 def register_embed(commands: Commands) -> None:
     """Adds `samestep embed`."""
@@ -103,15 +113,9 @@ def pooling_of(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.max_length is not None and args.max_length < 1:
         raise ConfigError(f"--max-length must be at least 1, not {args.max_length}")
-    options = {
-        "pool": getattr(args, "pool", None),
-        "normalize": getattr(args, "normalize", None),
-        "longest": args.max_length,
-        "query": args.query_prompt,
-        "default": args.query_prompt,
-        "document": getattr(args, "document_prompt", None),
-    }
-    return {name: value for name, value in options.items() if value is not None}
+    options = vars(args)
+    given = {name: options.get(option) for name, option in _OPTIONS.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _embed(args: argparse.Namespace) -> int:

@@ -6,11 +6,10 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +24,7 @@ from samestep.storage import shown
 from samestep.stored_json import JsonError, checked
 from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.retrieval import search as exact
-from trainer.inference.retrieval.sentences import Pooling, SentenceEncoder
+from trainer.inference.retrieval.sentences import Given, Pooling, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ def embed(
     output: Path,
     *,
     role: str,
-    given: Mapping[str, Any],
+    given: Given,
     number: Number,
     part: int,
     batch_tokens: int,
@@ -106,7 +105,7 @@ def search(
     queries: str,
     field: str | None,
     k: int,
-    given: Mapping[str, Any],
+    given: Given,
 ) -> Iterator[dict[str, object]]:
     """Yields each query with its `k` nearest texts in a folder of `embed`, from the nearest on.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from trainer.inference.retrieval import search
 from trainer.inference.retrieval.collection import Collection
 from trainer.inference.retrieval.embed import comparable
 from trainer.inference.retrieval.measures import depth_of, scores
-from trainer.inference.retrieval.sentences import SentenceEncoder
+from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.metrics import labels
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def of_retrieval(
     folder: Path,
     split: str,
     measures: Sequence[str],
-    given: Mapping[str, Any],
+    given: Given,
 ) -> dict[str, float]:
     """Ranks all documents for each query; returns the mean of each measure over the queries.
 
@@ -86,7 +86,7 @@ def of_similarity(
     file: str,
     texts: Sequence[str],
     column: str,
-    given: Mapping[str, Any],
+    given: Given,
 ) -> dict[str, float]:
     """Correlates the similarity of two texts with their score, as in STS (Cer et al. 2017).
 

@@ -21,6 +21,8 @@ from trainer.publish import sentence_transformers
 from trainer.training.weights.loading import load_weights
 
 Pool: TypeAlias = Literal["mean", "first", "last", "max", "weighted"]
+Given: TypeAlias = Mapping[str, Any]
+"""Attributes of `Pooling` that options have set."""
 Similarity: TypeAlias = Literal["cosine", "dot"]
 
 _MODES: Mapping[str, Pool] = {
@@ -148,7 +150,7 @@ class SentenceEncoder:
 
     Args:
         checkpoint: see `trainer.training.weights.loading.load_weights`.
-        given: attributes of `Pooling` that replace others.
+        given: replace those of the pooling.
         stored: replaces the pooling that goes with the weights.
 
     Raises:
@@ -159,7 +161,7 @@ class SentenceEncoder:
     def __init__(
         self,
         checkpoint: str,
-        given: Mapping[str, Any] = MappingProxyType({}),
+        given: Given = MappingProxyType({}),
         stored: Pooling | None = None,
     ) -> None:
         weights = load_weights(checkpoint)
