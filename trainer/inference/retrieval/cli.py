@@ -27,7 +27,7 @@ _OPTIONS = {
     "default": "query_prompt",
     "document": "document_prompt",
 }
-"""Those of poolings, by attribute of `sentences.Pooling`."""
+"""Names of options by attribute of `sentences.Pooling`."""
 
 
 def register_embed(commands: Commands) -> None:
@@ -56,7 +56,7 @@ def register_embed(commands: Commands) -> None:
     numbers = ("float32", "float16", "int8")
     help_ = "type of the stored numbers; int8 has a scale for each vector (default: float16)"
     add("--dtype", choices=numbers, default="float16", help=help_)
-    help_ = "texts of a file, which an interruption may lose (default: 16384)"
+    help_ = "texts of each .npy; an interruption loses the current one (default: 16384)"
     add("--texts-per-file", type=int, default=16384, metavar="N", help=help_)
     help_ = "tokens computed at a time (default: 8192)"
     add("--batch-tokens", type=int, default=8192, metavar="N", help=help_)
