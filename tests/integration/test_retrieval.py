@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -63,8 +64,8 @@ def test_what_does_not_fit_is_named(
     folder = tmp_path / "vectors"
     embed = ("embed", finished_run, corpus, "--output", folder, "--texts-per-file", 16)
     assert samestep(*embed).code == 0
-    assert "begun with another pooling" in samestep(*embed, "--pool", "max").message
-    assert "begun with another number" in samestep(*embed, "--dtype", "int8").message
+    assert "begun with different pooling" in samestep(*embed, "--pool", "max").message
+    assert "begun with different dtype" in samestep(*embed, "--dtype", "int8").message
     older = next((finished_run / "checkpoints").glob("*8"))
     assert "by another model" in samestep("search", older, folder, corpus).message
     (folder / "00001.npy").write_bytes(b"\x93NUMPY")
@@ -73,12 +74,48 @@ def test_what_does_not_fit_is_named(
     assert "part 2 of 4 is missing" in samestep("search", finished_run, folder, corpus).message
     assert samestep(*embed).code == 0
     assert samestep("search", finished_run, folder, corpus).code == 0
+    # As long as before, and with other texts.
+    corpus.write_text(corpus.read_text().replace("class", "glass"))
+    assert "begun with different texts" in samestep(*embed).message
+    assert "no part of embeddings" in samestep(*embed[:3], "--output", tmp_path).message
+    assert "is a file" in samestep(*embed[:3], "--output", corpus).message
+    assert "from 1 to 2147483648" in samestep(*embed[:-1], 2**32).message
+    corpus.write_text('{"_id": "\\ud800", "text": "x"}\n')
+    assert "corpus.jsonl:1: 'utf-8'" in samestep(*embed).message
+    corpus.write_text('{"_id": [1], "text": "x"}\n')
+    assert "'_id' is neither text nor a whole number" in samestep(*embed).message
     corpus.write_text('{"_id": "a", "text": "x"}\n{"_id": "a", "text": "y"}\n')
     other = ("embed", finished_run, corpus, "--output", tmp_path / "other")
     assert "corpus.jsonl:2 has the id 'a'" in samestep(*other).message
     corpus.write_text('{"_id": "a", "text": " "}\n')
     assert "corpus.jsonl:1 has an empty text" in samestep(*other).message
     assert not (tmp_path / "other").exists()
+
+
+def test_queries_are_pooled_as_the_texts_were(
+    finished_run: Path, corpus: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    options = ("--pool", "max", "--max-length", 8, "--role", "query", "--query-prompt", "the ")
+    folder = tmp_path / "vectors"
+    assert samestep("embed", finished_run, corpus, "--output", folder, *options).code == 0
+    result = samestep("search", finished_run, folder, corpus, "--top", 1)
+    scores = [json.loads(line)["hits"][0]["score"] for line in result.out.splitlines()]
+    assert scores == pytest.approx([1] * 60, abs=1e-5)
+
+
+def test_options_of_embeddings_need_them(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    evaluate = ("evaluate", finished_run)
+    assert "need --retrieval or --sts" in samestep(*evaluate, "--no-normalize").message
+    assert "--split needs --retrieval" in samestep(*evaluate, "--split", "dev").message
+    rows = tmp_path / "rows.csv"
+    rows.write_text("sentence1,sentence2,score\na,b,nan\n")
+    evaluate += ("--sts", rows)
+    assert "--measures needs --retrieval" in samestep(*evaluate, "--measures", "map@1").message
+    assert "--generate does not go with" in samestep(*evaluate, "--generate").message
+    assert "--processes does not go with" in samestep(*evaluate, "--processes", 2).message
+    assert "no number in 'score'" in samestep(*evaluate).message
 
 
 @pytest.mark.long
@@ -92,6 +129,27 @@ def test_killed_and_with_other_processes_it_writes_the_same(
     killed.popen.kill()
     assert start(*command, tmp_path / "two", "--processes", 2).wait().code == 0
     assert arrays(tmp_path / "two") == arrays(tmp_path / "one")
+
+
+@pytest.mark.long
+def test_decoders_of_sentence_transformers_are_refused(
+    dataset_folder: Path, corpus: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    import transformers
+
+    folder = tmp_path / "model"
+    shutil.copytree(dataset_folder / "tokenizer", folder)
+    config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    types = [{"path": p, "type": f"sentence_transformers.models.{kind}"} for p, kind in modules]
+    (folder / "modules.json").write_text(json.dumps(types))
+    embed = ("embed", folder, corpus, "--output", tmp_path / "vectors")
+    assert "special tokens would be others" in samestep(*embed).message
+    (folder / "modules.json").unlink()
+    assert samestep(*embed).code == 0
 
 
 @pytest.mark.long

@@ -25,6 +25,13 @@ _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
     *("answer_exact_match", "answer_f1"),
 )
 
+_NEEDED = {"split": "retrieval", "measures": "retrieval", "columns": "sts"}
+_OF_RUNS = (
+    *("step", "predictions", "encoder", "ensemble", "generate", "metrics", "pairs", "limit"),
+    "processes",
+)
+_POOLING = "--pool, --normalize, --max-length, --query-prompt and --document-prompt"
+
 
 def register(commands: Commands) -> None:
     """Adds `evaluate` to the `samestep` command."""
@@ -94,13 +101,13 @@ def register(commands: Commands) -> None:
     add = embedded.add_argument
     help_ = "documents, queries and judgments in BEIR's layout: corpus.jsonl, queries.jsonl, qrels/"
     add("--retrieval", type=Path, metavar="DIR", help=help_)
-    add("--split", default="test", metavar="NAME", help="qrels/NAME.tsv (default: test)")
+    add("--split", metavar="NAME", help="qrels/NAME.tsv (default: test)")
     help_ = "nDCG and others at k, such as ndcg@10 map@100 (default: six of them)"
     add("--measures", nargs="+", metavar="M@K", help=help_)
     help_ = "rows with two texts and a score of their similarity: .jsonl, .csv, .tsv or .parquet"
     add("--sts", metavar="FILE", help=help_)
     help_ = "columns of --sts (default: sentence1 sentence2 score)"
-    add("--columns", nargs=3, default=["sentence1", "sentence2", "score"], help=help_)
+    add("--columns", nargs=3, metavar="NAME", help=help_)
     add_pooling(evaluate)
     add_processes(evaluate)
 
@@ -111,8 +118,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer.elastic.cli import processes_to_start, worker_arguments
     from trainer.training.starting import stored_experiment
 
+    for name, needed in _NEEDED.items():
+        if getattr(args, name) and not getattr(args, needed):
+            raise ConfigError(f"--{name} needs --{needed}. Add it, or leave --{name} out.")
     if args.retrieval or args.sts:
         return _evaluate_embeddings(args)
+    if pooling_of(args):
+        raise ConfigError(f"{_POOLING} need --retrieval or --sts. Add one, or leave them out.")
     if args.encoder and args.ensemble:
         raise ConfigError("--encoder and --ensemble cannot be combined. Leave one of them out.")
     folders = [args.run_folder, *args.ensemble]
@@ -154,18 +166,21 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _evaluate_embeddings(args: argparse.Namespace) -> int:
     from trainer.inference.retrieval import measures, scores
 
-    for name in ("overrides", "step", "predictions", "encoder", "ensemble", "generate"):
-        if getattr(args, name):
-            raise ConfigError(f"{name} does not go with --retrieval or --sts. Leave it out.")
+    if args.overrides:
+        raise ConfigError("key=value does not go with --retrieval or --sts. Leave it out.")
+    for name in _OF_RUNS:
+        # --generate without a setting is [], and left out None.
+        if getattr(args, name) not in (None, []) or (name == "generate" and args.generate == []):
+            raise ConfigError(f"--{name} does not go with --retrieval or --sts. Leave it out.")
     found: dict[str, float] = {}
-    changed = pooling_of(args)
+    given = pooling_of(args)
     if args.retrieval:
         wanted = args.measures or measures.MEASURES
-        settings = (args.retrieval, args.split, wanted, changed)
+        settings = (args.retrieval, args.split or "test", wanted, given)
         found |= scores.of_retrieval(args.run_folder, *settings)
     if args.sts:
-        *texts, column = args.columns
-        found |= scores.of_similarity(args.run_folder, args.sts, texts, column, changed)
+        *texts, column = args.columns or ("sentence1", "sentence2", "score")
+        found |= scores.of_similarity(args.run_folder, args.sts, texts, column, given)
     return _show_scores(found, args.scores)
 
 

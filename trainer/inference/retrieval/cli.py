@@ -6,24 +6,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from samestep.command import Commands, add_command, add_processes
 from samestep.errors import EXIT_DONE, ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trainer.inference.retrieval.sentences import Pooling
 
 _CHECKPOINT = "a run, a step of it, a Hugging Face folder or hf://NAME"
 _TEXTS = (
     'texts, one a line, or .jsonl, also compressed. The id of a text is its "_id", or else the '
     'number of its line; a "title" comes before the text'
 )
+
+_OPTIONS = {
+    "pool": "pool",
+    "normalize": "normalize",
+    "longest": "max_length",
+    "query": "query_prompt",
+    "default": "query_prompt",
+    "document": "document_prompt",
+}
+"""Names of options by attribute of `sentences.Pooling`."""
 
 
 def register_embed(commands: Commands) -> None:
@@ -52,7 +56,7 @@ def register_embed(commands: Commands) -> None:
     numbers = ("float32", "float16", "int8")
     help_ = "type of the stored numbers; int8 has a scale for each vector (default: float16)"
     add("--dtype", choices=numbers, default="float16", help=help_)
-    help_ = "texts of a file, which an interruption may lose (default: 16384)"
+    help_ = "texts of each .npy; an interruption loses the current one (default: 16384)"
     add("--texts-per-file", type=int, default=16384, metavar="N", help=help_)
     help_ = "tokens computed at a time (default: 8192)"
     add("--batch-tokens", type=int, default=8192, metavar="N", help=help_)
@@ -79,35 +83,39 @@ def register_search(commands: Commands) -> None:
     add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
     add("--top", type=int, default=10, metavar="K", help="texts of each query (default: 10)")
     add("--output", type=Path, metavar="FILE", help="a new .jsonl, .jsonl.gz or .jsonl.zst")
-    add_pooling(parser)
+    _add_prompts(parser.add_argument_group("queries (default: as samestep embed was run)"))
 
 
 def add_pooling(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `sentences.with_options`."""
+    """Adds the options of `pooling_of`."""
     group = parser.add_argument_group("vectors (default: as the model's folder says, else a mean)")
     add = group.add_argument
     pools = ("mean", "first", "last", "max", "weighted")
     add("--pool", choices=pools, help="of the hidden states; weighted counts token i i times")
     help_ = "whether vectors have length 1"
     add("--normalize", action=argparse.BooleanOptionalAction, help=help_)
-    add("--max-length", type=int, metavar="N", help="tokens of a text, special ones included")
-    add("--query-prompt", metavar="TEXT", help="prepended to queries")
     add("--document-prompt", metavar="TEXT", help="prepended to documents")
+    _add_prompts(group)
 
 
-def pooling_of(args: argparse.Namespace) -> Callable[[Pooling], Pooling]:
-    """What the options of `add_pooling` change.
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-length", type=int, metavar="N", help="tokens of a text, special ones included")
+    help_ = "prepended to queries, and to the texts of samestep evaluate --sts"
+    add("--query-prompt", metavar="TEXT", help=help_)
+
+
+def pooling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The attributes of `sentences.Pooling` that the options of `add_pooling` set.
 
     Raises:
         ConfigError: a length is not positive.
     """
-    from trainer.inference.retrieval.sentences import with_options
-
     if args.max_length is not None and args.max_length < 1:
         raise ConfigError(f"--max-length must be at least 1, not {args.max_length}")
-    return with_options(
-        args.pool, args.normalize, args.max_length, args.query_prompt, args.document_prompt
-    )
+    options = vars(args)
+    given = {name: options.get(option) for name, option in _OPTIONS.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _embed(args: argparse.Namespace) -> int:
@@ -116,10 +124,12 @@ def _embed(args: argparse.Namespace) -> int:
     from trainer.accelerators import detect
     from trainer.elastic import agent
     from trainer.inference.retrieval.embed import embed
+    from trainer.inference.retrieval.vectors import MOST_PART
 
     for name in ("batch_tokens", "texts_per_file"):
-        if (value := getattr(args, name)) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if not 1 <= (value := getattr(args, name)) <= MOST_PART:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} must be from 1 to {MOST_PART}, not {value}")
     if environment.launcher_rank() is None:
         default = len(detect.processes(None))
         processes = default if args.processes is None else args.processes
@@ -133,7 +143,7 @@ def _embed(args: argparse.Namespace) -> int:
         args.field,
         args.output,
         role=args.role,
-        changed=pooling_of(args),
+        given=pooling_of(args),
         number=args.dtype,
         part=args.texts_per_file,
         batch_tokens=args.batch_tokens,
@@ -147,11 +157,13 @@ def _search(args: argparse.Namespace) -> int:
 
     if args.top < 1:
         raise ConfigError(f"--top must be at least 1, not {args.top}")
-    options = (args.output, args.top, pooling_of(args))
+    if args.output is not None:
+        json_lines.check_new(args.output, "--output")
+    options = (args.top, pooling_of(args))
     found = search(args.checkpoint, args.folder, args.file, args.field, *options)
     if args.output is not None:
         json_lines.write(args.output, found)
         return EXIT_DONE
     for row in found:
-        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_lines.line(row))
     return EXIT_DONE

@@ -21,6 +21,7 @@ from samestep.stored_json import JsonError, parse_json
 from samestep.untrusted import inside, read_regular
 
 _HEADER = ("query-id", "corpus-id", "score")
+_MOST_RELEVANT = 2**31
 _ENDINGS = ("", ".gz", ".zst")
 
 
@@ -130,13 +131,16 @@ def _judgments(file: Path) -> Iterator[tuple[int, str, str, int]]:
         raise DataError(
             f"cannot read {file}: {error}. It lists query-id, corpus-id and score of each judgment."
         ) from error
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         fields = tuple(field.strip() for field in line.split("\t"))
         if fields in ((), ("",)) or (number == 1 and fields == _HEADER):
             continue
         try:
             query, document, relevance = fields
-            yield number, query, document, int(relevance)
+            score = int(relevance)
+            if abs(score) > _MOST_RELEVANT:
+                raise ValueError
+            yield number, query, document, score
         except ValueError:
             raise DataError(
                 f"{file}:{number} is {line[:80]!r}. Write query-id, corpus-id and a whole number, "

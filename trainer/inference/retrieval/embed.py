@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -13,15 +16,15 @@ from torch import Tensor
 
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.files import read_records, uncompressed
-from data_pipeline.sources.kinds.jsonl import lines, load_json, text_of, value_at
+from data_pipeline.sources.kinds.jsonl import lines, load_json, text_of
 from samestep import environment
 from samestep.errors import ConfigError, DataError
 from samestep.progress import Progress
-from samestep.storage import json_lines, shown
+from samestep.storage import shown
+from samestep.stored_json import JsonError, checked
 from trainer.accelerators.detect import for_any_shapes
-from trainer.inference.resumable import with_sizes
 from trainer.inference.retrieval import search as exact
-from trainer.inference.retrieval.sentences import Pooling, SentenceEncoder
+from trainer.inference.retrieval.sentences import Given, Pooling, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
 
 logger = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ def embed(
     output: Path,
     *,
     role: str,
-    changed: Callable[[Pooling], Pooling],
+    given: Given,
     number: Number,
     part: int,
     batch_tokens: int,
@@ -47,21 +50,29 @@ def embed(
 
     Args:
         role: of the texts, by which a prompt is chosen: query or document.
-        changed: see `SentenceEncoder`.
+        given: see `SentenceEncoder`.
         part: number of texts of a file, which an interruption may lose.
 
     Raises:
         ConfigError: the folder was begun with something else.
         DataError: a line holds no text.
     """
-    names, texts = map(list, zip(*named_texts(file, field), strict=True))
-    encoder = SentenceEncoder(checkpoint, changed)
+    rank, processes = environment.launcher_rank() or 0, environment.number("WORLD_SIZE", 1)
+    names: list[str] = []
+    own_texts: dict[int, list[str]] = defaultdict(list)
+    digest = hashlib.sha256()
+    for name, text in named_texts(file, field):
+        index = len(names) // part
+        if index % processes == rank:
+            own_texts[index].append(text)
+        names.append(name)
+        digest.update(json.dumps([name, text]).encode())
+    encoder = SentenceEncoder(checkpoint, given)
     made_of = {
         "model": encoder.identity,
         "pooling": asdict(encoder.pooling),
         "role": role,
-        "file": with_sizes([file]),
-        "field": field,
+        "texts": digest.hexdigest(),
     }
     vectors = Vectors.begin(
         output,
@@ -72,19 +83,16 @@ def embed(
         similarity=encoder.pooling.similarity,
         made_of=made_of,
     )
-    rank, processes = environment.launcher_rank() or 0, environment.number("WORLD_SIZE", 1)
-    own = range(rank, vectors.parts, processes)
-    missing = [index for index in own if not vectors.has(index)]
-    if len(missing) < len(own):
-        logger.info("%d of %d parts are there already", len(own) - len(missing), len(own))
-    logger.info("embedding %d texts on %s", len(texts), encoder.device)
+    missing = [index for index in own_texts if not vectors.has(index)]
+    if there := len(own_texts) - len(missing):
+        logger.info("%d of %d parts are there already", there, len(own_texts))
+    logger.info("embedding %d texts on %s", len(names), encoder.device)
     # The first process of a job keeps other jobs away.
     lock = vectors.locked() if rank == 0 else nullcontext()
     with lock, Progress("embedding", len(missing)) as progress:
         for index in missing:
-            own_texts = texts[index * part : (index + 1) * part]
-            with_prompts = encoder.for_role("query" if role == "query" else "document", own_texts)
-            vectors.write(index, encoder(with_prompts, batch_tokens))
+            texts = encoder.for_role("query" if role == "query" else "document", own_texts[index])
+            vectors.write(index, encoder(texts, batch_tokens))
             progress.advance(1)
     if encoder.truncated:
         logger.warning("%d texts are longer than the model reads; truncated", encoder.truncated)
@@ -96,22 +104,27 @@ def search(
     folder: Path,
     queries: str,
     field: str | None,
-    output: Path | None,
     k: int,
-    changed: Callable[[Pooling], Pooling],
+    given: Given,
 ) -> Iterator[dict[str, object]]:
     """Yields each query with its `k` nearest texts in a folder of `embed`, from the nearest on.
+
+    Queries are pooled as the texts were.
 
     Raises:
         ConfigError: the vectors are another model's.
         DataError: the folder or the file of queries is damaged.
     """
-    if output is not None:
-        json_lines.check_new(output, "--output")
     vectors = Vectors.open(folder)
+    try:
+        stored = checked(vectors.made_of.get("pooling"), Pooling)
+    except JsonError as error:
+        raise DataError(
+            f"{folder} does not say how its texts were pooled: {error}. Copy the folder again."
+        ) from error
     named = list(named_texts(queries, field))
-    encoder = SentenceEncoder(checkpoint, changed)
-    if encoder.identity != vectors.made_of.get("model"):
+    encoder = SentenceEncoder(checkpoint, given, stored)
+    if (encoder.identity, encoder.width) != (vectors.made_of.get("model"), vectors.width):
         raise ConfigError(
             f"{folder} was embedded by another model than {checkpoint}. Name that model, or embed "
             "the texts again."
@@ -162,15 +175,20 @@ def named_texts(file: str, field: str | None) -> Iterator[tuple[str, str]]:
                 if field is None and isinstance(row, dict) and row.get("title"):
                     text = f"{text_of(row, 'title')} {text}"
                 if isinstance(row, dict) and "_id" in row:
-                    name = str(value_at(row, "_id"))
+                    if not isinstance(row["_id"], str | int):
+                        raise BadRecord("field '_id' is neither text nor a whole number")
+                    name = str(row["_id"])
             else:
                 text = record.data.decode().strip()
-        except (BadRecord, UnicodeDecodeError) as error:
+            f"{name}{text}".encode()  # JSON can spell half of a surrogate pair
+        except (BadRecord, UnicodeError) as error:
             raise DataError(f"{place}: {error}. Correct or remove the line.") from error
         if not text.strip():
             raise DataError(f"{place} has an empty text. Remove the line.")
         if name in seen:
-            raise DataError(f"{place} has the id {name!r}, as an earlier line has.")
+            raise DataError(
+                f"{place} has the id {name!r}, as an earlier line has. Give each its own."
+            )
         seen.add(name)
         yield name, text
     if not seen:

@@ -69,11 +69,11 @@ def scores(
 
 
 def _parsed(name: str) -> tuple[str, int]:
-    match = re.fullmatch(r"([a-z]+)@([1-9]\d{0,5})", name)
+    match = re.fullmatch(r"([a-z]+)@([1-9]\d{0,3})", name)
     if not match or match[1] not in _KNOWN:
         raise ConfigError(
             f"{name} is no measure of rankings. Use one of {', '.join(_KNOWN)} with a number of "
-            "ranks, such as ndcg@10."
+            "ranks up to 9999, such as ndcg@10."
         )
     return match[1], int(match[2])
 

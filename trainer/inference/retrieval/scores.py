@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from trainer.inference.retrieval import search
 from trainer.inference.retrieval.collection import Collection
 from trainer.inference.retrieval.embed import comparable
 from trainer.inference.retrieval.measures import depth_of, scores
-from trainer.inference.retrieval.sentences import Pooling, SentenceEncoder
+from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.metrics import labels
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def of_retrieval(
     folder: Path,
     split: str,
     measures: Sequence[str],
-    changed: Callable[[Pooling], Pooling],
+    given: Given,
 ) -> dict[str, float]:
     """Ranks all documents for each query; returns the mean of each measure over the queries.
 
@@ -44,7 +45,7 @@ def of_retrieval(
     Args:
         folder: see `collection`.
         measures: see `measures.scores`.
-        changed: see `SentenceEncoder`.
+        given: see `SentenceEncoder`.
 
     Raises:
         ConfigError: a measure is unknown.
@@ -56,7 +57,7 @@ def of_retrieval(
         logger.info("%d queries have no relevant document; left out", collection.unjudged)
     if collection.empty:
         logger.warning("%d documents have no text", collection.empty)
-    encoder = SentenceEncoder(checkpoint, changed)
+    encoder = SentenceEncoder(checkpoint, given)
     device = for_any_shapes().device
     queries = encoder(encoder.for_role("query", list(collection.queries.values()))).to(device)
     blocks = _embedded(encoder, list(collection.documents.values()))
@@ -85,7 +86,7 @@ def of_similarity(
     file: str,
     texts: Sequence[str],
     column: str,
-    changed: Callable[[Pooling], Pooling],
+    given: Given,
 ) -> dict[str, float]:
     """Correlates the similarity of two texts with their score, as in STS (Cer et al. 2017).
 
@@ -106,17 +107,19 @@ def of_similarity(
             both = source.parse_row(record).texts
             value = value_at(row_of(record.data), column)
             true.append(float(value if isinstance(value, int | float) else str(value)))
+            if not math.isfinite(true[-1]):
+                raise ValueError
         except BadRecord as error:
             raise DataError(f"{place}: {error}. Correct or remove the row.") from error
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             raise DataError(
                 f"{place} has no number in {column!r}. Correct it, or name another column with "
-                "--score."
+                "--columns."
             ) from None
         for side, text in zip(sides, both, strict=True):
             side.append(text)
-    encoder = SentenceEncoder(checkpoint, changed)
-    first, second = (encoder(encoder.for_role("query", side)) for side in sides)
+    encoder = SentenceEncoder(checkpoint, given)
+    first, second = (encoder(encoder.for_role("default", side)) for side in sides)
     if encoder.pooling.similarity == "cosine":
         first, second = F.normalize(first), F.normalize(second)
     _warn_of_truncation(encoder, 2 * len(true))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict, cast, get_args
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from trainer.publish import sentence_transformers
 from trainer.training.weights.loading import load_weights
 
 Pool: TypeAlias = Literal["mean", "first", "last", "max", "weighted"]
+Given: TypeAlias = Mapping[str, Any]
+"""Attributes of `Pooling` that options have set."""
 Similarity: TypeAlias = Literal["cosine", "dot"]
 
 _MODES: Mapping[str, Pool] = {
@@ -36,8 +39,9 @@ _FLAG = re.compile(
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
-class _Length(TypedDict, total=False):
+class _Transformer(TypedDict, total=False):
     max_seq_length: Count | None
+    do_lower_case: bool
 
 
 class _Prompts(TypedDict, total=False):
@@ -56,6 +60,8 @@ class Pooling:
         normalize: whether vectors have length 1.
         longest: maximum number of tokens, special ones included; None is the model's.
         query, document: prepended to texts of these roles.
+        default: prepended to texts without a role, whose similarity is symmetric.
+        lower: whether texts are lower-cased.
         similarity: what compares two vectors.
     """
 
@@ -64,11 +70,16 @@ class Pooling:
     longest: int | None = None
     query: str = ""
     document: str = ""
+    default: str = ""
+    lower: bool = False
     similarity: Similarity = "cosine"
 
     @classmethod
-    def of(cls, folder: Path) -> Pooling:
+    def of(cls, folder: Path, pool: Pool | None = None) -> Pooling:
         """The settings in a folder of sentence-transformers; elsewhere, the default.
+
+        Args:
+            pool: replaces the folder's, which may be one that we do not have.
 
         Raises:
             ConfigError: its vectors are made in another way.
@@ -82,7 +93,7 @@ class Pooling:
         )
         try:
             prompts = checked(settings, _Prompts)
-            longest = checked(length, _Length).get("max_seq_length")
+            transformer = checked(length, _Transformer)
         except JsonError as error:
             raise CheckpointError(
                 f"settings of sentence-transformers in {folder}: {error}. Copy the folder again."
@@ -96,14 +107,19 @@ class Pooling:
         assert isinstance(modules, list)
         assert isinstance(pooling, dict)
         by_role = prompts.get("prompts", {})
-        default = by_role.get(prompts.get("default_prompt_name") or "", "")
-        role = next((role for role in _DOCUMENT_PROMPTS if by_role.get(role)), "")
+        if pooling.get("include_prompt", True) is not True:
+            raise ConfigError(
+                f"{folder / '1_Pooling/config.json'} leaves the tokens of prompts out of the "
+                "pooling (include_prompt), which we do not. Set it to true to pool them too."
+            )
         return cls(
-            _pool(pooling, folder),
+            pool or _pool(pooling, folder),
             len(modules) > 2,
-            longest,
-            by_role.get("query") or default,
-            by_role.get(role) or default,
+            transformer.get("max_seq_length"),
+            by_role.get("query", ""),
+            next((by_role[role] for role in _DOCUMENT_PROMPTS if role in by_role), ""),
+            by_role.get(prompts.get("default_prompt_name") or "", ""),
+            transformer.get("do_lower_case", False),
             cast(Similarity, similarity),
         )
 
@@ -120,11 +136,6 @@ def _pool(settings: Mapping[str, object], folder: Path) -> Pool:
             f"{folder / '1_Pooling/config.json'} pools by {mode}; {', '.join(_MODES)} are what we "
             "do. Name one with --pool."
         )
-    if settings.get("include_prompt", True) is not True:
-        raise ConfigError(
-            f"{folder / '1_Pooling/config.json'} leaves the tokens of prompts out of the pooling "
-            "(include_prompt), which we do not. Set it to true to pool them too."
-        )
     return _MODES[mode]
 
 
@@ -139,23 +150,36 @@ class SentenceEncoder:
 
     Args:
         checkpoint: see `trainer.training.weights.loading.load_weights`.
-        changed: returns the pooling in place of the one that goes with the weights.
+        given: replace those of the pooling.
+        stored: replaces the pooling that goes with the weights.
 
     Raises:
-        ConfigError: the model reads from left to right, and its first token is to be taken.
+        ConfigError: the model reads from left to right, and its first token is to be taken, or it
+            is in a folder of sentence-transformers.
     """
 
     def __init__(
-        self, checkpoint: str, changed: Callable[[Pooling], Pooling] = lambda found: found
+        self,
+        checkpoint: str,
+        given: Given = MappingProxyType({}),
+        stored: Pooling | None = None,
     ) -> None:
         weights = load_weights(checkpoint)
         self.identity = weights.identity()
-        is_folder = weights.step is None and isinstance(weights.folder, Path)
-        found = Pooling.of(Path(str(weights.folder))) if is_folder else Pooling()
-        self.pooling = changed(found)
+        if stored is None and weights.step is None and isinstance(weights.folder, Path):
+            stored = Pooling.of(weights.folder, given.get("pool"))
+        self.pooling = replace(stored or Pooling(), **given)
         self._encoder = encoder = TextEncoder(weights)
         self.width, self.device = encoder.width, encoder.device
         self.truncated = 0
+        modules = Path(str(weights.folder)) / "modules.json"
+        if weights.step is None and not encoder.sees_all and modules.is_file():
+            # Which special tokens it puts around a text differs from model to model.
+            raise ConfigError(
+                f"{checkpoint} is a folder of sentence-transformers with a model that reads from "
+                "left to right, and its special tokens would be others. Remove modules.json to "
+                "embed with those of samestep, and name the pooling with --pool."
+            )
         if self.pooling.pool == "first" and not encoder.sees_all:
             raise ConfigError(
                 "--pool first needs a model whose first token attends to the whole text, and "
@@ -179,6 +203,8 @@ class SentenceEncoder:
             batch_tokens: positions computed at a time, padding included.
         """
         encoder, layer = self._encoder, self._encoder.layers
+        if self.pooling.lower:
+            texts = [text.lower() for text in texts]
         encoded = encoder.tokenizer.encode_batch([text.strip() for text in texts])
         self.truncated += sum(len(tokens) > encoder.longest for tokens in encoded)
         tokens = [encoder.prepare(each) for each in encoded]
@@ -192,7 +218,9 @@ class SentenceEncoder:
             vectors[torch.from_numpy(numbers)] = pooled.cpu()
         return vectors
 
-    def for_role(self, role: Literal["query", "document"], texts: Sequence[str]) -> list[str]:
+    def for_role(
+        self, role: Literal["query", "document", "default"], texts: Sequence[str]
+    ) -> list[str]:
         """Texts with the prompt of a role before each."""
         prompt: str = getattr(self.pooling, role)
         return [prompt + text for text in texts]
@@ -212,22 +240,3 @@ def pool(hidden: Tensor, real: Tensor, how: Pool) -> Tensor:
         shares = shares * torch.arange(1, real.shape[1] + 1, device=real.device)
     total = shares.sum(1, keepdim=True)
     return (hidden * shares[..., None]).sum(1) / total
-
-
-def with_options(
-    pool: Pool | None,
-    normalize: bool | None,
-    longest: int | None,
-    query: str | None,
-    document: str | None,
-) -> Callable[[Pooling], Pooling]:
-    """Returns what changes the settings that options name; None leaves one as it is."""
-    options = {
-        "pool": pool,
-        "normalize": normalize,
-        "longest": longest,
-        "query": query,
-        "document": document,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return lambda found: replace(found, **given)  # type: ignore[arg-type]

@@ -29,14 +29,16 @@ Number: TypeAlias = Literal["float32", "float16", "int8"]
 
 _DESCRIPTION, _NAMES = "vectors.json", "names.jsonl"
 _MOST_INT8 = 127
+MOST_PART = 2**31
+_ROWS = 16384  # read at a time
 
 
 class _Description(TypedDict):
     texts: Count
-    part: Annotated[int, Between(1, 2**31)]
+    part: Annotated[int, Between(1, MOST_PART)]
     width: Count
     number: Number
-    similarity: str
+    similarity: Literal["cosine", "dot"]
     made_of: dict[str, object]
 
 
@@ -58,7 +60,7 @@ class Vectors:
     part: int
     width: int
     number: Number
-    similarity: str
+    similarity: Literal["cosine", "dot"]
     made_of: Mapping[str, object]
 
     @classmethod
@@ -70,7 +72,7 @@ class Vectors:
         part: int,
         width: int,
         number: Number,
-        similarity: str,
+        similarity: Literal["cosine", "dot"],
         made_of: Mapping[str, object],
     ) -> Vectors:
         """Begins a folder, or goes on with one that was begun with the same.
@@ -80,15 +82,18 @@ class Vectors:
         Raises:
             ConfigError: it was begun with something else, or holds other files.
         """
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file. Name a new folder with --output.")
+        make_folder(folder)
+        # Listed first: the description is the first file that another process writes.
+        files = [file.name for file in folder.iterdir() if not file.name.startswith(".")]
         description = folder / _DESCRIPTION
         if not description.is_file():
-            if folder.is_dir() and any(folder.glob("*.npy")):
+            if files:
                 raise ConfigError(
-                    f"{folder} holds arrays that are no embeddings. Name a new folder with "
-                    "--output."
+                    f"{folder} holds {files[0]}, which is no part of embeddings. Name a new folder "
+                    "with --output."
                 )
-            make_folder(folder)
-            write_text(folder / _NAMES, "".join(f"{json.dumps(name)}\n" for name in names))
             settings = {
                 "texts": len(names),
                 "part": part,
@@ -99,13 +104,15 @@ class Vectors:
             }
             write_text(description, json.dumps(settings, indent=1) + "\n")
         found = cls._described(folder)
-        before = {**found.made_of, "number": found.number, "part": found.part}
-        wanted = {**json.loads(json.dumps(made_of)), "number": number, "part": part}
+        before = {**found.made_of, "dtype": found.number, "texts-per-file": found.part}
+        wanted = {**json.loads(json.dumps(made_of)), "dtype": number, "texts-per-file": part}
         if changed := [name for name, value in wanted.items() if before.get(name) != value]:
             raise ConfigError(
-                f"{folder} was begun with another {' and '.join(changed)}. Use the same again, or "
-                "name a new folder with --output."
+                f"{folder} was begun with different {' and '.join(changed)}. Use the same again, "
+                "or name a new folder with --output."
             )
+        if not (folder / _NAMES).is_file():
+            write_text(folder / _NAMES, "".join(f"{json.dumps(name)}\n" for name in names))
         return found
 
     @classmethod
@@ -133,7 +140,16 @@ class Vectors:
                 f"{folder} holds no embeddings that can be read: {error}. Name a folder that "
                 "samestep embed has written."
             ) from error
-        return cls(folder, **found)
+        # Not `**found`: a later version, or a stranger, may have written further keys.
+        return cls(
+            folder,
+            found["texts"],
+            found["part"],
+            found["width"],
+            found["number"],
+            found["similarity"],
+            found["made_of"],
+        )
 
     @property
     def parts(self) -> int:
@@ -163,8 +179,18 @@ class Vectors:
         return self._file(part).is_file()
 
     def write(self, part: int, vectors: Tensor) -> None:
-        """Writes a part, fp32 [n, D]; it appears once it is complete."""
+        """Writes a part, fp32 [n, D]; it appears once it is complete.
+
+        Raises:
+            DataError: the type of the stored numbers does not hold a vector.
+        """
         values = vectors.numpy()
+        most = np.finfo(np.float16 if self.number == "float16" else np.float32).max
+        if not (np.abs(values) <= most).all():  # also NaN
+            raise DataError(
+                f"a vector of part {part + 1} has NaN, infinity or a number too large for "
+                f"{self.number}. Use --dtype float32; if that fails too, the weights are damaged."
+            )
         for left in self.folder.glob(f".{part:05}.*.tmp"):  # by a process that was killed
             left.unlink(missing_ok=True)
         if self.number == "int8":
@@ -179,10 +205,14 @@ class Vectors:
         """Keeps another job from writing this folder.
 
         Raises:
-            ConfigError: another one writes it.
+            ConfigError: another one writes it, or its lock is no file.
         """
         path = self.folder / ".lock"
-        with flock.open_lock(path) as file:
+        try:
+            opened = flock.open_lock(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened: {error.strerror}. Remove it.") from error
+        with opened as file:
             flock.lock_or_reject(
                 file, f"another process writes {self.folder}; wait for it, or name another folder"
             )
@@ -190,7 +220,7 @@ class Vectors:
             path.unlink(missing_ok=True)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields the number of the first row and the vectors, fp32 [n, D], of each part.
+        """Yields the number of the first row and vectors, fp32 [n, D], some thousand at a time.
 
         Raises:
             DataError: a part is damaged.
@@ -199,11 +229,14 @@ class Vectors:
             first = part * self.part
             count = min(self.part, self.texts - first)
             values = self._load(self._file(part), (count, self.width), self.number)
-            vectors = torch.from_numpy(values.astype(np.float32))
+            scales = None
             if self.number == "int8":
-                scales = self._load(self._scales(part), (count,), "float32")
-                vectors *= torch.from_numpy(scales)[:, None]
-            yield first, vectors
+                scales = self._load(self._scales(part), (count,), "float32")[:, None]
+            for start in range(0, count, _ROWS):
+                vectors = values[start : start + _ROWS].astype(np.float32)
+                if scales is not None:
+                    vectors *= scales[start : start + _ROWS]
+                yield first + start, torch.from_numpy(vectors)
 
     def _file(self, part: int) -> Path:
         return self.folder / f"{part:05}.npy"
@@ -217,7 +250,8 @@ class Vectors:
 
     def _load(self, path: Path, shape: tuple[int, ...], number: str) -> np.ndarray[Any, Any]:
         try:
-            values: np.ndarray[Any, Any] = np.load(regular(path), allow_pickle=False)
+            # Mapped: a part may be larger than memory, and a damaged header names any size.
+            values: np.ndarray[Any, Any] = np.lib.format.open_memmap(regular(path), mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
                 f"cannot read {path}: {error}. Remove it, and run the same samestep embed again."

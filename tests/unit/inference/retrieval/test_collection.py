@@ -47,6 +47,7 @@ def test_documents_are_in_the_order_of_their_ids(tmp_path: Path) -> None:
         ({"judgments": ["1\ta\t1", "1\ta\t0"]}, r"test.tsv:3 judges document 'a' .* second time"),
         ({"judgments": ["1 a 1"]}, r"test.tsv:2 is '1 a 1'"),
         ({"judgments": ["1\ta\thigh"]}, r"a whole number"),
+        ({"judgments": ["1\ta\t" + "9" * 400]}, r"a whole number"),
         ({"judgments": ["1\ta\t0"]}, r"no relevant document for any query"),
     ],
 )

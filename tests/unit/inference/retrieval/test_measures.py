@@ -84,7 +84,7 @@ def test_they_are_those_of_trec_eval() -> None:
         np.testing.assert_allclose(ours[name], expected, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["ndcg", "ndcg@0", "hits@3", "NDCG@10"])
+@pytest.mark.parametrize("name", ["ndcg", "ndcg@0", "ndcg@10000", "hits@3", "NDCG@10"])
 def test_an_unknown_measure_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is no measure of rankings"):
         scores([name], [["a"]], [{"a": 1}])
