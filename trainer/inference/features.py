@@ -26,12 +26,13 @@ from samestep.progress import Progress
 from samestep.storage.local import temporary_name
 from trainer.inference import sentence_embedding
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.inference.sentence_embedding import Pooling, check_encoder
 from trainer.training.weights.loading import load_weights
 
 logger = logging.getLogger(__name__)
 
 Mix: TypeAlias = Literal["mean", "concat"]
-Pool: TypeAlias = Literal["mean", "first", "max", "none"]
+Pool: TypeAlias = sentence_embedding.Pool | Literal["none"]
 Shape: TypeAlias = tuple[int, ...]
 
 _TEXTS_AT_A_TIME = 1024  # tokenized
@@ -60,7 +61,7 @@ def run(
     weights = load_weights(checkpoint)
     own = None
     if pool is None and weights.step is None and isinstance(weights.folder, Path):
-        own = sentence_embedding.read(weights.folder)
+        own = Pooling.of(weights.folder)
     encoder = TextEncoder(weights)
     if own is not None:
         if layers != "-1" or mix is not None:
@@ -69,8 +70,9 @@ def run(
                 "and --mix need --pool; add it"
             )
         pool = own.pool
-        texts = (own.prompt + text for text in texts)
-        encoder.shorten(own.length)
+        texts = map(own.with_default_prompt, texts)
+        encoder.shorten(own.longest)
+        check_encoder(checkpoint, encoder.sees_all)
         logger.info("embedding as modules.json of %s says: %s", checkpoint, own)
     numbers = chosen_layers(encoder, layers, 0)
     # A causal model's first token has seen nothing but itself.
@@ -152,13 +154,7 @@ class Features:
         """[B, S, D] -> [B, D]; with pool "none", [T, D]."""
         if self.pool == "none":
             return hidden[real]
-        if self.pool == "first":
-            return hidden[:, 0]
-        # Padding must not count: the maximum of a padded position could be the highest.
-        real = real[..., None]
-        if self.pool == "max":
-            return hidden.masked_fill(~real, -math.inf).amax(1)
-        return (hidden * real).sum(1) / real.sum(1)
+        return sentence_embedding.pool(hidden, real, self.pool)
 
 
 def write(

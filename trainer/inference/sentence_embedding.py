@@ -1,146 +1,207 @@
-"""How a folder of `sentence-transformers` embeds a text, for `samestep features`."""
+"""How a folder of `sentence-transformers` makes a vector of a text."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias, TypedDict, TypeVar, cast, get_args
 
-from samestep.config import Tree
+import torch
+from torch import Tensor
+
 from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
 from samestep.untrusted import inside
 
-logger = logging.getLogger(__name__)
+Pool: TypeAlias = Literal["mean", "first", "last", "max", "weighted"]
+Similarity: TypeAlias = Literal["cosine", "dot"]
+T = TypeVar("T")
 
 _MODULES = ["Transformer", "Pooling", "Normalize"]
-_POOLS: Mapping[str, Literal["mean", "first", "max"]] = {
+_POOLS: Mapping[str, Pool] = {
     "mean": "mean",
-    "mean_tokens": "mean",
     "cls": "first",
-    "cls_token": "first",
+    "lasttoken": "last",
     "max": "max",
-    "max_tokens": "max",
+    "weightedmean": "weighted",
 }
-_FIX = "With --pool, features are hidden states of the encoder alone"
+"""By the names of sentence-transformers."""
+_FLAG = "pooling_mode_"  # of a mode, in folders of version 5 and less: pooling_mode_cls_token
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+_FIX = "With --pool, vectors are pooled hidden states of the encoder alone"
+
+
+class _Transformer(TypedDict, total=False):
+    max_seq_length: int | float | None
+    do_lower_case: bool
+
+
+class _Tokenizer(TypedDict, total=False):
+    model_max_length: int | float | None
+
+
+class _Settings(TypedDict, total=False):
+    prompts: dict[str, str] | None
+    default_prompt_name: str | None
+    similarity_fn_name: str | None
 
 
 @dataclass(frozen=True)
-class SentenceEmbedding:
-    """The steps from a text to its vector.
+class Pooling:
+    """How the hidden states of a text become its vector.
 
     Attributes:
-        pool: how the last layer's vectors of its tokens are combined.
-        normalize: whether the result has length 1.
-        length: most tokens of a text with its special tokens; None: as many as the model reads.
-        prompt: is put before each text.
+        pool: `mean` of all tokens; the `first` or `last` one; their `max`, number by number; or
+            `weighted`, a mean in which the token at position i, from 1, counts i times.
+        normalize: whether vectors have length 1.
+        longest: maximum number of tokens, special ones included; None is the model's.
+        query, document: prepended to texts of these roles.
+        default: prepended to texts without a role, whose similarity is symmetric.
+        lower: whether texts are lower-cased.
+        similarity: what compares two vectors.
     """
 
-    pool: Literal["mean", "first", "max"]
-    normalize: bool
-    length: int | None
-    prompt: str
+    pool: Pool = "mean"
+    normalize: bool = True
+    longest: int | None = None
+    query: str = ""
+    document: str = ""
+    default: str = ""
+    lower: bool = False
+    similarity: Similarity = "cosine"
 
-    def __str__(self) -> str:
-        parts = [f"pooled by {self.pool}", "normalized" if self.normalize else "not normalized"]
-        if self.length is not None:
-            parts.append(f"at most {self.length} tokens")
-        if self.prompt:
-            parts.append(f"after {self.prompt!r}")
-        return ", ".join(parts)
+    @classmethod
+    def of(cls, folder: Path, pool: Pool | None = None) -> Pooling | None:
+        """Reads the settings of a folder; None if it is not of `sentence-transformers`.
+
+        Args:
+            pool: replaces the folder's, which may be one that samestep does not compute.
+
+        Raises:
+            CheckpointError: a file is damaged or missing.
+            ConfigError: it has a module or setting that samestep does not compute.
+        """
+        file = inside(folder, "modules.json")
+        if not file.is_file():
+            return None
+        modules = _read(file, list[dict[str, object]])
+        for number, module in enumerate(modules):
+            kind = str(module.get("type"))
+            name = kind.rpartition(".")[2]
+            is_known = kind.startswith("sentence_transformers.") and [name] == _MODULES[number:][:1]
+            if not is_known or (number == 0 and module.get("path") != ""):
+                raise ConfigError(
+                    f"{file} has the module {kind} at place {number}, which samestep does not "
+                    f"compute: it has Transformer, Pooling, Normalize in this order. Remove "
+                    "modules.json to use the encoder alone"
+                )
+        if len(modules) < 2:
+            raise ConfigError(f"{file} has no module Pooling. Remove it to use the encoder alone")
+        transformer = _optional(inside(folder, "sentence_bert_config.json"), _Transformer)
+        file = inside(folder, "config_sentence_transformers.json")
+        settings = _optional(file, _Settings)
+        prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+        if default is not None and default not in prompts:
+            raise CheckpointError(
+                f"{file} has the prompts {prompts!r} and default_prompt_name {default!r}. Name one "
+                "of them"
+            )
+        similarity = settings.get("similarity_fn_name") or "cosine"
+        if similarity not in get_args(Similarity):
+            raise ConfigError(
+                f"{file} has similarity_fn_name {similarity!r}, which samestep does not compute. "
+                "Set it to cosine or dot"
+            )
+        stored = _pool(inside(folder, f"{modules[1].get('path')}/config.json"), pool)
+        return cls(
+            stored,
+            len(modules) > 2,
+            _length(folder, transformer),
+            prompts.get("query", ""),
+            next((prompts[role] for role in _DOCUMENT_PROMPTS if role in prompts), ""),
+            "" if default is None else prompts[default],
+            transformer.get("do_lower_case", False),
+            cast(Similarity, similarity),
+        )
+
+    def with_default_prompt(self, text: str) -> str:
+        """A text as it is read without a role."""
+        text = self.default + text
+        return text.lower() if self.lower else text
 
 
-def read(folder: Path) -> SentenceEmbedding | None:
-    """Reads the settings of a folder; None if it is not of `sentence-transformers`.
+def check_encoder(checkpoint: str, sees_all: bool) -> None:
+    """Refuses a folder with a model that reads from left to right.
 
     Raises:
-        CheckpointError: a file is damaged or missing.
-        ConfigError: it has a module or setting that samestep does not compute.
+        ConfigError: with what to do.
     """
-    file = inside(folder, "modules.json")
+    if not sees_all:
+        # Which special tokens it puts around a text differs from model to model.
+        raise ConfigError(
+            f"{checkpoint} is a folder of sentence-transformers with a model that reads from left "
+            "to right, and its special tokens would be others. Remove modules.json to use those of "
+            "samestep, and name the pooling with --pool."
+        )
+
+
+def pool(hidden: Tensor, real: Tensor, how: Pool) -> Tensor:
+    """[B, S, D] -> [B, D]; real: bool [B, S], False for the padding after each text."""
+    if how == "first":
+        return hidden[:, 0]
+    if how == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), real.sum(1) - 1]
+    # Padding must not count: the maximum of a padded position could be the highest.
+    if how == "max":
+        return hidden.masked_fill(~real[..., None], -torch.inf).amax(1)
+    shares = real.to(hidden.dtype)
+    if how == "weighted":
+        # 3 tokens have the shares 1/6, 2/6, 3/6.
+        shares = shares * torch.arange(1, real.shape[1] + 1, device=real.device)
+    return (hidden * shares[..., None]).sum(1) / shares.sum(1, keepdim=True)
+
+
+def _pool(file: Path, instead: Pool | None) -> Pool:
+    """The pooling that 1_Pooling/config.json describes, or the one in its place."""
     if not file.is_file():
-        return None
-    with damage_of(file, CheckpointError, "Copy the folder again."):
-        modules = read_json(file, list[dict[str, object]])
-    for number, module in enumerate(modules):
-        kind = str(module.get("type"))
-        name = kind.rpartition(".")[2]
-        is_known = kind.startswith("sentence_transformers.") and [name] == _MODULES[number:][:1]
-        if not is_known or (number == 0 and module.get("path") != ""):
-            raise ConfigError(
-                f"{file} has the module {kind} at place {number}, which samestep does not "
-                f"compute: it has Transformer, Pooling, Normalize in this order. {_FIX}"
-            )
-    if len(modules) < 2:
-        raise ConfigError(f"{file} has no module Pooling. {_FIX}")
-    length, prompt = _length(folder), _prompt(folder)
-    pooling = inside(folder, f"{modules[1].get('path')}/config.json")
-    if not pooling.is_file():
-        raise CheckpointError(f"{pooling} is missing. Copy the folder again")
-    pool = _pool(pooling, prompt)
-    return SentenceEmbedding(pool, len(modules) > 2, length, prompt)
-
-
-def _pool(file: Path, prompt: str) -> Literal["mean", "first", "max"]:
-    content = _content(file)
-    # Version 5 and later name the mode; earlier ones have a flag for each.
+        raise CheckpointError(f"{file} is missing. Copy the folder again")
+    content = _read(file, dict[str, object])
+    if content.get("include_prompt") is False:
+        raise ConfigError(
+            f"{file} has include_prompt false, which leaves prompts out of the pooling. samestep "
+            "does not compute that: set it to true"
+        )
+    if instead is not None:
+        return instead
     modes = content.get("pooling_mode") or [
-        name.removeprefix("pooling_mode_")
+        name.removeprefix(_FLAG).removesuffix("s").removesuffix("_token")
         for name, is_set in content.items()
-        if name.startswith("pooling_mode_") and is_set is True
+        if name.startswith(_FLAG) and is_set is True
     ]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _POOLS:
         raise ConfigError(
-            f"{file} pools by {modes}, which samestep does not compute: it has mean, cls or max. "
-            f"{_FIX}"
-        )
-    if prompt and content.get("include_prompt") is False:
-        raise ConfigError(
-            f"{file} has include_prompt false, which leaves the prompt {prompt!r} out of the "
-            f"pooling. samestep does not compute that. {_FIX}"
+            f"{file} pools by {modes}, which samestep does not compute: it has "
+            f"{', '.join(_POOLS)}. {_FIX}"
         )
     return _POOLS[modes[0]]
 
 
-def _length(folder: Path) -> int | None:
-    file = inside(folder, "sentence_bert_config.json")
-    content = _content(file)
-    if content.get("do_lower_case"):
-        raise ConfigError(
-            f"{file} has do_lower_case true, which is the tokenizer's decision in samestep. Set it "
-            "to false if the tokenizer converts to lower case"
-        )
-    length = content.get("max_seq_length")
+def _length(folder: Path, transformer: _Transformer) -> int | None:
+    length = transformer.get("max_seq_length")
     if length is None:  # as newer versions save it
-        length = _content(inside(folder, "tokenizer_config.json")).get("model_max_length")
-    if length is not None and (not isinstance(length, int | float) or length < 1):
-        raise CheckpointError(f"{file} has max_seq_length {length!r}. Write a number of tokens")
+        tokenizer = _optional(inside(folder, "tokenizer_config.json"), _Tokenizer)
+        length = tokenizer.get("model_max_length")
+    if length is not None and length < 1:
+        raise CheckpointError(f"{folder} has max_seq_length {length!r}. Write a number of tokens")
     return None if length is None else int(length)
 
 
-def _prompt(folder: Path) -> str:
-    file = inside(folder, "config_sentence_transformers.json")
-    content = _content(file)
-    prompts, name = content.get("prompts") or {}, content.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
-        raise CheckpointError(
-            f"{file} has the prompts {prompts!r} and default_prompt_name {name!r}. Name one of them"
-        )
-    if others := [other for other, text in prompts.items() if text and other != name]:
-        logger.info(
-            "the prompts %s in %s are not used; write one at the beginning of each text that "
-            "needs it",
-            ", ".join(others),
-            file,
-        )
-    return "" if name is None else str(prompts[name])
+def _optional(file: Path, schema: type[T]) -> T:
+    return _read(file, schema) if file.is_file() else schema()
 
 
-def _content(file: Path) -> Tree:
-    if not file.is_file():
-        return {}
+def _read(file: Path, schema: type[T]) -> T:
     with damage_of(file, CheckpointError, "Copy the folder again."):
-        return read_json(file, Tree)
+        return read_json(file, schema)

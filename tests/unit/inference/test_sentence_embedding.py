@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from samestep.errors import CheckpointError, ConfigError, SamestepError
-from trainer.inference import features, sentence_embedding
-from trainer.inference.sentence_embedding import SentenceEmbedding
+from trainer.inference import features
+from trainer.inference.sentence_embedding import Pooling
 
 THEIRS = "sentence_transformers.models."
 KINDS = ("Transformer", "Pooling", "Normalize")
@@ -53,10 +53,10 @@ def legacy(mode: str) -> dict[str, object]:
     }
 
 
-def test_settings_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert sentence_embedding.read(tmp_path) is None
+def test_settings_are_read(tmp_path: Path) -> None:
+    assert Pooling.of(tmp_path) is None
     write(tmp_path)
-    assert sentence_embedding.read(tmp_path) == SentenceEmbedding("first", False, None, "")
+    assert Pooling.of(tmp_path) == Pooling("first", False)
     prompts = {"prompts": {"query": "q: ", "document": "d: ", "none": ""}}
     more: dict[str, Any] = {
         "1_Pooling__config": legacy("max_tokens"),
@@ -64,27 +64,21 @@ def test_settings_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         "config_sentence_transformers": {**prompts, "default_prompt_name": "query"},
     }
     write(tmp_path, 3, **more)
-    with caplog.at_level("INFO"):
-        found = sentence_embedding.read(tmp_path)
-    assert found == SentenceEmbedding("max", True, 5, "q: ")
-    assert str(found) == "pooled by max, normalized, at most 5 tokens, after 'q: '"
-    assert "the prompts document in" in caplog.text
+    assert Pooling.of(tmp_path) == Pooling("max", True, 5, "q: ", "d: ", "q: ")
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"1_Pooling__config": legacy(mode)}, mode)
-        for mode in ("mean_sqrt_len_tokens", "weightedmean_tokens")
+        ({"1_Pooling__config": legacy(mode)}, mode.removesuffix("_tokens"))
+        for mode in ("mean_sqrt_len_tokens",)
     ]
     + [
-        ({"1_Pooling__config": {"pooling_mode": "lasttoken"}}, "pools by .'lasttoken'., which"),
         ({"1_Pooling__config": {"pooling_mode": ["cls", "max"]}}, "pools by .'cls', 'max'."),
         ({"1_Pooling__config": {}}, r"pools by \[\], which"),
         ({"modules": [{"type": f"{THEIRS}Transformer", "path": ""}]}, "no module Pooling"),
         ({"modules": [{"type": f"{THEIRS}Transformer", "path": "0"}]}, "module .*Transformer at"),
         ({"modules": [{"type": "evil.Transformer", "path": ""}]}, "module evil.Transformer at"),
-        ({"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case true"),
         ({"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length 0"),
         ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "default_prompt_name 'x'"),
         (
@@ -98,14 +92,14 @@ def test_settings_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 )
 def test_others_are_refused_by_name(files: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=message):
-        sentence_embedding.read(write(tmp_path, **files))
+        Pooling.of(write(tmp_path, **files))
 
 
 def test_a_dense_layer_is_refused_by_name(tmp_path: Path) -> None:
     kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense")]
     modules = [{"type": f"{THEIRS}{kind}", "path": path} for kind, path in kinds]
     with pytest.raises(ConfigError, match=r"has the module .*Dense at place 2"):
-        sentence_embedding.read(write(tmp_path, modules=modules))
+        Pooling.of(write(tmp_path, modules=modules))
 
 
 def test_a_pooling_outside_of_the_folder(tmp_path: Path) -> None:
@@ -114,7 +108,7 @@ def test_a_pooling_outside_of_the_folder(tmp_path: Path) -> None:
         for kind, path in zip(KINDS[:2], ("", ".."), strict=True)
     ]
     with pytest.raises(SamestepError, match="leads out of the folder"):
-        sentence_embedding.read(write(tmp_path, modules=modules))
+        Pooling.of(write(tmp_path, modules=modules))
 
 
 def bert(folder: Path) -> Path:

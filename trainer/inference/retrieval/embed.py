@@ -24,8 +24,9 @@ from samestep.storage import shown
 from samestep.stored_json import JsonError, checked
 from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.retrieval import search as exact
-from trainer.inference.retrieval.sentences import Given, Pooling, SentenceEncoder
+from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
+from trainer.inference.sentence_embedding import Pooling
 
 logger = logging.getLogger(__name__)
 
