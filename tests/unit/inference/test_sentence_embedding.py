@@ -95,6 +95,36 @@ def test_others_are_refused_by_name(files: dict[str, object], message: str, tmp_
         Pooling.of(write(tmp_path, **files))
 
 
+def test_prompts_of_roles_and_lower_case_are_read(tmp_path: Path) -> None:
+    prompts = {"query": "find: ", "passage": "doc: ", "sts": "same: "}
+    settings = {
+        "prompts": prompts,
+        "default_prompt_name": "sts",
+        "similarity_fn_name": "dot",
+    }
+    more: dict[str, Any] = {
+        "1_Pooling__config": legacy("weightedmean_tokens"),
+        "sentence_bert_config": {"max_seq_length": 256, "do_lower_case": True},
+    }
+    found = Pooling.of(write(tmp_path / "a", 3, config_sentence_transformers=settings, **more))
+    assert found == Pooling("weighted", True, 256, "find: ", "doc: ", "same: ", True, "dot")
+    assert found is not None
+    assert found.with_default_prompt("A Text") == "same: a text"
+    # As in sentence-transformers, the default prompt is no query's or document's.
+    settings = {"prompts": {"sts": "same: "}, "default_prompt_name": "sts"}
+    found = Pooling.of(write(tmp_path / "b", config_sentence_transformers=settings))
+    assert found == Pooling("first", False, default="same: ")
+
+
+def test_another_pooling_needs_an_option(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, **{"1_Pooling__config": legacy("mean_sqrt_len_tokens")})
+    with pytest.raises(ConfigError, match=r"pools by .*mean_sqrt_len.*With --pool"):
+        Pooling.of(folder)
+    found = Pooling.of(folder, "max")
+    assert found is not None
+    assert found.pool == "max"
+
+
 def test_a_dense_layer_is_refused_by_name(tmp_path: Path) -> None:
     kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense")]
     modules = [{"type": f"{THEIRS}{kind}", "path": path} for kind, path in kinds]
@@ -145,7 +175,7 @@ def test_pool_and_layers_replace_what_the_folder_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["cls", "mean", "max"])
+@pytest.mark.parametrize("mode", ["cls", "mean", "max", "lasttoken", "weightedmean"])
 @pytest.mark.parametrize("length", [None, 5])
 def test_vectors_are_those_of_sentence_transformers(
     mode: str, length: int | None, tmp_path: Path
