@@ -90,16 +90,6 @@ def quicker() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    """Variables that a command sets in this process would reach the tests after it."""
-    before = dict(os.environ)
-    yield
-    if dict(os.environ) != before:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
 def forget_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Modules that a test has written and imported would shadow those of another test."""
     before = set(sys.modules)
