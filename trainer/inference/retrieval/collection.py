@@ -76,11 +76,13 @@ class Collection:
                         f"{file}:{number} names the {what} {name!r}, which {folder} does not have. "
                         "Remove the line, or use the judgments that belong to it."
                     )
+            # The same judgment twice is harmless; of two different ones, none could be chosen.
             if judgments.setdefault(query, {}).setdefault(document, relevance) != relevance:
                 raise DataError(
                     f"{file}:{number} judges document {document!r} for query {query!r} a second "
                     "time, and differently. Remove one of the lines."
                 )
+        # Without a relevant document, ndcg and recall would divide by 0.
         judged = {query for query, found in judgments.items() if max(found.values()) > 0}
         if not judged:
             raise DataError(f"{file} has no relevant document for any query. Use another split.")
