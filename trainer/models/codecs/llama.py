@@ -158,6 +158,7 @@ def _rope(config: ConfigJson, model_type: str) -> ConfigJson:
     default = 2_000_000.0 if model_type == "smollm3" else 10_000.0
     theta = rope.get("rope_theta") or config.get("rope_theta") or default
     kind = rope.get("rope_type", rope.get("type", "default"))
+    # A half would rotate the first 32 of 64 features only. The others below change YaRN's formulas.
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     refused = {"partial_rotary_factor": part not in (None, 1.0)} | {
         name: rope.get(name) not in (None, usual)
@@ -208,6 +209,7 @@ class Codec(codecs.Codec[llama.Config]):
         config = {**_OFTEN_ABSENT, "tie_word_embeddings": tied, **config}
         # Of files without these, `read_settings` names the key that is absent as well.
         if count := config.get("num_attention_heads"):
+            # Without them, each head of queries has its own keys, and heads fill the width.
             usual = {
                 "num_key_value_heads": count,
                 "head_dim": config.get("hidden_size", 0) // count,

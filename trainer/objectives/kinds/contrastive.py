@@ -182,7 +182,7 @@ class Contrastive(SentencePairs, OverBatch):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return {}
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """The index of the label and the cosine."""
         for row, output in rows_with_outputs(predictions):
             yield {"label": row.label, "prediction": float(output[0])}
