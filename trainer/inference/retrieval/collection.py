@@ -135,6 +135,7 @@ def _judgments(file: Path) -> Iterator[tuple[int, str, str, int]]:
         ) from error
     for number, line in enumerate(content.split("\n"), 1):
         fields = tuple(field.strip() for field in line.split("\t"))
+        # Blank lines, also the empty one after the last line end, and the header.
         if fields in ((), ("",)) or (number == 1 and fields == _HEADER):
             continue
         try:

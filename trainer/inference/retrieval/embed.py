@@ -150,6 +150,7 @@ def search(
         # The blocks are read again for each group: vectors need not fit into memory.
         products, rows = exact.top(*comparable(vectors.similarity, found, vectors.blocks()), k)
         for (name, _), scores, places in zip(group, products, rows, strict=True):
+            # Six digits: the last ones of fp32 differ between devices.
             hits = [
                 {"id": vectors.names[place], "score": round(float(score), 6)}
                 for score, place in zip(scores, places, strict=True)
@@ -189,6 +190,7 @@ def named_texts(file: str, field: str | None) -> Iterator[tuple[str, str]]:
                 if field is None and isinstance(row, dict) and row.get("title"):
                     text = f"{text_of(row, 'title')} {text}"
                 if isinstance(row, dict) and "_id" in row:
+                    # Judgments are text, so an id 7 becomes "7".
                     if not isinstance(row["_id"], str | int):
                         raise BadRecord("field '_id' is neither text nor a whole number")
                     name = str(row["_id"])

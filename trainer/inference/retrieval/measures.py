@@ -60,6 +60,7 @@ def scores(
         # A ranking may be shorter than `depth`; the ranks that it lacks keep a gain of 0.
         found = [max(0, judged.get(document, 0)) for document in ranking[:depth]]
         gains[query, : len(found)] = found
+        # The best order of all judged documents: relevances 0 1 2 become gains 2 1.
         ideal = sorted((gain for gain in judged.values() if gain > 0), reverse=True)
         relevant[query] = len(ideal)
         best[query, : len(ideal[:depth])] = ideal[:depth]
@@ -86,6 +87,7 @@ def _measure(kind: str, gains: Float64, best: Float64, relevant: Float64) -> Flo
     hits = gains > 0
     ranks = np.arange(1, gains.shape[1] + 1)
     if kind == "ndcg":
+        # 1 at rank 1, 1.58 at rank 2, 2 at rank 3.
         discounts = np.log2(ranks + 1)
         return np.asarray((gains / discounts).sum(1) / (best / discounts).sum(1))
     if kind == "mrr":

@@ -45,6 +45,7 @@ def _highest(products: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, products.shape[1])
     values, places = products.topk(k)
     # torch.topk takes any of those that equal the lowest one; a stable sort takes the first.
+    # For k = 2 of 3 1 1, three products are at least 1, so the row is sorted again.
     tied = ((products >= values[:, -1:]).sum(1) > k).nonzero()[:, 0]
     if len(tied):
         again = products[tied].sort(dim=1, descending=True, stable=True)
