@@ -49,6 +49,7 @@ class LabelCounts:
         if train is None:
             return []
         missing = np.flatnonzero(train == 0).tolist()
+        # Worse than an unused label: held-out rows with it are always scored as wrong.
         scored = [i for i in missing if heldout is not None and heldout[i]]
         found = []
         if unseen := [self.labels[i] for i in missing if i not in scored]:

@@ -108,6 +108,7 @@ def _difference(content: Tree, parts: _Parts) -> str | None:
             return f"the normalizer {part}"
     if missing := [part for part in parts.needed if part not in found]:
         return f"no normalizer {missing[0]}"
+    # Albert's are WhitespaceSplit? and Metaspace: a file with or without the first one is right.
     splitters, expected = list(_members(content["pre_tokenizer"])), []
     for name in parts.splitters:
         if not name.endswith("?") or name[:-1] in splitters:
@@ -126,6 +127,7 @@ def _members(part: Tree | None) -> Iterator[str]:
         for member in part.get("normalizers") or part.get("pretokenizers") or ():
             yield from _members(member)
     elif kind == "Replace":
+        # {"String": "``"} or {"Regex": " {2,}"}: one key, the kind of the pattern.
         (pattern,) = part["pattern"].values()
         yield f"Replace {pattern} {part['content']}"
     elif not part.get("use_regex", True) or part.get("behavior", "Isolated") != "Isolated":

@@ -112,7 +112,7 @@ class Holds:
         """Returns the names of the folders that readers hold by notes; removes stale notes.
 
         Args:
-            certain: if there are notes, wait until those of killed readers have become stale.
+            certain: if there are notes, wait until killed readers' notes have become stale.
 
         Raises:
             CheckpointError: the folder cannot be read.

@@ -298,8 +298,8 @@ class Checkpointer:
                 found = {
                     each.step: each.place.name for each in saved if each.committed and each.counts
                 }
-        # Rank 0's list counts: the ranks of a network file system may see different ones. Its order
-        # is that of the steps.
+        # Rank 0's list, in the order of the steps, counts: the ranks of a network file system may
+        # see different ones.
         names = gather(found, self._world_size)[0]
         steps = [step for step in names if (least or 0) <= step <= (step if most is None else most)]
         for step in reversed(steps):

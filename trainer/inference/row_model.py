@@ -126,6 +126,7 @@ class RowModel:
         assert parts is not None
         if self.spec.positions > length:  # several sequences, of the whole length
             return np.full_like(tokens, self.spec.positions)
+        # With a length of 8 and a stride of 2, a row of 11 tokens has 1 + 2 windows of 8.
         stride = parts.stride if parts.layout == "windows" else None
         windows = 1 if stride is None else 1 + -(-np.maximum(tokens - length, 0) // stride)
         positions: npt.NDArray[np.int64] = np.minimum(tokens, length) * windows
@@ -152,6 +153,7 @@ def _objective(weights: Weights, offers: Outputs, vocabulary: Vocabulary, length
         reads = "last" if own.lm_weight else own.reads
         config = replace(own, soft=False, lm_weight=0.0, reads=reads)
     objective = config.build(vocabulary)
+    # Where the model's head can read: offers name it as "first_position" or "last_position".
     offered = [each for each in get_args(Pooled) if f"{each}_position" in offers]
     if objective.pooled in offered:
         return objective

@@ -96,6 +96,7 @@ def of_classes(names: Sequence[str], predicted: Int64, true: Int64) -> ClassRepo
     # column 0 of the matrix.
     matrix = np.bincount(true * count + predicted, minlength=count**2).reshape(count, count)
     # Sums over a row count its label, and sums over a column its prediction.
+    # Of [[5, 1], [2, 4]], supports are 6 and 6, and 7 and 5 are predicted.
     right, support, guessed = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall = _ratio(right, guessed), _ratio(right, support)
     # 2 P R / (P + R) = 2 right / (guessed + support)
@@ -106,6 +107,7 @@ def of_classes(names: Sequence[str], predicted: Int64, true: Int64) -> ClassRepo
     total = int(support.sum())
     averages = {
         "macro": _scores(columns[:, occurs].mean(axis=1), total),
+        # [3, C] @ [C]: each score's sum over the classes, weighted by their rows.
         "weighted": _scores(columns @ support / total, total),
     }
     each = zip(names, columns.T, support.tolist(), strict=True)

@@ -154,7 +154,7 @@ class Task(Objective):
         """The scores of a split by name; fractions are in [0, 1]."""
 
     @abstractmethod
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """Label and prediction of each of `predictions.rows`, in order, as values for JSON."""
 
     def class_report(self, predictions: Predictions) -> ClassReport | None:

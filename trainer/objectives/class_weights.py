@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +124,7 @@ class ClassLoss:
         # -1 takes the weight of class 0, but such a position has the weight 0 itself.
         return weights * table[target.clamp(min=0)]
 
-    def total(self, batch: Mapping[str, Any]) -> float:
+    def total(self, batch: Mapping[str, object]) -> float:
         """The sum of `weights` over a micro-batch in host memory, by its labels and weights."""
         # In fp64: float32 sums of weights such as 0.56 would depend on the micro-batches.
         weights = np.asarray(batch["weights"], dtype=np.float64)

@@ -397,7 +397,7 @@ def number_scores(names: tuple[str, ...], predictions: Predictions) -> dict[str,
     return metrics.scores(names, outputs[:, 0].astype(np.float64), true)
 
 
-def number_predictions(predictions: Predictions) -> Iterator[dict[str, Any]]:
+def number_predictions(predictions: Predictions) -> Iterator[dict[str, object]]:
     """The label and the predicted number of each row."""
     for row, output in rows_with_outputs(predictions):
         yield {"label": label_of(row), "prediction": float(output[0])}

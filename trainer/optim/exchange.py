@@ -38,7 +38,7 @@ class Exchange:
         ):
             first, size = flat_start(weight), rows * columns
             for start in range(0, count * size, size):
-                # The overlap of this rank's elements with those of the matrix, counted from its
+                # The overlap of this rank's elements with the matrix's, counted from its
                 # first: of elements 4 to 8, a matrix that begins at 6 has the range (0, 2).
                 edges = (first - start, first + part.numel() - start)
                 begin, end = (min(max(edge, 0), size) for edge in edges)

@@ -157,7 +157,7 @@ class Experiment:
                     "examples of a unit, which all devices can compute, as "
                     "training.micro_batch_size=8."
                 )
-            # Words of fp64 hold a sum of so many units without rounding.
+            # Words of fp64 hold a sum of `MOST_UNITS` units without rounding.
             if phase.global_batch_size > size * exact.MOST_UNITS:
                 raise ConfigError(
                     f"training.exact is bitwise, and global_batch_size {phase.global_batch_size} "

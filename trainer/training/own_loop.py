@@ -180,8 +180,8 @@ def _loaders(
 class LoopCheckpoints:
     """Checkpoints of a loop: parameters, optimizer state and the position in the data.
 
-    `samestep export`, `fill`, `evaluate` and others read them like those of a run. `samestep train`
-    does not continue them.
+    `samestep export`, `fill`, `evaluate` and others read them like a run's. `samestep train` does
+    not continue them.
 
     Attributes:
         notes: what the loop saved with the checkpoint that it resumed from; empty at the start.

@@ -131,8 +131,8 @@ def _dataset(location: str) -> str:
 def _weights(location: str) -> str:
     """A digest that tells weights from others without reading all of them.
 
-    A run may have newer checkpoints a moment later, and rank 0 decides which one counts. So a run
-    is told from others by the record of its start.
+    A run may have newer checkpoints a moment later, and rank 0 decides which one counts. So the
+    record of its start identifies a run.
     """
     folder = resolve(location)
     if isinstance(folder, Path) and any((folder / name).is_file() for name in _DESCRIPTIONS):

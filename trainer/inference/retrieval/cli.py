@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from samestep.command import Commands, add_command, add_processes
 from samestep.errors import EXIT_DONE, ConfigError
@@ -70,7 +69,7 @@ def register_search(commands: Commands) -> None:
         commands,
         "search",
         _search,
-        "find the texts nearest to each query, among those of samestep embed",
+        "find the texts nearest to each query in a folder of samestep embed",
         "The search is exact. Prints a line of JSON for each query, with ids and similarities.\n\n"
         "examples:\n"
         "  samestep search runs/embeddings vectors queries.jsonl --top 100 --output found.jsonl\n"
@@ -105,7 +104,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     add("--query-prompt", metavar="TEXT", help=help_)
 
 
-def pooling_of(args: argparse.Namespace) -> dict[str, Any]:
+def pooling_of(args: argparse.Namespace) -> dict[str, object]:
     """The attributes of `sentences.Pooling` that the options of `add_pooling` set.
 
     Raises:
@@ -123,7 +122,7 @@ def _embed(args: argparse.Namespace) -> int:
     from samestep.cli import main
     from trainer.accelerators import detect
     from trainer.elastic import agent
-    from trainer.inference.retrieval.embed import embed
+    from trainer.inference.retrieval.embed import Output, embed
     from trainer.inference.retrieval.vectors import MOST_PART
 
     for name in ("batch_tokens", "texts_per_file"):
@@ -141,11 +140,9 @@ def _embed(args: argparse.Namespace) -> int:
         args.checkpoint,
         args.file,
         args.field,
-        args.output,
+        Output(args.output, args.dtype, args.texts_per_file),
         role=args.role,
         given=pooling_of(args),
-        number=args.dtype,
-        part=args.texts_per_file,
         batch_tokens=args.batch_tokens,
     )
     return EXIT_DONE

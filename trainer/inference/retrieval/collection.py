@@ -76,11 +76,13 @@ class Collection:
                         f"{file}:{number} names the {what} {name!r}, which {folder} does not have. "
                         "Remove the line, or use the judgments that belong to it."
                     )
+            # The same judgment twice is harmless; of two different ones, none could be chosen.
             if judgments.setdefault(query, {}).setdefault(document, relevance) != relevance:
                 raise DataError(
                     f"{file}:{number} judges document {document!r} for query {query!r} a second "
                     "time, and differently. Remove one of the lines."
                 )
+        # Without a relevant document, ndcg and recall would divide by 0.
         judged = {query for query, found in judgments.items() if max(found.values()) > 0}
         if not judged:
             raise DataError(f"{file} has no relevant document for any query. Use another split.")
@@ -133,6 +135,7 @@ def _judgments(file: Path) -> Iterator[tuple[int, str, str, int]]:
         ) from error
     for number, line in enumerate(content.split("\n"), 1):
         fields = tuple(field.strip() for field in line.split("\t"))
+        # Blank lines, also the empty one after the last line end, and the header.
         if fields in ((), ("",)) or (number == 1 and fields == _HEADER):
             continue
         try:

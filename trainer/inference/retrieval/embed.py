@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -33,26 +33,36 @@ logger = logging.getLogger(__name__)
 _QUERIES_AT_A_TIME = 1024
 
 
+@dataclass(frozen=True)
+class Output:
+    """Where and how vectors are stored.
+
+    Attributes:
+        part: number of texts of a file, which an interruption may lose.
+    """
+
+    folder: Path
+    number: Number
+    part: int
+
+
 def embed(
     checkpoint: str,
     file: str,
     field: str | None,
-    output: Path,
+    output: Output,
     *,
     role: str,
     given: Given,
-    number: Number,
-    part: int,
     batch_tokens: int,
 ) -> None:
     """Writes the vectors of the texts in a file; goes on where an earlier call was stopped.
 
-    Of several processes, each makes every so many parts, so vectors do not depend on their number.
+    Part i is written by process i modulo their number, so vectors do not depend on it.
 
     Args:
         role: of the texts, by which a prompt is chosen: query or document.
         given: see `SentenceEncoder`.
-        part: number of texts of a file, which an interruption may lose.
 
     Raises:
         ConfigError: the folder was begun with something else.
@@ -63,7 +73,8 @@ def embed(
     own_texts: dict[int, list[str]] = defaultdict(list)
     digest = hashlib.sha256()
     for name, text in named_texts(file, field):
-        index = len(names) // part
+        # With 2 processes and parts of 100, process 1 embeds the texts 100 to 199, 300 to 399.
+        index = len(names) // output.part
         if index % processes == rank:
             own_texts[index].append(text)
         names.append(name)
@@ -76,14 +87,15 @@ def embed(
         "texts": digest.hexdigest(),
     }
     vectors = Vectors.begin(
-        output,
+        output.folder,
         names,
-        part=part,
+        part=output.part,
         width=encoder.width,
-        number=number,
+        number=output.number,
         similarity=encoder.pooling.similarity,
         made_of=made_of,
     )
+    # An earlier call, stopped between two parts, has left complete ones.
     missing = [index for index in own_texts if not vectors.has(index)]
     if there := len(own_texts) - len(missing):
         logger.info("%d of %d parts are there already", there, len(own_texts))
@@ -97,7 +109,8 @@ def embed(
             progress.advance(1)
     if encoder.truncated:
         logger.warning("%d texts are longer than the model reads; truncated", encoder.truncated)
-    logger.info("wrote %s: %s %d x %d", output, number, vectors.texts, vectors.width)
+    shape = (vectors.texts, vectors.width)
+    logger.info("wrote %s: %s %d x %d", output.folder, output.number, *shape)
 
 
 def search(
@@ -135,8 +148,10 @@ def search(
         group = named[first : first + _QUERIES_AT_A_TIME]
         texts = encoder.for_role("query", [text for _, text in group])
         found = encoder(texts).to(device)
+        # The blocks are read again for each group: vectors need not fit into memory.
         products, rows = exact.top(*comparable(vectors.similarity, found, vectors.blocks()), k)
         for (name, _), scores, places in zip(group, products, rows, strict=True):
+            # Six digits: the last ones of fp32 differ between devices.
             hits = [
                 {"id": vectors.names[place], "score": round(float(score), 6)}
                 for score, place in zip(scores, places, strict=True)
@@ -176,6 +191,7 @@ def named_texts(file: str, field: str | None) -> Iterator[tuple[str, str]]:
                 if field is None and isinstance(row, dict) and row.get("title"):
                     text = f"{text_of(row, 'title')} {text}"
                 if isinstance(row, dict) and "_id" in row:
+                    # Judgments are text, so an id 7 becomes "7".
                     if not isinstance(row["_id"], str | int):
                         raise BadRecord("field '_id' is neither text nor a whole number")
                     name = str(row["_id"])

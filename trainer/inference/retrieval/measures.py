@@ -57,8 +57,10 @@ def scores(
     gains, best = (np.zeros((len(rankings), depth)) for _ in range(2))
     relevant = np.zeros(len(rankings))
     for query, (ranking, judged) in enumerate(zip(rankings, judgments, strict=True)):
+        # A ranking may be shorter than `depth`; the ranks that it lacks keep a gain of 0.
         found = [max(0, judged.get(document, 0)) for document in ranking[:depth]]
         gains[query, : len(found)] = found
+        # The best order of all judged documents: relevances 0 1 2 become gains 2 1.
         ideal = sorted((gain for gain in judged.values() if gain > 0), reverse=True)
         relevant[query] = len(ideal)
         best[query, : len(ideal[:depth])] = ideal[:depth]
@@ -80,15 +82,22 @@ def _parsed(name: str) -> tuple[str, int]:
 
 def _measure(kind: str, gains: Float64, best: Float64, relevant: Float64) -> Float64:
     """[Q] of gains [Q, k] in the order found and in the best order, and relevant documents [Q]."""
+    # Example for the measures below: relevant documents are at ranks 2 and 4 of k = 4, and a third
+    # one was not found. Hits are 0 1 0 1, and `relevant` is 3.
     hits = gains > 0
     ranks = np.arange(1, gains.shape[1] + 1)
     if kind == "ndcg":
+        # 1 at rank 1, 1.58 at rank 2, 2 at rank 3.
         discounts = np.log2(ranks + 1)
         return np.asarray((gains / discounts).sum(1) / (best / discounts).sum(1))
     if kind == "mrr":
+        # max(0, 1/2, 0, 1/4) = 1/2
         return np.asarray((hits / ranks).max(1))
     if kind == "map":
+        # Precisions 1/2 at rank 2 and 2/4 at rank 4, divided by all three: 1/3.
         return np.asarray((hits.cumsum(1) * hits / ranks).sum(1) / relevant)
     if kind == "recall":
+        # 2 of 3 relevant documents are among the first 4.
         return np.asarray(hits.sum(1) / relevant)
+    # precision@4 is 2/4, and accuracy@4 is 1.
     return np.asarray(hits.mean(1) if kind == "precision" else hits.any(1), np.float64)

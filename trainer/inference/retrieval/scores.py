@@ -51,6 +51,7 @@ def of_retrieval(
         ConfigError: a measure is unknown.
         DataError: the folder is damaged.
     """
+    # Before the model is loaded: an unknown measure should not cost that time.
     depth = depth_of(measures)
     collection = Collection.read(folder, split)
     if collection.unjudged:
@@ -64,6 +65,7 @@ def of_retrieval(
     pairs = comparable(encoder.pooling.similarity, queries, blocks)
     _, rows = search.top(*pairs, depth)
     _warn_of_truncation(encoder, len(collection.documents) + len(collection.queries))
+    # Row n of the search is document n: both have the collection's order, ascending by id.
     names = list(collection.documents)
     rankings = [[names[place] for place in places] for places in rows]
     judgments = [collection.judgments[query] for query in collection.queries]
@@ -107,6 +109,7 @@ def of_similarity(
             both = source.parse_row(record).texts
             value = value_at(row_of(record.data), column)
             true.append(float(value if isinstance(value, int | float) else str(value)))
+            # float() reads "nan" and "inf", which no correlation can use.
             if not math.isfinite(true[-1]):
                 raise ValueError
         except BadRecord as error:

@@ -35,6 +35,7 @@ def top(queries: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -> tuple[
         rows = torch.cat((rows, places.cpu() + first), 1)
         # Rows ascend among equal products, before and in the block, so a stable sort keeps that.
         order = best.argsort(dim=1, descending=True, stable=True)[:, :k]
+        # So k candidates for each query are held, whatever the number of blocks.
         best, rows = best.gather(1, order), rows.gather(1, order)
     return best.numpy(), rows.numpy()
 
@@ -44,10 +45,12 @@ def _highest(products: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, products.shape[1])
     values, places = products.topk(k)
     # torch.topk takes any of those that equal the lowest one; a stable sort takes the first.
+    # For k = 2 of 3 1 1, three products are at least 1, so the row is sorted again.
     tied = ((products >= values[:, -1:]).sum(1) > k).nonzero()[:, 0]
     if len(tied):
         again = products[tied].sort(dim=1, descending=True, stable=True)
         values[tied], places[tied] = again.values[:, :k], again.indices[:, :k]
+    # Sorted by place first: the stable sort by value then keeps equal products in that order.
     order = places.argsort(1)
     values, places = values.gather(1, order), places.gather(1, order)
     order = values.argsort(dim=1, descending=True, stable=True)

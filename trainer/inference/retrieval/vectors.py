@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -104,6 +105,7 @@ class Vectors:
             }
             write_text(description, json.dumps(settings, indent=1) + "\n")
         found = cls._described(folder)
+        # The stored settings went through JSON, which turns tuples into lists.
         before = {**found.made_of, "dtype": found.number, "texts-per-file": found.part}
         wanted = {**json.loads(json.dumps(made_of)), "dtype": number, "texts-per-file": part}
         if changed := [name for name, value in wanted.items() if before.get(name) != value]:
@@ -124,6 +126,7 @@ class Vectors:
         """
         found = cls._described(folder)
         for part in range(found.parts):
+            # Several processes write parts, so a gap may lie anywhere, not only at the end.
             if not found.has(part):
                 raise DataError(
                     f"{folder} is not complete: part {part + 1} of {found.parts} is missing. Run "
@@ -154,6 +157,7 @@ class Vectors:
     @property
     def parts(self) -> int:
         """Number of parts."""
+        # Rounded up: 5 texts by 2 are 3 parts, the last with one text.
         return -(-self.texts // self.part)
 
     @cached_property
@@ -194,8 +198,10 @@ class Vectors:
         for left in self.folder.glob(f".{part:05}.*.tmp"):  # by a process that was killed
             left.unlink(missing_ok=True)
         if self.number == "int8":
+            # The largest number of a row becomes 127 or -127: of 0.5 and -1, 64 and -127.
             scales = np.abs(values).max(1) / _MOST_INT8
-            scales[scales == 0] = 1
+            scales[scales == 0] = 1  # a row of zeros would be divided by 0
+            # The scales come first: a part counts as written once its own file exists.
             self._save(self._scales(part), scales.astype(np.float32))
             values = np.rint(np.divide(values, scales[:, None]))
         self._save(self._file(part), values.astype(self.number))
@@ -235,7 +241,7 @@ class Vectors:
             for start in range(0, count, _ROWS):
                 vectors = values[start : start + _ROWS].astype(np.float32)
                 if scales is not None:
-                    vectors *= scales[start : start + _ROWS]
+                    vectors *= scales[start : start + _ROWS].astype(np.float32)
                 yield first + start, torch.from_numpy(vectors)
 
     def _file(self, part: int) -> Path:
@@ -244,14 +250,14 @@ class Vectors:
     def _scales(self, part: int) -> Path:
         return self.folder / f"{part:05}.scales.npy"
 
-    def _save(self, path: Path, values: np.ndarray[Any, Any]) -> None:
+    def _save(self, path: Path, values: npt.NDArray[np.generic]) -> None:
         with atomic_write(path) as file:
             np.save(file, values, allow_pickle=False)
 
-    def _load(self, path: Path, shape: tuple[int, ...], number: str) -> np.ndarray[Any, Any]:
+    def _load(self, path: Path, shape: tuple[int, ...], number: str) -> npt.NDArray[np.generic]:
         try:
             # Mapped: a part may be larger than memory, and a damaged header names any size.
-            values: np.ndarray[Any, Any] = np.lib.format.open_memmap(regular(path), mode="r")
+            values: npt.NDArray[np.generic] = np.lib.format.open_memmap(regular(path), mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
                 f"cannot read {path}: {error}. Remove it, and run the same samestep embed again."

@@ -274,7 +274,7 @@ class Step:
             cast(Taught, objective).attach(self.teacher)
         with self._fake, mode:
             batch = {
-                # An example is one row, and its shape that of each row of a micro-batch.
+                # An example is one row: [1, S] becomes [size, S].
                 name: torch.empty((size, *column.shape[1:]), dtype=torch.from_numpy(column).dtype)
                 for name, column in example.items()
             }

@@ -107,6 +107,7 @@ def _window(config: ConfigJson, model_type: str) -> int | None:
         return window
     windowed = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
     if not kinds and windowed:
+        # Qwen's layers from this one on have windows: with 0 all do, with 28 of 28 none does.
         first = config.get("max_window_layers", 28)
         kinds = {"full_attention"} if first > 0 else set()
         kinds |= {"sliding_attention"} if first < config["num_hidden_layers"] else set()
@@ -126,7 +127,7 @@ def _unplaced_every(config: ConfigJson) -> int:
     Raises:
         ConfigError: these layers have no interval.
     """
-    # [1, 1, 1, 0, 1, 1, 1, 0] is every fourth.
+    # [1, 1, 1, 0, 1, 1, 1, 0] is every fourth: the first 0 is at index 3.
     layers = int(config["num_hidden_layers"])
     every = int(config.get("no_rope_layer_interval") or 4)
     placed = config.get("no_rope_layers")
@@ -135,6 +136,7 @@ def _unplaced_every(config: ConfigJson) -> int:
     if 0 in placed:
         every = list(placed).index(0) + 1
     elif every <= layers:
+        # All layers are placed, although an interval is named: the list counts, as in transformers.
         every = 0
     wanted = [int(every == 0 or (index + 1) % every != 0) for index in range(layers)]
     if list(placed)[:layers] != wanted:
@@ -156,6 +158,7 @@ def _rope(config: ConfigJson, model_type: str) -> ConfigJson:
     default = 2_000_000.0 if model_type == "smollm3" else 10_000.0
     theta = rope.get("rope_theta") or config.get("rope_theta") or default
     kind = rope.get("rope_type", rope.get("type", "default"))
+    # A half would rotate the first 32 of 64 features only. The others below change YaRN's formulas.
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     refused = {"partial_rotary_factor": part not in (None, 1.0)} | {
         name: rope.get(name) not in (None, usual)
@@ -206,6 +209,7 @@ class Codec(codecs.Codec[llama.Config]):
         config = {**_OFTEN_ABSENT, "tie_word_embeddings": tied, **config}
         # Of files without these, `read_settings` names the key that is absent as well.
         if count := config.get("num_attention_heads"):
+            # Without them, each head of queries has its own keys, and heads fill the width.
             usual = {
                 "num_key_value_heads": count,
                 "head_dim": config.get("hidden_size", 0) // count,
@@ -368,6 +372,7 @@ class Codec(codecs.Codec[llama.Config]):
         }
         for layer in range(config.layers):
             for ours, theirs in _LAYER.items():
+                # Only Qwen 3 has norms of queries and keys.
                 if ours.endswith(("query_norm", "key_norm")) and not config.qk_norm:
                     continue
                 kinds = ("weight", "bias") if config.qkv_bias and ".qkv." in ours else ("weight",)
@@ -379,6 +384,7 @@ class Codec(codecs.Codec[llama.Config]):
             if part == "decoder" and config.tied:
                 continue
             ours = f"head.{part}"
+            # A late pooling averages after this layer, so the layer is part of it.
             if part == "pooler" and config.pooling == "late":
                 ours = "pooling.dense"
             table[f"{ours}.weight"] = (f"{name}.weight",)

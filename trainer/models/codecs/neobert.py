@@ -115,6 +115,7 @@ class Codec(bert.Codec[neobert.Config]):
                 for auto, name in {"AutoConfig": "NeoBERTConfig", **_AUTO}.items()
             },
             **fields,
+            # The published code takes two thirds of it: 2,048 is written as 3,072.
             "intermediate_size": config.ffn_width * 3 // 2,
             "embedding_init_range": config.initializer_range,
             "classifier_init_range": config.initializer_range,
@@ -137,6 +138,7 @@ class Codec(bert.Codec[neobert.Config]):
     def export_rows(self, name: str, rows: Tensor) -> Tensor:
         if not name.endswith("qkv.weight"):
             return self.import_rows(name, rows)  # exchanging the halves is its own inverse
+        # The inverse of `import_rows`: features 0 2 1 3 of a query or key become 0 1 2 3 again.
         halves = rows.reshape(3, self.config.heads, 2, -1, rows.shape[1])
         parts = (halves[:2].transpose(2, 3), halves[2:])
         whole = [part.reshape(-1, *halves.shape[1:]) for part in parts]

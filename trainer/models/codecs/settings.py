@@ -86,6 +86,7 @@ def write_activation(
     Raises:
         ConfigError: transformers has no such activation in these models.
     """
+    # Later entries win: of gelu_new and gelu_pytorch_tanh, the second is written.
     names = {ours: theirs for theirs, ours in known.items()}
     if activation not in names:
         raise ConfigError(

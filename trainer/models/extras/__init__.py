@@ -47,7 +47,7 @@ class Extra(nn.Module):
         needs_layers: whether it needs the states of all layers.
         pretraining: the setting that adds it, if fine-tuning leaves it out.
         has_labels: whether its parameters belong to the labels of a task's head.
-        lends: prefixes of a new head's parameters -> those of its own that they start from.
+        lends: prefixes of a new head's parameters -> prefixes of the extra's that they start from.
     """
 
     name: ClassVar[str]

@@ -142,6 +142,7 @@ class Config(Family):
 
     def rotates(self, index: int) -> bool:
         """Whether layer `index` has positions."""
+        # Every fourth: layers 0 1 2 rotate, 3 does not, 4 5 6 do.
         return self.unplaced_every == 0 or (index + 1) % self.unplaced_every != 0
 
     def static(self, index: int) -> bool:
@@ -166,6 +167,7 @@ class Config(Family):
         if self.head == "embedding":
             return EmbeddingHead()
         if self.head in POOLED and not self.causal and self.pooling != "late":
+            # EuroBERT's classifier: a dense layer with GELU before the matrix.
             return PooledHead(self, self.classes, activation="gelu")
         # Causal models score the last position by a matrix alone.
         return TokenHead(self.width, self.classes, bias=not (self.head in POOLED and self.causal))

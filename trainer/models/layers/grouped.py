@@ -39,6 +39,7 @@ class GroupedProjection(nn.Module):
     def __init__(self, width: int, query: int, key: int, bias: bool) -> None:
         super().__init__()
         self.query = Projection(width, query, ("query",), bias=bias)
+        # Keys and values in one matrix product: they are equally wide.
         self.kv = Projection(width, 2 * key, ("key", "value"), bias=bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,6 +103,7 @@ class GroupedAttention(SelfAttention):
         bias: Tensor | None,
         dropout_key: Tensor | None,
     ) -> Tensor:
+        # The kernels take as many heads of keys as of queries.
         key, value = self._repeat(key), self._repeat(value)
         return super().attend_fused(query, key, value, mask, bias, dropout_key)
 
@@ -114,5 +116,7 @@ class GroupedAttention(SelfAttention):
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the features k and k + K/2 of x, [B, H, S, K], by angles [B, 1, S, K/2]."""
+    # Pairs are half a head apart: with K = 4, features 0 and 2, and 1 and 3. In fp32, since
+    # bf16 has 8 bits for a cosine.
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

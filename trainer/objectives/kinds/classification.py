@@ -213,7 +213,7 @@ class Classification(PairTask):
         true = np.array([int(label_of(row)) for row in rows], dtype=np.int64)
         return per_class.of_classes(predictions.labels, logits.argmax(-1), true)
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """The names of label and prediction, each label's probability, and the group, if any."""
         names = predictions.labels
         for row in class_predictions(predictions, names):

@@ -40,8 +40,8 @@ class Config(ObjectiveConfig):
         symmetric: also finds the first text of each second one; the loss is the mean of both.
         mask_equal: a text is no negative where it equals the row's first or second text, or
             belongs to an equal first text.
-        margin: a second text is no negative where its cosine is higher than that of the right
-            one by more than this, as it may be right too (Zhang et al. 2025, "Qwen3 Embedding",
+        margin: a second text is no negative where its cosine is higher than the right one's
+            by more than this, as it may be right too (Zhang et al. 2025, "Qwen3 Embedding",
             with 0.1); null masks none.
         widths: the loss is the sum over these beginnings of the embeddings, so that each of them
             can be used alone (Kusupati et al. 2022, "Matryoshka"); empty is the whole width.
@@ -99,6 +99,8 @@ class Contrastive(SentencePairs, OverBatch):
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = super().collate(examples, sequence_length)
+        # Six bytes of a digest are two numbers of 24 bits, which fp32 holds exactly: the table of
+        # the global batch, with embeddings and texts, is one tensor.
         digests = [
             hashlib.blake2b(tokens[segments == text].tobytes(), digest_size=6).digest()
             for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
@@ -133,7 +135,7 @@ class Contrastive(SentencePairs, OverBatch):
             ]
             nll = torch.stack([each for each, _ in found]).sum(0) * anchor
             (slope,) = torch.autograd.grad(nll.sum(), pairs)
-        correct = found[-1][1] * anchor
+        correct = found[-1][1] * anchor  # of the largest width
         return torch.cat((slope.flatten(1), nll.detach()[:, None], correct[:, None]), 1)
 
     def _masked(self, texts: Tensor, weights: Tensor) -> Tensor:
@@ -143,6 +145,7 @@ class Contrastive(SentencePairs, OverBatch):
         masked = (weights == 0).expand(len(weights), -1)
         if self.config.mask_equal:
             first, second = texts[:, None, :2], texts[:, None, 2:]
+            # For a row, the first text is an anchor, and each column's second text a candidate.
             for one, other in ((second, second), (first, second), (first, first)):
                 masked = masked | (one == other.transpose(0, 1)).all(-1)
         return masked & ~torch.eye(len(weights), dtype=torch.bool, device=weights.device)
@@ -154,6 +157,8 @@ class Contrastive(SentencePairs, OverBatch):
         losses, own = [], torch.arange(len(cosines), device=cosines.device)
         for scores, no_candidate in ((cosines, masked), (cosines.mT, masked.mT)):
             if self.config.margin is not None:
+                # The diagonal holds the right pairs. With 0.1 and a right cosine of 0.7, a text of
+                # 0.85 is masked, and one of 0.75 is a negative.
                 highest = scores.detach().diagonal()[:, None] + self.config.margin
                 no_candidate = no_candidate | (scores.detach() > highest)
             scores = (scores / self.config.temperature).masked_fill(no_candidate, -torch.inf)
@@ -177,7 +182,7 @@ class Contrastive(SentencePairs, OverBatch):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return {}
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """The index of the label and the cosine."""
         for row, output in rows_with_outputs(predictions):
             yield {"label": row.label, "prediction": float(output[0])}

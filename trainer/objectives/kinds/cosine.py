@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -58,6 +57,6 @@ class Cosine(SentencePairs):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return number_scores(self.score_names, predictions)
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """The label and the cosine."""
         return number_predictions(predictions)

@@ -374,7 +374,7 @@ class TaskDistillation(Distillation, Task):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return self.of.scores(predictions)
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         return self.of.row_predictions(predictions)
 
     def class_report(self, predictions: Predictions) -> ClassReport | None:

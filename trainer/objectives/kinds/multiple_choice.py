@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -67,6 +66,6 @@ class MultipleChoice(PooledTask):
         logits = self.sequence_outputs(model, batch)[..., 0]
         return class_loss(logits, batch["labels"], batch["weights"], totals["examples"])
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """Label and prediction, counted from 0, and the probability of each choice."""
         return class_predictions(predictions, range(self._parts.choices))

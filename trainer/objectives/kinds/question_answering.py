@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -232,7 +231,7 @@ class QuestionAnswering(RowTask):
             "threshold": threshold,
         }
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """For each question: its id, the right answers, the prediction, and the best answers.
 
         The probabilities of `n_best` are a softmax over their scores. With `impossible`, "no
@@ -241,7 +240,7 @@ class QuestionAnswering(RowTask):
         """
         answers, _, _, threshold = self._scored(predictions)
         for row, of_row in zip(predictions.rows, answers, strict=True):
-            line: dict[str, Any] = {"id": row.group} if row.group else {}
+            line: dict[str, object] = {"id": row.group} if row.group else {}
             line["answers"] = list(row.answers)
             line["prediction"] = "" if of_row.doubt > threshold else of_row.text
             n_best = list(of_row.best)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -72,6 +71,6 @@ class Regression(PairTask):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return number_scores(self.score_names, predictions)
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """The label and the predicted number."""
         return number_predictions(predictions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +115,7 @@ class Tagging(RowTask):
             return None
         return per_class.of_entities(self.tags(predictions), _true_tags(predictions))
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
         """The words of each row, their tags as label, and the predicted ones."""
         true, predicted = _true_tags(predictions), self.tags(predictions)
         for row, label, prediction in zip(predictions.rows, true, predicted, strict=True):

@@ -181,7 +181,7 @@ class XlaSpmd(Strategy):
             whole = values(name, 0, parameter.numel()).view(parameter.shape)
             on_devices = self._place(whole, (None,) * whole.ndim)
             _put(model, name, nn.Parameter(on_devices, requires_grad=False))
-        # Its outputs meet those of the trained model, which are sharded by examples.
+        # The trained model's outputs, which meet its own, are sharded by examples.
         self._split_activations(model)
         return model.eval()
 
