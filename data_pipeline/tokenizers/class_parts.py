@@ -43,7 +43,8 @@ class _Parts:
 
 
 _BERT = _Parts("WordPiece", ("BertNormalizer",), (), ("BertPreTokenizer",))
-_GPT2 = _Parts("BPE", (), (), ("ByteLevel",))
+# Digits are in the files of SmolLM, with a warning of `foreign_settings`.
+_GPT2 = _Parts("BPE", (), (), ("Digits?", "ByteLevel"))
 _UNICODE = ("NFKD", "NFC", "StripAccents", "Lowercase", "Precompiled", "Strip", *_SPACES)
 _SPIECE = _Parts(
     "Unigram", (), ("Precompiled", "Strip", *_SPACES), ("WhitespaceSplit?", "Metaspace")

@@ -30,10 +30,11 @@ LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 def of_bytes(*splitters: Any, special: list[str], nfc: bool = False) -> Tokenizer:
     """Byte-level BPE: words of a regular expression, each as bytes."""
-    backend = Tokenizer(models.BPE(ignore_merges=not nfc))
+    own_words = any(isinstance(splitter, pre_tokenizers.Split) for splitter in splitters)
+    backend = Tokenizer(models.BPE(ignore_merges=own_words and not nfc))
     if nfc:
         backend.normalizer = normalizers.NFC()
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitters[:1])
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own_words)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splitters, as_bytes])
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
