@@ -17,7 +17,7 @@ from trainer.models.config import ModelConfig
 from trainer.training.weights.loading import load_weights
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", sorted({*ENCODERS} - {"neobert"}))  # transformers has no class
 @torch.no_grad()
 def test_transformers_loads_an_encoder_that_embeds(kind: str, tmp_path: Path) -> None:
     kinds = Annotated[ModelConfig, Kinds("trainer.models.families")]
