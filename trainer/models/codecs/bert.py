@@ -124,14 +124,20 @@ class Codec(codecs.Codec[C]):
     def from_huggingface(
         cls, family: type[C], config: ConfigJson, tensors: Iterable[str] = ()
     ) -> C:
-        config = {**_OFTEN_ABSENT, **config}
+        config, tensors = {**_OFTEN_ABSENT, **config}, [*tensors]
         fixed = {"model_type": cls.model_type, **cls.their_constants}
         if family.position_offset:  # transformers counts positions from the padding id
             fixed["pad_token_id"] = family.position_offset - 1
         fields = settings.read_settings(config, cls.their_settings, fixed, cls.their_activations)
         decoded: C = decode(family, fields, "config.json")
         names = {cls._canonical(name) for name in tensors}
-        settings.check_named(config, names, cls._heads())
+        heads = cls._heads()
+        if all(name.startswith(cls.bare_names) for name in tensors):
+            # Without a prefix, `AutoModel` has saved them, and config.json may still have the class
+            # of the model before: all-mpnet-base-v2 names MPNetForMaskedLM.
+            tasks = {cls._task_architecture(head) for head in _TASKS}
+            heads = {name: heads[name] for name in tasks & heads.keys()}
+        settings.check_named(config, names, heads)
         # Other parts are detected by their tensors: many files name too little.
         head, labels = settings.read_task(
             config, {head: cls._task_architecture(head) for head in _TASKS}

@@ -87,7 +87,7 @@ class Codec(bert.Codec[C]):
         # The released files name the number of positions.
         if config["max_relative_positions"] == config.get("max_position_embeddings"):
             config["max_relative_positions"] = -1
-        return super().from_huggingface(family, config, (cls._canonical(name) for name in tensors))
+        return super().from_huggingface(family, config, tensors)
 
     def to_huggingface(self) -> ConfigJson:
         return {
