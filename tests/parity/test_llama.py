@@ -279,7 +279,7 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_old_files_are_read() -> None:
-    """Without grouped heads, with rotary settings beside the others, and a buffer."""
+    """Without grouped heads, with rotary settings beside the others, a buffer, and old names."""
     tree = {
         **{name: value for name, value in SHAPE.items() if name != "num_key_value_heads"},
         "model_type": "llama",
@@ -292,6 +292,12 @@ def test_old_files_are_read() -> None:
     assert config.scaling is not None
     assert (config.keys, config.head_width, config.theta) == (6, 8, 5e5)
     assert (config.scaling.kind, config.scaling.factor, config.tied) == ("linear", 2.0, False)
+    length = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": None}
+    scaling = read_config(llama.Config, {**tree, "rope_scaling": length}).scaling
+    assert scaling is not None
+    assert scaling.original == SHAPE["max_position_embeddings"]
+    named = {"model_type": "eurobert", "architectures": ["EuroBertForSequenceClassification"]}
+    assert read_config(llama.Config, {**tree, **named, "clf_pooling": "mean"}).pooling == "mean"
     tensors = codec_of(config).export_tensors(config.build().state_dict())
     old = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     assert codec_of(config).import_tensors(old).keys() == config.build().state_dict().keys()

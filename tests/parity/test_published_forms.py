@@ -439,7 +439,7 @@ def test_other_modules_of_sentence_transformers_are_not_exported(tmp_path: Path)
 def test_a_named_head_that_is_absent(family: str, tmp_path: Path) -> None:
     """It would be a random one; without its name, the other parameters are read.
 
-    Without a prefix in the names, as all-mpnet-base-v2 has none, an encoder is read as one, whatever
+    Without a prefix in the names, as in all-mpnet-base-v2, an encoder is read as one, whatever
     language model config.json names.
     """
     bare = "encoder alone" if family in ("T5", "MT5") else "no head"

@@ -173,10 +173,9 @@ def _rope(config: ConfigJson, model_type: str) -> ConfigJson:
             f"config.json has rope_type {kind!r}. Supported are default, {', '.join(_SCALINGS)}."
         )
     # Absent, or null, the length in pre-training is the maximum one.
-    length = config.get("original_max_position_embeddings") or rope.get(
-        "original_max_position_embeddings", config["max_position_embeddings"]
-    )
-    rope = {**rope, "original_max_position_embeddings": length}
+    name = "original_max_position_embeddings"
+    length = config.get(name) or rope.get(name) or config["max_position_embeddings"]
+    rope = {**rope, name: length}
     if rope.get("factor") is None:
         raise ConfigError(f"config.json has rope_type {kind!r} without a factor. Add it.")
     scaling = {
@@ -241,7 +240,8 @@ class Codec(codecs.Codec[llama.Config]):
         if head == "language_model" and names and not fields["tied"]:
             head = head if "lm_head.weight" in names else "embedding"  # as `AutoModel` saves it
         if head == "classification" and not causal:
-            pooling = config.get("classifier_pooling", "late")
+            # Files for EuroBERT's own code, older than the class of transformers, have another key.
+            pooling = config.get("classifier_pooling") or config.get("clf_pooling") or "late"
             if pooling not in _POOLINGS:
                 raise ConfigError(
                     f"config.json has classifier_pooling {pooling!r}. Supported are "
