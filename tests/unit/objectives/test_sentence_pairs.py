@@ -97,20 +97,24 @@ def test_the_loss_of_cosines() -> None:
     assert loss.total.item() == pytest.approx(expected, rel=1e-5)
 
 
-def contrastive_loss(built: Any, texts: Any, anchors: list[int], used: int) -> Tensor:
+def contrastive_loss(
+    built: Any, texts: Any, anchors: list[int], used: int, symmetric: bool
+) -> Tensor:
     pairs = [[embedded(built, text) for text in row] for row in texts[:used]]
     losses = []
     for number in anchors:
-        first = pairs[number][0]
-        scores = torch.stack([F.cosine_similarity(first, other, dim=0) for _, other in pairs])
-        losses.append(F.cross_entropy(scores / 0.05, torch.tensor(number)))
+        for side in (0, 1) if symmetric else (0,):
+            own = pairs[number][side]
+            others = [F.cosine_similarity(own, pair[1 - side], dim=0) for pair in pairs]
+            losses.append(F.cross_entropy(torch.stack(others) / 0.05, torch.tensor(number)))
     return torch.stack(losses).mean()
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("parts", [[6], [4, 2], [1, 2, 3]])
-def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int]) -> None:
+def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int], symmetric: bool) -> None:
     """In any micro-batches; the last row only pads, and rows of another label are negatives."""
-    objective: Any = contrastive.Config(positive=1).build(VOCABULARY)
+    objective: Any = contrastive.Config(positive=1, symmetric=symmetric).build(VOCABULARY)
     examples, texts = rows(objective, labels=[1, 0, 1, 1, 2, 1])
     examples.weight[-1] = 0
     batch = tensors(objective.collate(examples, LENGTH))
@@ -132,7 +136,7 @@ def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int]) -> None:
         value, count = value + loss.metrics["loss"][0], count + loss.metrics["loss"][1]
     found = {name: each.grad for name, each in built.named_parameters()}
     built.zero_grad()
-    expected = contrastive_loss(built, texts, [0, 2, 3], 5)
+    expected = contrastive_loss(built, texts, [0, 2, 3], 5, symmetric)
     assert float(value / count) == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     actual = {name: each.grad for name, each in built.named_parameters()}

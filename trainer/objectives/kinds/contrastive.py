@@ -140,9 +140,10 @@ class Contrastive(SentencePairs, OverBatch):
 
     def _masked(self, texts: Tensor, weights: Tensor) -> Tensor:
         """bool [N, N], True where the text of a column is no candidate for a row."""
-        # Rows that only pad the batch are none. A padding row has itself alone, so that its loss
-        # is a number.
-        masked = (weights == 0).expand(len(weights), -1)
+        # Rows that only pad the batch are none, neither by their second text nor, with `symmetric`,
+        # by their first. A padding row has itself alone, so that its loss is a number.
+        padding = weights == 0
+        masked = padding | padding[:, None]
         if self.config.mask_equal:
             first, second = texts[:, None, :2], texts[:, None, 2:]
             # For a row, the first text is an anchor, and each column's second text a candidate.
