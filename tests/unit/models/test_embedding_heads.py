@@ -25,6 +25,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "deberta_v3": {"position_buckets": 8},
     "xlnet": {},
     "t5": {"head_width": 8},
+    "llama": {"head_width": 8, "kv_heads": 1, "causal": False},
 }
 SHAPE = {"vocab_size": 40, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32}
 
