@@ -253,6 +253,7 @@ LOSSES: dict[Family, Callable[[Work, int], Any]] = {
         partial(loaded, "MPNetForMaskedLM"),
         0.15,
         lambda model, hidden: model.lm_head(hidden),
+        without_segments,
     ),
     "neobert": partial(
         masked_lm_losses,

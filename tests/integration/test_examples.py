@@ -288,6 +288,8 @@ def test_the_code_of_the_page_runs(
 ):
     """The page names `experiment.yaml` and `runs/first`, which are there."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    # test_own_classifier.py predicts as the page does, with a run that is fine-tuned.
+    blocks = [block for block in blocks if ".predict(" not in block]
     assert len(blocks) == 4
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiment.yaml").write_text(

@@ -337,7 +337,7 @@ def test_datasets_with_the_same_labels_are_mixed(
     right = 0.0
     for part, count in parts.items():
         scored = samestep("evaluate", run, "data.sources=[]", f"data.path={part}").out
-        right += count * float(dict(line.split() for line in scored.splitlines())["accuracy"])
+        right += count * _accuracy(scored)
     assert last["heldout/accuracy"] * sum(parts.values()) == pytest.approx(right, abs=0.01)
     refused = mixture[1].replace(str(tmp_path / "more"), str(tmp_path / "unlike"))
     message = samestep("train", file, f"output={tmp_path / 'refused'}", mixture[0], refused).message
@@ -424,9 +424,13 @@ def test_a_head_is_trained_on_with_its_labels_in_another_order(
     assert (first["train/agreement"], first["train/accuracy"]) == (1, 1)
 
 
+def _scores(printed: str) -> dict[str, str]:
+    """The scores that evaluate prints; a table of classes may follow."""
+    return dict(line.split() for line in printed.partition("\n\n")[0].splitlines())
+
+
 def _accuracy(scores: str) -> float:
-    lines = scores.partition("\n\n")[0].splitlines()  # a table of classes follows
-    return float(dict(line.split() for line in lines)["accuracy"])
+    return float(_scores(scores)["accuracy"])
 
 
 def test_a_mixture_has_one_order_of_labels(

@@ -66,10 +66,10 @@ class ClassLossConfig(ObjectiveConfig):
             weights = [sum(found) / (len(labels) * count) for count in found]
             return self._with(zip(labels, weights, strict=True))
         if unknown := sorted(self.class_weights.keys() - set(labels)):
-            raise ConfigError(
-                f"class_weights has {', '.join(unknown)}, and the labels of the dataset are "
-                f"{', '.join(labels)}. Correct the names."
-            )
+            names = f"labels of the dataset are {', '.join(labels)}. Correct the names."
+            if not labels:
+                names = "labels are unknown. Name them in model.labels, as a run does itself."
+            raise ConfigError(f"class_weights has {', '.join(unknown)}, and the {names}")
         return self._with((label, self.class_weights.get(label, 1.0)) for label in labels)
 
     def _with(self, weights: Iterable[tuple[str, float]]) -> Self:

@@ -84,7 +84,7 @@ class SentenceEncoder:
         encoder, layer = self._encoder, self._encoder.layers
         if self.pooling.lower:
             texts = [text.lower() for text in texts]
-        encoded = encoder.tokenizer.encode_batch([text.strip() for text in texts])
+        encoded = encoder.tokenizer.encode_batch(texts)
         self.truncated += sum(len(tokens) > encoder.longest for tokens in encoded)
         tokens = [encoder.prepare(each) for each in encoded]
         lengths = np.array([len(each) for each in tokens], dtype=np.int64)

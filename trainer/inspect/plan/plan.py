@@ -26,6 +26,7 @@ from trainer.monitoring.jsonl import read_rows
 from trainer.strategies import ShardedConfig
 from trainer.strategies.deepspeed import settings
 from trainer.strategies.kinds import deepspeed, fsdp
+from trainer.training.compatibility import check_needs
 from trainer.training.compute.micro_batch import SHARE
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
@@ -73,6 +74,7 @@ class Planner:
     ) -> None:
         self._experiment, self._phase, self._devices, self._step = experiment, phase, devices, step
         self._objective = phase.objective.build(stand_in(experiment.model.vocab_size))
+        check_needs(replace(experiment, objective=phase.objective), self._objective, step.model)
         self._example = example(experiment, self._objective, phase)
         self._traced: dict[tuple[int, bool], Activations] = {}
 

@@ -148,6 +148,7 @@ class Step:
         update: bytes of temporary tensors in the optimizer's update of all parameters.
         teacher: of a distillation, or None.
         fuses_attention: whether the run computes attention by the accelerator's fused kernel.
+        model: of fake tensors.
     """
 
     def __init__(self, experiment: Experiment, on_cpu: bool) -> None:
@@ -156,13 +157,13 @@ class Step:
         self._fake = FakeTensorMode()
         self.teacher: Model | None = None
         with self._fake:
-            self._model = experiment.build_model()
-            self._model.train()
-            self._model.activation_checkpointing = experiment.training.activation_checkpointing
+            self.model = experiment.build_model()
+            self.model.train()
+            self.model.activation_checkpointing = experiment.training.activation_checkpointing
             if experiment.training.residual != "fp32":
-                self._model.residual_dtype = DTYPES[experiment.training.residual]
-            named = dict(self._model.named_parameters())
-            optimizer = experiment.optimizer.build(named.items(), Structure.of(self._model))
+                self.model.residual_dtype = DTYPES[experiment.training.residual]
+            named = dict(self.model.named_parameters())
+            optimizer = experiment.optimizer.build(named.items(), Structure.of(self.model))
             groups.prime(optimizer)
             # Gradients exist from the start, as from the second micro-batch of a step on.
             for parameter in named.values():
@@ -179,7 +180,7 @@ class Step:
         self.update = live.peaks[0]
         units = {
             p: i
-            for i, unit in enumerate(self._model.sharding_units())
+            for i, unit in enumerate(self.model.sharding_units())
             for p in unit.parameters()
             if p.ndim > 1  # FSDP2 gathers vectors with the root unit, in fp32
         }
@@ -230,7 +231,7 @@ class Step:
         """
         recorder = Recorder(self._existing())
         with ExitStack() as stack:
-            for model in filter(None, (self._model, self.teacher)):
+            for model in filter(None, (self.model, self.teacher)):
                 stack.enter_context(recorder.scopes_of(model))
             self._passes(objective, example, size, recorder)
         return recorder.operators
@@ -245,16 +246,16 @@ class Step:
 
     def _planned_kernel(self, accelerator: accelerators.Config | None) -> FusedAttention | None:
         """The kernel of fused attention that the run will use; None: none."""
-        modules = [module for module in self._model.modules() if isinstance(module, Attention)]
+        modules = [module for module in self.model.modules() if isinstance(module, Attention)]
         dtype = DTYPES[self._precision]
         kernels = [
             planned_attention(accelerator, each.inner // each.heads, dtype) for each in modules
         ]
-        fuses = None not in kernels and self._model.fuse_attention(None)
+        fuses = None not in kernels and self.model.fuse_attention(None)
         return kernels[0] if kernels and fuses else None
 
     def _fuse(self, kernel: FusedAttention | None) -> None:
-        for model in filter(None, (self._model, self.teacher)):
+        for model in filter(None, (self.model, self.teacher)):
             model.fuse_attention(kernel)
 
     def _existing(self) -> list[Tensor]:
@@ -286,7 +287,7 @@ class Step:
             dtype, enabled = DTYPES[self._precision], self._precision != "fp32"
             try:
                 with kernels, torch.autocast("cpu", dtype, enabled=enabled):
-                    total = objective.loss(self._model, batch, totals).total
+                    total = objective.loss(self.model, batch, totals).total
                 found = between()
                 total.backward()  # type: ignore[no-untyped-call]
             except DataDependentOutputException as error:
