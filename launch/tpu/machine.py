@@ -200,7 +200,7 @@ class Machine:
         """Reports the end of the run to whoever waits for it."""
         logger.info("the run has ended with exit code %d", code)
         self._ended.set()
-        self._copy()
+        self._copy(_PAUSES[:1])  # no later copy makes up for one that fails
         target = f"{self._settings.staging}/exit-{self._worker}"
         text = f"{self._worker} {code}\n"
         try:
@@ -218,8 +218,12 @@ class Machine:
             if self._ended.wait(_COPY_SECONDS):
                 return
 
-    def _copy(self) -> None:
-        """Copies the run's small files and the log into the bucket."""
+    def _copy(self, pauses: Sequence[float] = ()) -> None:
+        """Copies the run's small files and the log into the bucket.
+
+        Args:
+            pauses: see `_again`.
+        """
         # One at a time, or an older copy might replace a newer one.
         if not self._copying.acquire(timeout=_LAST_COPY_SECONDS):
             logger.warning("copies take too long")
@@ -227,7 +231,7 @@ class Machine:
         try:
             for what, copy in (("the run's folder", self._copy_run), ("this log", self._copy_log)):
                 try:
-                    copy()
+                    _again(copy, pauses)
                 except (LaunchError, OSError) as error:
                     logger.warning("%s could not be copied: %s", what, error)
         finally:
@@ -290,9 +294,13 @@ class Machine:
         half.rename(self._output)
 
 
-def _again(function: Callable[[], T]) -> T:
-    """Calls a function up to five times, until it raises neither `LaunchError` nor `OSError`."""
-    for pause in _PAUSES:
+def _again(function: Callable[[], T], pauses: Sequence[float] | None = None) -> T:
+    """Calls a function until it raises neither `LaunchError` nor `OSError`.
+
+    Args:
+        pauses: before each further call, in seconds; None makes four of them.
+    """
+    for pause in _PAUSES if pauses is None else pauses:
         try:
             return function()
         except (LaunchError, OSError) as error:
