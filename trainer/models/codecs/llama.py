@@ -239,6 +239,8 @@ class Codec(codecs.Codec[llama.Config]):
         head, labels = settings.read_task(config, heads)
         if head == "language_model" and names and not fields["tied"]:
             head = head if "lm_head.weight" in names else "embedding"  # as `AutoModel` saves it
+        if not causal and f"{begin}Model" in (config.get("architectures") or ()):
+            head = "embedding"  # a tied one has all that a language model has
         if head == "classification" and not causal:
             # Files for EuroBERT's own code, older than the class of transformers, have another key.
             pooling = config.get("classifier_pooling") or config.get("clf_pooling") or "late"
