@@ -8,6 +8,7 @@ use the file's. Only a file with the parts of its class gives the same ids in bo
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,11 @@ from pathlib import Path
 import tokenizers
 
 from data_pipeline.tokenizers.foreign_settings import BERT_CLASSES, GPT2_CLASSES
-from data_pipeline.tokenizers.settings import CONFIG, MODEL, read_file
+from data_pipeline.tokenizers.settings import CONFIG, MODEL, parts, read_file
 from samestep.config import Tree
 from samestep.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 # Classes that transformers builds of the whole file, or no longer has.
 _AS_WRITTEN = {"ConvBertTokenizer", "NezhaTokenizer", "RealmTokenizer", "RetriBertTokenizer"}
@@ -43,7 +46,7 @@ class _Parts:
 
 
 _BERT = _Parts("WordPiece", ("BertNormalizer",), (), ("BertPreTokenizer",))
-# Digits are in the files of SmolLM, with a warning of `foreign_settings`.
+# Digits are in the files of SmolLM; see `_SPLITTER_OF_CLASS`.
 _GPT2 = _Parts("BPE", (), (), ("Digits?", "ByteLevel"))
 _UNICODE = ("NFKD", "NFC", "StripAccents", "Lowercase", "Precompiled", "Strip", *_SPACES)
 _SPIECE = _Parts(
@@ -64,6 +67,8 @@ _OF_MODEL = {
     **dict.fromkeys(("bert", "distilbert", "electra", "mobilebert", "mpnet", "layoutlm"), _BERT),
     **dict.fromkeys(("gpt2", "roberta", "bart", "deberta", "longformer", "led"), _GPT2),
 }
+# Splitters of classes whose published files have others, which their models were trained with.
+_SPLITTER_OF_CLASS = {"GPT2Tokenizer": {"ByteLevel"}, "LlamaTokenizer": {"Metaspace"}}
 # Of a model's settings: others than these are no class's.
 _MODEL_SETTINGS: Mapping[str, tuple[object, ...]] = {
     "max_input_chars_per_word": (100,),
@@ -78,6 +83,8 @@ _MODEL_SETTINGS: Mapping[str, tuple[object, ...]] = {
 def check_parts(backend: tokenizers.Tokenizer, kind: str | None, folder: Path) -> None:
     """Rejects a tokenizer.json with other parts than its class in transformers builds.
 
+    Warns where the published files of a class have another splitter, and are right.
+
     Args:
         kind: see `foreign_settings.class_name`.
 
@@ -85,12 +92,19 @@ def check_parts(backend: tokenizers.Tokenizer, kind: str | None, folder: Path) -
         DataError: with the first such part.
     """
     model_type = read_file(folder / "config.json").get("model_type", "")
-    parts = _OF_CLASS.get(kind) if kind else _OF_MODEL.get(str(model_type))
-    if parts is not None and (reason := _difference(json.loads(backend.to_str()), parts)):
+    expected = _OF_CLASS.get(kind) if kind else _OF_MODEL.get(str(model_type))
+    if expected is not None and (reason := _difference(json.loads(backend.to_str()), expected)):
         raise DataError(
             f"{MODEL} has {reason}, unlike {kind or f'the tokenizer of a {model_type}'} of "
             f"transformers, which may not read that part of the file. Set tokenizer_class to "
             f"PreTrainedTokenizerFast in {CONFIG} if the file is right; else save it again."
+        )
+    splitter = set(parts(backend.pre_tokenizer))
+    if splitter != (theirs := _SPLITTER_OF_CLASS.get(kind or "", splitter)):
+        logger.warning(
+            "%s splits text by %s, and %s of transformers 5 by %s instead, which gives some texts "
+            "other ids. These are the ids of %s.",
+            *(MODEL, ", ".join(sorted(splitter)) or "its model", kind, ", ".join(theirs), MODEL),
         )
 
 

@@ -106,8 +106,6 @@ _SETTINGS_OF_CLASS: dict[str, dict[str, bool]] = {
     "XLMRobertaTokenizer": {"add_prefix_space": True},
     "XLNetTokenizer": {"do_lower_case": False, "keep_accents": False},
 }
-# How classes of transformers 5 split text, whatever tokenizer.json says.
-_SPLITTER_OF_CLASS = {"GPT2Tokenizer": {"ByteLevel"}, "LlamaTokenizer": {"Metaspace"}}
 _ROBERTA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"}
 _ROBERTA_NAMES |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
 _BERT_NAMES = {"bos_token": "[CLS]", "eos_token": "[SEP]", "sep_token": "[SEP]"}
@@ -230,13 +228,6 @@ def check_tokenizer_json(backend: tokenizers.Tokenizer, kind: str | None, settin
                 CONFIG,
                 kind,
             )
-    splitter = set(parts(backend.pre_tokenizer))
-    if splitter != (theirs := _SPLITTER_OF_CLASS.get(kind or "", splitter)):
-        logger.warning(
-            "%s splits text by %s, and %s of transformers 5 by %s instead, which gives some texts "
-            "other ids. These are the ids of %s.",
-            *(MODEL, ", ".join(sorted(splitter)) or "its model", kind, ", ".join(theirs), MODEL),
-        )
     unknown, named = _unknown_token(backend), role_name(settings, "unk")
     if unknown and named not in (None, unknown) and kind not in _OF_ANY:
         raise _contradiction("unk_token", named, unknown)

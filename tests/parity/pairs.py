@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.outputs import fill, parameters, published
 from trainer.checkpoint.huggingface import load_folder, save_folder
@@ -56,3 +56,16 @@ def exported(auto: Any, config: Any, ours: Any, folder: Path) -> Any:
     theirs, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return theirs.eval()
+
+
+def padded_rows(*lengths: int) -> dict[str, Tensor]:
+    """Random tokens below 300, in rows that end with padding."""
+    width = max(lengths)
+    generator = torch.Generator().manual_seed(1)
+    real = torch.arange(width) < torch.tensor(lengths)[:, None]
+    tokens = torch.randint(5, 300, real.shape, generator=generator)
+    return {
+        "tokens": torch.where(real, tokens, 0),
+        "segments": real.int(),
+        "positions": torch.arange(width).expand(len(lengths), -1),
+    }

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
 
 from samestep.errors import ConfigError
 from tests.outputs import predict
 from tests.parity.heads import names_of
-from tests.parity.pairs import assert_gradients_are_equal, exported, load, saved
+from tests.parity.pairs import assert_gradients_are_equal, exported, load, padded_rows, saved
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import llama
 from trainer.models.inputs import Inputs
@@ -85,22 +84,10 @@ def make(case: str, folder: Path, ending: str = "", **changes: Any) -> tuple[Any
     return saved(theirs, folder, 0.1), *load(llama.Config, folder)
 
 
-def rows(*lengths: int) -> dict[str, Tensor]:
-    width = max(lengths)
-    generator = torch.Generator().manual_seed(1)
-    real = torch.arange(width) < torch.tensor(lengths)[:, None]
-    tokens = torch.randint(5, 300, real.shape, generator=generator)
-    return {
-        "tokens": torch.where(real, tokens, 0),
-        "segments": real.int(),
-        "positions": torch.arange(width).expand(len(lengths), -1),
-    }
-
-
 @each_case
 def test_logits_loss_and_gradients_are_equal(case: str, tmp_path: Path) -> None:
     theirs, config, model = make(case, tmp_path)
-    batch = rows(24, 13, 2)
+    batch = padded_rows(24, 13, 2)
     real = batch["segments"].bool()
     labels = torch.where(real, batch["tokens"], -100)
     found = theirs(input_ids=batch["tokens"], attention_mask=batch["segments"], labels=labels)
@@ -125,7 +112,7 @@ def test_transformers_loads_what_we_export(case: str, tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM if config.causal else transformers.AutoModelForMaskedLM
     again = exported(auto, config, changed, tmp_path / "ours")
     assert type(again) is type(theirs)
-    batch = rows(24, 13)
+    batch = padded_rows(24, 13)
     real = batch["segments"].bool()
     found = again(input_ids=batch["tokens"], attention_mask=batch["segments"]).logits
     torch.testing.assert_close(predict(changed, **batch)[real], found[real], rtol=1e-5, atol=1e-5)
@@ -136,7 +123,7 @@ def test_transformers_loads_what_we_export(case: str, tmp_path: Path) -> None:
 @each_case
 def test_packed_sequences_get_the_logits_they_get_alone(case: str, tmp_path: Path) -> None:
     theirs, _, model = make(case, tmp_path)
-    tokens = rows(22)["tokens"]
+    tokens = padded_rows(22)["tokens"]
     packed = {
         "tokens": F.pad(tokens, (0, 3)),
         "segments": torch.tensor([[1] * 12 + [2] * 10 + [0] * 3]),
@@ -153,7 +140,7 @@ def test_greedy_tokens_are_those_of_generate(case: str, tmp_path: Path) -> None:
     theirs, config, model = make(case, tmp_path)
     if not config.causal:
         pytest.skip("it generates nothing")
-    prompts = rows(7, 3, 1)
+    prompts = padded_rows(7, 3, 1)
     order = prompts["segments"].argsort(dim=1, stable=True)
     tokens, segments = (prompts[name].gather(1, order) for name in ("tokens", "segments"))
     logits, cache = model.start(Inputs(tokens, segments), capacity=20)
@@ -193,7 +180,7 @@ def test_heads_of_tasks(name: str, tmp_path: Path) -> None:
     theirs, config, model = make(
         case, tmp_path / "theirs", f"For{ending}", **names_of(labels), **changes
     )
-    batch = rows(24, 13, 2)
+    batch = padded_rows(24, 13, 2)
     real = batch["segments"].bool()
     expected = theirs(input_ids=batch["tokens"], attention_mask=batch["segments"]).logits
     if config.head == "tagging":

@@ -16,7 +16,7 @@ from transformers import ModernBertConfig
 from samestep.errors import ConfigError
 from tests.outputs import fill, predict
 from tests.parity.heads import TASKS, names_of
-from tests.parity.pairs import assert_gradients_are_equal, exported, load, saved
+from tests.parity.pairs import assert_gradients_are_equal, exported, load, padded_rows, saved
 from trainer.models.codecs import codec_of, read_config
 from trainer.models.families import modernbert
 from trainer.objectives.kinds import mlm
@@ -48,15 +48,7 @@ def make(folder: Path, ending: str = "MaskedLM", **changes: Any) -> tuple[Any, A
 
 
 def rows(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
-    width = max(lengths)
-    generator = torch.Generator().manual_seed(1)
-    real = torch.arange(width) < torch.tensor(lengths)[:, None]
-    tokens = torch.randint(5, 300, real.shape, generator=generator)
-    return {
-        "tokens": torch.where(real, tokens, 0),
-        "segments": real.int(),
-        "positions": torch.arange(width).expand(len(lengths), -1),
-    }
+    return padded_rows(*lengths)
 
 
 @pytest.mark.parametrize(("tied", "activation"), [(True, "gelu"), (False, "silu")])

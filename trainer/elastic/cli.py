@@ -11,7 +11,7 @@ from samestep.command import OVERRIDES, Commands, add_command, add_processes
 from samestep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.training.experiment import Experiment
+    from trainer import accelerators
 
 
 def register(commands: Commands) -> None:
@@ -59,7 +59,7 @@ def _train(args: argparse.Namespace) -> int:
         folder = checkpoint_folder(experiment)
         facts = partial(facts_of, experiment, folder)
         elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots, folder, facts)
-    processes = processes_to_start(args, experiment)
+    processes = processes_to_start(args, experiment.accelerator)
     if processes > 1 or (processes and elastic):
         from samestep.cli import main
         from trainer.elastic import agent
@@ -73,14 +73,18 @@ def _train(args: argparse.Namespace) -> int:
     return train(experiment)
 
 
-def processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
-    """Number of processes to start; 0 if this is one of the processes of a launcher."""
+def processes_to_start(args: argparse.Namespace, accelerator: accelerators.Config | None) -> int:
+    """Number of processes to start; 0 if this is one of the processes of a launcher.
+
+    Args:
+        accelerator: of the experiment; None: one process for each GPU.
+    """
     from trainer.accelerators import detect
 
     if environment.launcher_rank() is not None:
         return 0
     processes: int = (
-        len(detect.processes(experiment.accelerator)) if args.processes is None else args.processes
+        len(detect.processes(accelerator)) if args.processes is None else args.processes
     )
     if processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {processes}")

@@ -146,7 +146,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     for option in ("metrics", "pairs", "limit"):
         if getattr(args, option):
             raise ConfigError(f"--{option} needs --generate. Add it, or leave --{option} out.")
-    processes = processes_to_start(args, experiments[0])
+    processes = processes_to_start(args, experiments[0].accelerator)
     if processes > 1:
         given = ("step", "predictions", "scores", "encoder")
         flags = [f"--{name}={getattr(args, name)}" for name in given if getattr(args, name)]

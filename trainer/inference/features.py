@@ -75,12 +75,7 @@ def run(
         check_encoder(checkpoint, encoder.sees_all)
         logger.info("embedding as modules.json of %s says: %s", checkpoint, own)
     numbers = chosen_layers(encoder, layers, 0)
-    # A causal model's first token has seen nothing but itself.
-    if pool == "first" and not encoder.sees_all:
-        raise ConfigError(
-            "--pool first needs a model whose first token attends to the whole text, and this "
-            "model reads from left to right; use --pool mean"
-        )
+    encoder.check_pool(pool or "mean")
     tokens = tokenize(encoder, texts)
     logger.info("reading %d texts on %s", len(tokens), encoder.device)
     features = Features(tuple(numbers), mix, pool or "mean", own is not None and own.normalize)

@@ -135,6 +135,7 @@ class TextEncoder:
         heads: H, of each layer's attention.
         width: D, of the hidden states.
         device: description of the device.
+        placed: the device.
         sees_all: whether the first position attends to the whole text.
         first: position of a text's first token, after the special tokens.
         last: number of special tokens after a text.
@@ -153,9 +154,9 @@ class TextEncoder:
         config = weights.config
         self.tokenizer = weights.load_tokenizer()
         accelerator = for_any_shapes()
-        self._device, self.device = accelerator.device, accelerator.description
+        self.placed, self.device = accelerator.device, accelerator.description
         model = weights.model(frozenset({f"layer.{config.layers}"}))
-        self.model = model.to(self._device)
+        self.model = model.to(self.placed)
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.heads, self.width = config.layers, config.heads, config.width
@@ -195,9 +196,31 @@ class TextEncoder:
         return found
 
     def shorten(self, length: int | None) -> None:
-        """Truncates texts to a number of tokens with their special tokens; None changes nothing."""
+        """Truncates texts to a number of tokens with their special tokens; None changes nothing.
+
+        Raises:
+            ConfigError: the special tokens alone are as many.
+        """
+        special = self.first + self.last
+        if length is not None and length <= special:
+            raise ConfigError(
+                f"texts of {length} tokens have no space beside the {special} special ones. Set "
+                "--max-length, or max_seq_length of the model's folder, higher."
+            )
         if length is not None:
-            self.longest = min(self.longest, max(0, length - self.first - self.last))
+            self.longest = min(self.longest, length - special)
+
+    def check_pool(self, pool: str) -> None:
+        """Rejects the first token of a causal model, which has seen nothing but itself.
+
+        Raises:
+            ConfigError: with another pooling.
+        """
+        if pool == "first" and not self.sees_all:
+            raise ConfigError(
+                "--pool first needs a model whose first token attends to the whole text, and this "
+                "model reads from left to right; use --pool last or mean"
+            )
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the special tokens; a text that is too long for the model is truncated."""
@@ -263,7 +286,7 @@ class TextEncoder:
         # Positions after a text are padding of token 0, which `segments` hides from attention.
         # torch cannot pad the uint16 of shards.
         sequences = [torch.from_numpy(text.astype(np.int64)) for text in texts]
-        inputs = padded_inputs(sequences, self._device)
+        inputs = padded_inputs(sequences, self.placed)
         assert inputs.segments is not None
         real = inputs.segments > 0
         if self._is_prefix:

@@ -110,7 +110,7 @@ class Predictor:
                 "of such a task."
             )
         self._model = RowModel(weights, model=model)
-        self._objective = self._model._objective
+        self._objective = self._model.objective
         if isinstance(self._objective, SequenceTagging):
             raise ConfigError(
                 f"{path} scores sequences of tags (objective.crf), which have no probability for "

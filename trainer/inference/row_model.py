@@ -56,6 +56,7 @@ class RowModel:
         source: settings of the source of the model's training rows; empty where unknown.
         tokenizer: of the model.
         device: description of the device.
+        objective: of the fine-tuning, for rows without labels.
         spec: how rows become sequences.
 
     Args:
@@ -91,8 +92,8 @@ class RowModel:
             phases = decode(Experiment, meta["config"]).resolved_phases()
             length = phase_of(phases, meta["step"] - 1).sequence_length
         length = min(length, model.max_sequence_length)
-        self._objective = _objective(weights, model.offers, self.tokenizer.vocabulary, length)
-        self.spec = self._objective.pack_spec(length)
+        self.objective = _objective(weights, model.offers, self.tokenizer.vocabulary, length)
+        self.spec = self.objective.pack_spec(length)
 
     @torch.no_grad()
     def batches(self, rows: Sequence[Encoded], batch_tokens: int) -> Iterator[RowLogits]:
@@ -109,13 +110,13 @@ class RowModel:
             if self.spec.positions == width:
                 # No wider than the longest row: in batches of similar length, little is padding.
                 width = int(filled(examples, self.spec).max())
-            arrays = self._objective.collate(examples, width)
+            arrays = self.objective.collate(examples, width)
             batch = self._accelerator.to_device(
                 {name: torch.from_numpy(array) for name, array in arrays.items()}
             )
             with self._accelerator.autocast(self._precision):
-                if isinstance(self._objective, PairTask):
-                    logits = self._objective.row_outputs(self._model, batch)
+                if isinstance(self.objective, PairTask):
+                    logits = self.objective.row_outputs(self._model, batch)
                 else:
                     logits = logits_of(self._model, batch, self.head)
             yield RowLogits(numbers, examples, logits.float().cpu())

@@ -122,6 +122,12 @@ class TransformerConfig(ModelConfig):
             )
         check_labels(self.head, self.labels)
 
+    def check_absent(self, family: str, *names: str, fix: str = "Leave it out.") -> None:
+        """Rejects settings of parts that a family lacks."""
+        for name in names:
+            if getattr(self, name):
+                raise ConfigError(f"{name} is {getattr(self, name)}, but {family} has none. {fix}")
+
     def check_rate(self, name: str) -> None:
         """Rejects a dropout rate outside of [0, 1)."""
         if not 0 <= getattr(self, name) < 1:

@@ -174,6 +174,13 @@ def test_pool_and_layers_replace_what_the_folder_says(tmp_path: Path) -> None:
         embed(folder, "layers", layers="0")
 
 
+def test_a_length_without_space_for_a_text_is_refused(tmp_path: Path) -> None:
+    """Every text would have the vector of [CLS] [SEP]."""
+    folder = write(bert(tmp_path), sentence_bert_config={"max_seq_length": 2})
+    with pytest.raises(ConfigError, match="2 tokens have no space beside the 2 special ones"):
+        embed(folder, "short")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["cls", "mean", "max", "lasttoken", "weightedmean"])
 @pytest.mark.parametrize("length", [None, 5])

@@ -118,10 +118,9 @@ def pooling_of(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _embed(args: argparse.Namespace) -> int:
-    from samestep import environment
     from samestep.cli import main
-    from trainer.accelerators import detect
     from trainer.elastic import agent
+    from trainer.elastic.cli import processes_to_start
     from trainer.inference.retrieval.embed import Output, embed
     from trainer.inference.retrieval.vectors import MOST_PART
 
@@ -129,13 +128,8 @@ def _embed(args: argparse.Namespace) -> int:
         if not 1 <= (value := getattr(args, name)) <= MOST_PART:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} must be from 1 to {MOST_PART}, not {value}")
-    if environment.launcher_rank() is None:
-        default = len(detect.processes(None))
-        processes = default if args.processes is None else args.processes
-        if processes < 1:
-            raise ConfigError(f"--processes must be at least 1, not {processes}")
-        if processes > 1:
-            return agent.run_workers(main, args.typed, processes)
+    if (processes := processes_to_start(args, None)) > 1:
+        return agent.run_workers(main, args.typed, processes)
     embed(
         args.checkpoint,
         args.file,

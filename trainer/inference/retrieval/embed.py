@@ -22,7 +22,6 @@ from samestep.errors import ConfigError, DataError
 from samestep.progress import Progress
 from samestep.storage import shown
 from samestep.stored_json import JsonError, checked
-from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.retrieval import search as exact
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
@@ -107,8 +106,7 @@ def embed(
             texts = encoder.for_role("query" if role == "query" else "document", own_texts[index])
             vectors.write(index, encoder(texts, batch_tokens))
             progress.advance(1)
-    if encoder.truncated:
-        logger.warning("%d texts are longer than the model reads; truncated", encoder.truncated)
+    encoder.warn_of_truncation(sum(len(own_texts[index]) for index in missing))
     shape = (vectors.texts, vectors.width)
     logger.info("wrote %s: %s %d x %d", output.folder, output.number, *shape)
 
@@ -143,11 +141,10 @@ def search(
             f"{folder} was embedded by another model than {checkpoint}. Name that model, or embed "
             "the texts again."
         )
-    device = for_any_shapes().device
     for first in range(0, len(named), _QUERIES_AT_A_TIME):
         group = named[first : first + _QUERIES_AT_A_TIME]
         texts = encoder.for_role("query", [text for _, text in group])
-        found = encoder(texts).to(device)
+        found = encoder(texts).to(encoder.placed)
         # The blocks are read again for each group: vectors need not fit into memory.
         products, rows = exact.top(*comparable(vectors.similarity, found, vectors.blocks()), k)
         for (name, _), scores, places in zip(group, products, rows, strict=True):

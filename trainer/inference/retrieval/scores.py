@@ -18,7 +18,6 @@ from data_pipeline.sources.kinds.jsonl import value_at
 from data_pipeline.sources.unlabeled import Unlabeled
 from samestep.errors import DataError
 from samestep.progress import Progress
-from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.retrieval import search
 from trainer.inference.retrieval.collection import Collection
 from trainer.inference.retrieval.embed import comparable
@@ -59,12 +58,13 @@ def of_retrieval(
     if collection.empty:
         logger.warning("%d documents have no text", collection.empty)
     encoder = SentenceEncoder(checkpoint, given)
-    device = for_any_shapes().device
-    queries = encoder(encoder.for_role("query", list(collection.queries.values()))).to(device)
+    queries = encoder(encoder.for_role("query", list(collection.queries.values()))).to(
+        encoder.placed
+    )
     blocks = _embedded(encoder, list(collection.documents.values()))
-    pairs = comparable(encoder.pooling.similarity, queries, blocks)
+    pairs = comparable(encoder.pooling.similarity, queries.to(encoder.placed), blocks)
     _, rows = search.top(*pairs, depth)
-    _warn_of_truncation(encoder, len(collection.documents) + len(collection.queries))
+    encoder.warn_of_truncation(len(collection.documents) + len(collection.queries))
     # Row n of the search is document n: both have the collection's order, ascending by id.
     names = list(collection.documents)
     rankings = [[names[place] for place in places] for places in rows]
@@ -125,14 +125,8 @@ def of_similarity(
     first, second = (encoder(encoder.for_role("default", side)) for side in sides)
     if encoder.pooling.similarity == "cosine":
         first, second = F.normalize(first), F.normalize(second)
-    _warn_of_truncation(encoder, 2 * len(true))
+    encoder.warn_of_truncation(2 * len(true))
     predicted = torch.linalg.vecdot(first, second).double().numpy()
     names: tuple[Literal["spearman", "pearson"], ...] = ("spearman", "pearson")
     found = labels.scores(names, predicted, torch.tensor(true, dtype=torch.float64).numpy())
     return {"pairs": len(true)} | found
-
-
-def _warn_of_truncation(encoder: SentenceEncoder, texts: int) -> None:
-    if encoder.truncated:
-        message = "%d of %d texts are longer than the model reads; truncated"
-        logger.warning(message, encoder.truncated, texts)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.errors import ConfigError
 from trainer.inference.hidden_states import TextEncoder, batches
 from trainer.inference.sentence_embedding import Pooling, check_encoder, pool
 from trainer.training.weights.loading import load_weights
@@ -29,6 +28,8 @@ class SentenceEncoder:
         pooling: how.
         width: D, of the vectors.
         identity: digest of the weights.
+        device: description of the device.
+        placed: the device.
         truncated: number of texts so far that were longer than the model reads.
 
     Args:
@@ -55,23 +56,12 @@ class SentenceEncoder:
             found = Pooling.of(weights.folder, instead)
         self.pooling = replace(stored or found or Pooling(), **given)
         self._encoder = encoder = TextEncoder(weights)
-        self.width, self.device = encoder.width, encoder.device
+        self.width, self.device, self.placed = encoder.width, encoder.device, encoder.placed
         self.truncated = 0
         if found is not None:
             check_encoder(checkpoint, encoder.sees_all)
-        if self.pooling.pool == "first" and not encoder.sees_all:
-            raise ConfigError(
-                "--pool first needs a model whose first token attends to the whole text, and "
-                f"{checkpoint} reads from left to right. Use --pool last or mean."
-            )
-        if self.pooling.longest is not None:
-            special = encoder.first + encoder.last
-            if self.pooling.longest <= special:
-                raise ConfigError(
-                    f"texts of {self.pooling.longest} tokens have no space beside the {special} "
-                    "special ones. Set --max-length higher."
-                )
-            encoder.longest = min(encoder.longest, self.pooling.longest - special)
+        encoder.check_pool(self.pooling.pool)
+        encoder.shorten(self.pooling.longest)
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str], batch_tokens: int = 8192) -> Tensor:
@@ -96,6 +86,10 @@ class SentenceEncoder:
                 pooled = F.normalize(pooled)
             vectors[torch.from_numpy(numbers)] = pooled.cpu()
         return vectors
+
+    def warn_of_truncation(self, texts: int) -> None:
+        """Logs how many of the texts so far were truncated, if any."""
+        self._encoder.warn_of_truncation(self.truncated, texts)
 
     def for_role(
         self, role: Literal["query", "document", "default"], texts: Sequence[str]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from samestep.errors import ConfigError
 from trainer.models.config import Pooling
 from trainer.models.families import bert
 
@@ -29,11 +28,7 @@ class Config(bert.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("type_vocab", self.type_vocab), ("nsp", self.nsp)):
-            if value:
-                raise ConfigError(
-                    f"{name} is {value}, but DistilBERT has none. Leave it out, or use kind: bert."
-                )
+        self.check_absent("DistilBERT", "type_vocab", "nsp", fix="Leave it out, or use kind: bert.")
         self.check_rate("head_dropout")
 
     @property

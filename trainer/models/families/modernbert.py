@@ -14,7 +14,7 @@ from trainer.models.config import Activation, Norm
 from trainer.models.families import bert
 from trainer.models.layers.dropout import dropout
 from trainer.models.layers.layer import Layer
-from trainer.models.layers.rotary import RotaryAttention
+from trainer.models.layers.rotary import RotaryAttention, check_width
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,13 @@ class Config(bert.Config):
         super().__post_init__()
         for name in ("local_window", "global_every"):
             self.check_positive(name)
-        for name in ("type_vocab", "nsp", "span_boundary"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, but ModernBERT has none. Leave it out."
-                )
+        self.check_absent("ModernBERT", "type_vocab", "nsp", "span_boundary")
         if self.norm != "pre" or not self.gated:
             raise ConfigError(
                 f"norm is {self.norm} and activation is {self.activation}, but ModernBERT has norm "
                 "pre and geglu. Leave them out, or use kind: bert."
             )
-        if self.head_width % 2:
-            raise ConfigError(
-                f"width {self.width} by heads {self.heads} gives heads of {self.head_width}, but "
-                "rotary positions need an even number. Change heads."
-            )
+        check_width(self)
 
     @property
     def projection_bias(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from samestep.errors import ConfigError
 from trainer.models.config import Activation
 from trainer.models.families import bert
 from trainer.models.layers.relative import RelativeBias
@@ -33,11 +32,7 @@ class Config(bert.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("type_vocab", self.type_vocab), ("nsp", self.nsp)):
-            if value:
-                raise ConfigError(
-                    f"{name} is {value}, but MPNet has none. Leave it out, or use kind: bert."
-                )
+        self.check_absent("MPNet", "type_vocab", "nsp", fix="Leave it out, or use kind: bert.")
 
     @property
     def normalizes_embeddings(self) -> bool:

@@ -11,7 +11,7 @@ from samestep.errors import ConfigError
 from trainer.models.config import Activation, Norm, NormKind
 from trainer.models.families import bert
 from trainer.models.heads import LanguageModelHead
-from trainer.models.layers.rotary import RotaryAttention
+from trainer.models.layers.rotary import RotaryAttention, check_width
 
 THETA = 10_000.0
 """Base of the rotary frequencies, a constant of the published code."""
@@ -52,21 +52,13 @@ class Config(bert.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_rate("head_dropout")
-        for name in ("type_vocab", "nsp", "span_boundary", "tied"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, but NeoBERT has none. Leave it out."
-                )
+        self.check_absent("NeoBERT", "type_vocab", "nsp", "span_boundary", "tied")
         if (self.norm, self.activation) != ("pre", "swiglu"):
             raise ConfigError(
                 f"norm is {self.norm} and activation is {self.activation}, but NeoBERT has norm "
                 "pre and swiglu. Leave them out, or use kind: bert."
             )
-        if self.head_width % 2:
-            raise ConfigError(
-                f"width {self.width} by heads {self.heads} gives heads of {self.head_width}, but "
-                "rotary positions need an even number. Change heads."
-            )
+        check_width(self)
 
     @property
     def norm_kind(self) -> NormKind:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import Mask
 from trainer.models.layers import Projection
 from trainer.models.layers.attention import SelfAttention
+from trainer.models.layers.rotary import turn
 from trainer.models.stack import Context
 
 
@@ -112,11 +112,3 @@ class GroupedAttention(SelfAttention):
         # With H = 6 and G = 2, heads 0 1 become 0 0 0 1 1 1.
         times = self.heads // self.kv_heads
         return part if times == 1 else part.repeat_interleave(times, dim=1)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the features k and k + K/2 of x, [B, H, S, K], by angles [B, 1, S, K/2]."""
-    # Pairs are half a head apart: with K = 4, features 0 and 2, and 1 and 3. In fp32, since
-    # bf16 has 8 bits for a cosine.
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samestep.errors import ConfigError
 from trainer.models.config import TransformerConfig
 from trainer.models.layers.attention import SelfAttention
 from trainer.models.stack import Context
@@ -25,9 +26,28 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     exponent = torch.arange(half, dtype=torch.float32, device=x.device) / half
     angle = positions[:, None, :, None].float() * theta**-exponent
-    cos, sin = angle.cos(), angle.sin()
+    return turn(x, angle.cos(), angle.sin())
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the features k and k + K/2 of x, [B, H, S, K], by angles [B, 1, S, K/2]."""
+    # Pairs are half a head apart: with K = 4, features 0 and 2, and 1 and 3. In fp32, since
+    # bf16 has 8 bits for a cosine.
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def check_width(config: TransformerConfig) -> None:
+    """Rejects heads whose features do not form pairs.
+
+    Raises:
+        ConfigError: their width is odd.
+    """
+    if config.head_width % 2:
+        raise ConfigError(
+            f"width {config.width} by heads {config.heads} gives heads of {config.head_width}, but "
+            "rotary positions need an even number. Change heads."
+        )
 
 
 class RotaryAttention(SelfAttention):
