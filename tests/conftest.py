@@ -90,6 +90,13 @@ def quicker() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def seed() -> None:
+    """Models are initialized alike in each run of the tests, in any order and number of workers."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def forget_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Modules that a test has written and imported would shadow those of another test."""
     before = set(sys.modules)

@@ -87,13 +87,6 @@ class Config(Cluster):
             "",
             f"exec {job.shell_command(*arguments)}",
             ")",
-            "code=$?",
-            f"if [ $code = {128 + signal.SIGTERM} ]; then",
-            "  # The signal came before the command: end what the setup has started, too.",
-            "  trap '' TERM",
-            "  kill -- -$$ 2> /dev/null",
-            "fi",
-            "exit $code",
         ]
         return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("bash", SCRIPT))
 
@@ -152,16 +145,28 @@ class Config(Cluster):
 
 
 def _terminate(child: int, script: int) -> None:
-    """Sends SIGTERM to the child of a script: the command, or the shell that will become it."""
+    """Sends SIGTERM to the child of a script: the command, or the shell that will become it.
+
+    A shell is ended with all that the set-up has started, by SIGKILL after a second.
+    """
     # A shell that has just been forked loses a signal, so it is sent until there is an end. The
     # command gets one: its second would stop a run without a checkpoint.
     while _started(child):
         is_shell = _arguments(child) == _arguments(script)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGTERM)
+        _send(child, signal.SIGTERM)
         if not is_shell:
             return
         time.sleep(0.01)
+    ended = time.monotonic()
+    while (started := _session(script) - {script}) and time.monotonic() < ended + 2:
+        for pid in started:
+            _send(pid, signal.SIGTERM if time.monotonic() < ended + 1 else signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _send(pid: int, sent: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, sent)
 
 
 def _state(record: Record) -> State:
@@ -196,8 +201,21 @@ def _boot() -> str:
 
 
 def _children(pid: int) -> list[int]:
+    return [number for number, stat in _stats().items() if stat[1] == str(pid)]
+
+
+def _session(leader: int) -> set[int]:
+    """The processes of a session that live."""
+    return {
+        number
+        for number, stat in _stats().items()
+        if stat[3] == str(leader) and stat[0] not in "ZX"
+    }
+
+
+def _stats() -> dict[int, list[str]]:
     numbers = [int(place.name) for place in _PROC.glob("[0-9]*")]
-    return [number for number in numbers if _stat(number)[1:2] == [str(pid)]]
+    return {number: stat for number in numbers if (stat := _stat(number))}
 
 
 def _arguments(pid: int) -> bytes:

@@ -75,7 +75,7 @@ def test_rows_are_pooled_where_the_model_pools(
     (tmp_path / "vocab.txt").write_text("\n".join((*SPECIAL, *WORDS)) + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
     labeler = Labeler(str(tmp_path))
-    assert labeler._objective.pooled == pooled
+    assert labeler.objective.pooled == pooled
     texts = ["the dog runs", "cat sleeps here good the dog", "good"]
     rows = [TaskRow((text,), 0.0) for text in texts]
     found = labeler(task_rows.encode(rows, labeler.tokenizer, "classification"), 1000)
