@@ -24,11 +24,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.kinds import local
 from launch.tpu import slice as tpu_slice
 from launch.tpu import startup as tpu_startup
 from launch.tpu.slice import STARTUP, Slice
 from launch.tpu.startup import SETTINGS, Startup
-from tests.unit.launch.test_local import members
 from tests.unit.launch.tpu_control_plane import ControlPlane, install
 from tests.waiting import until
 
@@ -354,7 +354,7 @@ def test_each_boot_has_a_log_of_its_own(machine: Machine) -> None:
     machine.plane.metadata["preempted"] = "TRUE"
     boot = machine.boots("wait")
     assert boot.wait(timeout=100) == 0
-    until(lambda: not members(str(boot.pid)))  # its last copies of the log
+    until(lambda: not local._session(boot.pid))  # its last copies of the log
     machine.plane.metadata["preempted"] = "FALSE"
     [first] = machine.bucket("stage/log").iterdir()
     before = first.read_text()
