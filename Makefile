@@ -7,7 +7,7 @@ BENCH := .venv-bench
 DATA_BENCHMARKS := build loader resume stream
 OTHER_BENCHMARKS := span_corruption step step_t5 step_encoders generation
 # torch-xla needs a torch of its own, 7 GB in all: an environment outside the checkout, one for each set of pins.
-XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
+XLA_PINS := $(shell { cat constraints-xla.txt docker/constraints-tpu.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
 XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
 # Tests start hundreds of processes, each of which would compile our modules again.
@@ -85,6 +85,8 @@ $(XLA_ENV)/.installed:
 	@echo "installing torch 2.9 and torch-xla into $(XLA_ENV) (some minutes)"
 	@test -x $(XLA_ENV)/bin/python || $(PYTHON) -m venv $(XLA_ENV)
 	@$(XLA_ENV)/bin/python -m pip install --quiet --no-cache-dir --requirement constraints-xla.txt
+	@# The TPUs' compiler lies apart, so that torch-xla and JAX see no TPU.
+	@$(XLA_ENV)/bin/python -m pip install --quiet --no-cache-dir --no-deps --target $(XLA_ENV)/tpu $$(grep ^libtpu docker/constraints-tpu.txt)
 	@touch $@
 
 test-images: install  ## build both images and run the demo in them (buildah and debootstrap, as root; half an hour)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.xla.conftest import XLA, Work, Xla, reports
+from tests.xla.conftest import PYTHON, XLA, Work, Xla, reports
 
 CALLS = [
     *product([640], [64], [False, True], [False, True]),
@@ -27,6 +27,16 @@ def test_it_is_attention(xla: Xla) -> None:
     errors, kernels = reports(done.stdout)[: len(CALLS)], reports(done.stdout)[len(CALLS) :]
     assert max(each["error"] for each in errors) < 0.01  # of 8 bits
     assert [each["kernels"] for each in kernels] == [FORWARD_AND_BACKWARD] * (len(CALLS) + 2)
+
+
+@pytest.mark.timeout(600)
+def test_the_compiler_of_tpus_takes_it(xla: Xla) -> None:
+    """Of the version that TPU images pin; a newer JAX may write what it cannot read."""
+    library = Path(PYTHON or "").parents[1] / "tpu/libtpu/libtpu.so"
+    done = xla("tests.xla.tpu_compiler", json.dumps(CALLS), TPU_LIBRARY_PATH=str(library))
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [[["tpu_custom_call"], ["tpu_custom_call"] * 2]]
+    assert [each["calls"] for each in reports(done.stdout)] == kernels * len(CALLS)
 
 
 @pytest.mark.timeout(600)

@@ -205,14 +205,17 @@ def _attention(
 
 def _computation(function: Callable[..., object], inputs: Sequence[jax.ShapeDtypeStruct]) -> object:
     import jax
+    from jax import export
+    from jax._src.lib import xla_client
     from torch_xla.core.xla_builder import computation_from_module_proto
 
-    lowered = (
-        jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))
+    # Exported code is in a version of the kernel's language that older compilers read: libtpu may
+    # be some months older than JAX. Lowered without an export, it is in JAX's newest version.
+    exported = export.export(jax.jit(function, keep_unused=True), platforms=(_PLATFORM,))
+    hlo = xla_client._xla.mlir.mlir_module_to_xla_computation(
+        exported(*inputs).mlir_module(), use_tuple_args=False, return_tuple=False
     )
-    return computation_from_module_proto(
-        "attention", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
-    )
+    return computation_from_module_proto("attention", hlo.as_serialized_hlo_module_proto())
 
 
 def _run(
