@@ -268,7 +268,8 @@ class LoaderState(TypedDict, total=False):
     """Position of a loader in its data order, in a checkpoint; older ones lack some keys.
 
     Attributes:
-        order, seed, lanes, window, packing, group_by_length: what determines the order.
+        order, seed, lanes, window, packing, group_by_length, group_by_source: what determines the
+            order.
         mixture: weights of the sources, as [first global example, weight of each source by digest].
         manifest: digest of the only source, in versions without mixtures.
         example: number of examples taken.
@@ -282,6 +283,7 @@ class LoaderState(TypedDict, total=False):
     window: int
     packing: str
     group_by_length: int | None
+    group_by_source: int | None
     mixture: list[list[Any]]
     manifest: str
     example: int

@@ -119,10 +119,13 @@ class MixedOrder(Lanes):
         schedule: the shares, by keys of sources.
         orders: the order of each source, by key, all with the same number of lanes. Sources that
             are only part of the past may be missing.
+        lanes: number of lanes that each have their table; None: as many as each source's order.
     """
 
-    def __init__(self, schedule: Schedule, orders: Mapping[str, Order]) -> None:
-        super().__init__(next(iter(orders.values())).lanes)
+    def __init__(
+        self, schedule: Schedule, orders: Mapping[str, Order], lanes: int | None = None
+    ) -> None:
+        super().__init__(lanes or next(iter(orders.values())).lanes)
         self.examples = sum(order.examples for order in orders.values())
         self._keys = sorted({key for _, shares in schedule.parts for key in shares})
         self._orders = [orders.get(key) for key in self._keys]
@@ -172,11 +175,8 @@ class MixedOrder(Lanes):
         Raises:
             DataError: an example's source is no longer part of the run.
         """
-        number = np.asarray(number, dtype=np.int64)
-        part, lane, _, place = self._walk(number)
-        source = self._place[part, place].astype(np.int64)
-        taken = self._taken(source, number)
-        at = Location(*np.empty((3, len(number)), dtype=np.int64))
+        source, nth = self._find(np.asarray(number, dtype=np.int64))
+        at = Location(*np.empty((3, len(source)), dtype=np.int64))
         for each in set(source.tolist()):
             order = self._orders[each]
             if order is None:
@@ -185,8 +185,7 @@ class MixedOrder(Lanes):
                     "data.sources, and examples come from it; add it again, with weight 0"
                 )
             rows = np.flatnonzero(source == each)
-            # The n-th example of a source in a lane is number n * lanes + lane of its order.
-            found = order.locate(taken[rows] * self.lanes + lane[rows])
+            found = order.locate(nth[rows])
             at.epoch[rows], at.index[rows] = found.epoch, found.index
             at.shard[rows] = found.shard + self._first_shard[each]
         return at
@@ -209,6 +208,13 @@ class MixedOrder(Lanes):
             following.append(next_window + self._first_shard[source])
         return np.concatenate([*current, *following])
 
+    def _find(self, number: Int64) -> tuple[Int64, Int64]:
+        """The sources of global examples, and their numbers in the orders of these."""
+        part, lane, _, place = self._walk(number)
+        source = self._place[part, place].astype(np.int64)
+        # The n-th example of a source in a lane is number n * lanes + lane of its order.
+        return source, self._taken(source, number) * self.lanes + lane
+
     def _walk(self, number: Int64) -> tuple[Int64, Int64, Int64, Int64]:
         """The part, the lane, and the period and place in the table of global examples."""
         turn, lane = np.divmod(number, self.lanes)
@@ -222,6 +228,56 @@ class MixedOrder(Lanes):
         return self._base[part, source, lane] + in_part
 
 
+class SourceGroups(MixedOrder):
+    """The order of a mixture in which each `size` consecutive examples come from one source.
+
+    The table names the source of each group. A source's groups follow each other in its own order,
+    so its examples come as they would without other sources. For example, with groups of 2 and the
+    shares 2 : 1, the examples are A0 A1, B0 B1, A2 A3, A4 A5, B2 B3, A6 A7, ...
+
+    Args:
+        schedule: the shares; a change within a group takes effect at the next one.
+        orders: as for `MixedOrder`.
+        size: number of examples in a group.
+    """
+
+    def __init__(self, schedule: Schedule, orders: Mapping[str, Order], size: int) -> None:
+        # Groups take the place of examples. One lane is enough: their examples are from all lanes
+        # of their source.
+        groups = Schedule.of((-(-first // size), shares) for first, shares in schedule.parts)
+        super().__init__(groups, orders, lanes=1)
+        self._size, self._source_lanes = size, next(iter(orders.values())).lanes
+
+    def _find(self, number: Int64) -> tuple[Int64, Int64]:
+        group, within = np.divmod(number, self._size)
+        source, nth = super()._find(group)
+        return source, nth * self._size + within
+
+    def batch(self, start: int, size: int) -> Int64:
+        """Returns a global batch sorted by the lanes of the sources."""
+        return self.rows(np.arange(start, start + size))
+
+    def rows(self, number: Int64) -> Int64:
+        return number[np.argsort(self._find(number)[1] % self._source_lanes, kind="stable")]
+
+    def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
+        # Groups of 3 on 2 lanes begin in different lanes, so the rows of a replica do, too.
+        if self._size % self._source_lanes:
+            index, count = 0, 1
+        group = np.array([-(-start // self._size)])
+        part = np.searchsorted(self._first, group, side="right") - 1
+        current, following = list[Int64](), list[Int64]()
+        for source, order in enumerate(self._orders):
+            if order is None or not self._share[part, source].any():
+                continue
+            lane = order.lanes_of(0, size, index, count)
+            consumed = int(self._taken(np.array([source]), group)[0]) * self._size
+            window, next_window = order.ahead(lane, order.turn(lane, consumed))
+            current.append(window + self._first_shard[source])
+            following.append(next_window + self._first_shard[source])
+        return np.concatenate([*current, *following])
+
+
 class Mixture:
     """The sources of a run, their shares, and the resulting order.
 
@@ -233,12 +289,17 @@ class Mixture:
         schedule: the shares over the run.
         orders: the order of each source, by key, all with the same number of lanes.
         keys: the key of each source, by name.
+        group: the size of groups of examples from one source; None: there are no groups.
     """
 
     def __init__(
-        self, schedule: Schedule, orders: Mapping[str, Order], keys: Mapping[str, str]
+        self,
+        schedule: Schedule,
+        orders: Mapping[str, Order],
+        keys: Mapping[str, str],
+        group: int | None = None,
     ) -> None:
-        self.orders = orders
+        self.orders, self._group = orders, group
         self._names = {key: name for name, key in keys.items()}
         self.follow(schedule)
 
@@ -248,9 +309,13 @@ class Mixture:
         only = list(schedule.parts[0][1]) if len(schedule.parts) == 1 else []
         # A mixture of one source has the order of that source, as if there were no mixture.
         alone = len(self.orders) == len(only) == 1 and only[0] in self.orders
-        self.order: ExampleOrder = (
-            self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
-        )
+        self.order: ExampleOrder
+        if alone:
+            self.order = self.orders[only[0]]
+        elif self._group is None:
+            self.order = MixedOrder(schedule, self.orders)
+        else:
+            self.order = SourceGroups(schedule, self.orders, self._group)
 
     def change(self, wanted: Schedule, example: int) -> None:
         """Replaces the shares from a global example on; those before it stay."""
@@ -295,7 +360,7 @@ class WeightedMixture(Mixture):
 
     Args:
         rates: the weights of the sources by name, after step 0 and after each change.
-        orders, keys: as for `Mixture`.
+        orders, keys, group: as for `Mixture`.
         consumed_after: returns the number of examples that a number of steps consume.
         excluded: the examples that the run skips.
     """
@@ -307,12 +372,13 @@ class WeightedMixture(Mixture):
         keys: Mapping[str, str],
         consumed_after: Callable[[int], int],
         excluded: Exclusions,
+        group: int | None = None,
     ) -> None:
         self._rates, self._keys, self._consumed_after = rates, keys, consumed_after
         # How many more examples the steps so far have consumed than they would have in batches of
         # the current size.
         self._surplus = 0
-        super().__init__(self._wanted(excluded), orders, keys)
+        super().__init__(self._wanted(excluded), orders, keys, group)
 
     def _wanted(self, excluded: Exclusions) -> Schedule:
         """The configured shares of the sources over time."""

@@ -38,6 +38,9 @@ class Config:
         group_by_length: for rows of tasks: the size of groups of examples of similar length, best
             the global batch size; rows are then no wider than the longest of their batch. Part of
             the order. None: all rows have sequence_length positions, as compilers need.
+        group_by_source: of `sources`: the size of groups of consecutive examples from one source,
+            which divides the global batch size. Part of the order. None: each example's source is
+            chosen by itself.
         threads: number of threads that make batches; 0 makes them in the training thread.
         prefetch: number of global batches that threads keep ready, or of blocks of several small
             ones.
@@ -60,6 +63,7 @@ class Config:
     lanes: int = 64
     window: int = 4
     group_by_length: int | None = None
+    group_by_source: int | None = None
     threads: int = 1
     prefetch: int = 2
     cache: str | None = None
@@ -83,13 +87,22 @@ class Config:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use {least} or more.")
-        if self.group_by_length is not None and self.group_by_length < 1:
-            raise ConfigError(f"group_by_length is {self.group_by_length}. Use 1 or more, or null.")
+        for name in ("group_by_length", "group_by_source"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name} is {size}. Use 1 or more, or null.")
         parse_size(self.cache_size, "cache_size")
         for part in self.exclude:
             if len(part) != 2 or not 0 <= part[0] < part[1]:
                 raise ConfigError(
                     f"exclude has {list(part)}. Use pairs [first, end] with 0 <= first < end."
+                )
+            size = self.group_by_source or 1
+            if any(bound % size for bound in part):
+                whole = [part[0] // size * size, -(-part[1] // size) * size]
+                raise ConfigError(
+                    f"exclude has {list(part)}, and group_by_source makes groups of {size}, which "
+                    f"batches hold whole. Exclude whole groups, as {whole}."
                 )
 
     @property
@@ -139,6 +152,7 @@ _SAME_AGAIN = {
     "lanes": "set data.lanes to the checkpoint's",
     "window": "set data.window to the checkpoint's",
     "group_by_length": "set data.group_by_length to the checkpoint's",
+    "group_by_source": "set data.group_by_source to the checkpoint's",
     "packing": "restore data.packing, data.sequence_length and the objective",
 }
 """What to do about another value in a checkpoint, by key of a loader's state."""
@@ -150,10 +164,11 @@ def check_identity(state: LoaderState, identity: LoaderState) -> None:
     Raises:
         DataError: it counts in another order.
     """
-    for name, value in identity.items():
+    for name, fix in _SAME_AGAIN.items():
+        value = identity.get(name)
         if state.get(name) != value:
             raise DataError(
                 f"the checkpoint's data order cannot be continued: its {name} is "
                 f"{state.get(name)!r}, but this run's is {value!r}. To continue, "
-                f"{_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights."
+                f"{fix}, or start a new run from the checkpoint's weights."
             )

@@ -44,6 +44,11 @@ def check_groups(config: Config, spec: PackSpec) -> None:
             "data.group_by_length needs an order that never changes. Set it to null, or set "
             "data.on_corrupt=stop data.weights=[] data.on_change=error."
         )
+    if config.group_by_source is not None:
+        raise ConfigError(
+            "data.group_by_length sorts the examples of several groups of data.group_by_source. "
+            "Set one of them to null."
+        )
 
 
 class LengthGroups:

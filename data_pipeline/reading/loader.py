@@ -135,6 +135,7 @@ class StreamingLoader:
         self._named = named = sources_of(dataset, order.split, order.finite)
         self._order, self._batch_size, self._largest = order, layout.global_batch_size, largest
         self._group, self._prefetch = config.group_by_length, config.prefetch
+        self._by_source, self._lanes = config.group_by_source, config.lanes
         self._accept_change = config.on_change == "accept"
         self._skips_corrupt = config.on_corrupt == "skip"
         self._packed = ConcatSplit(named, order.split, pack_spec, config.packing, order.seed)
@@ -196,6 +197,8 @@ class StreamingLoader:
             "packing": packing_digest(pack_spec, config.packing),
             "group_by_length": config.group_by_length,
         }
+        if config.group_by_source is not None:  # older checkpoints have no such key
+            self._identity["group_by_source"] = config.group_by_source
 
     def _reach(self, layout: BatchLayout) -> tuple[int, int, int]:
         """Examples that are read together: a batch size, this reader's index, and their count."""
@@ -203,7 +206,8 @@ class StreamingLoader:
             from data_pipeline.reading.length_groups import GROUPS
 
             return GROUPS * self._group, 0, 1
-        if layout.units:
+        # Groups of 3 on 2 lanes begin in different lanes, so the rows of a replica do, too.
+        if layout.units or (self._by_source or 0) % self._lanes:
             return layout.global_batch_size, 0, 1
         return layout.global_batch_size, layout.replica.index, layout.replica.count
 
@@ -215,8 +219,9 @@ class StreamingLoader:
         """The endless order of all sources."""
         from data_pipeline.order.mixture import WeightedMixture
 
+        orders, keys = self._orders, self._keys
         return WeightedMixture(
-            self._rates, self._orders, self._keys, self._consumed_after, self._excluded
+            self._rates, orders, keys, self._consumed_after, self._excluded, self._by_source
         )
 
     def _consumed_after(self, step: int) -> int:

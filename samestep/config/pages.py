@@ -10,6 +10,7 @@ PAGES: Mapping[str, str] = {
     "also": "tasks.md",
     "checkpoint": "checkpoints.md",
     "data": "training.md",
+    "data.group_by_source": "mixtures.md",
     "data.lanes": "data_order.md",
     "data.sources": "mixtures.md",
     "grid": "finetuning.md",

@@ -60,6 +60,44 @@ def test_a_mixture_trains_changes_and_is_proven(
 
 
 @pytest.mark.long
+def test_groups_of_a_source_are_the_same_on_other_devices(
+    samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Through a stop and more processes; the size of groups stays."""
+    settings = [
+        "data={path: null, group_by_source: 15}",
+        sources(parts, a=1, b=1, c=2),
+        "data.weights=[{step: 5, weights: {a: 1, b: 0, c: 0}}]",
+        "schedule.warmup_steps=0",
+        "checkpoint.every=4",
+    ]
+    ledgers = []
+    for name, stages in (("whole", ((10, 1),)), ("cut", ((4, 1), (10, 2)))):
+        run = f"output={tmp_path / name}"
+        for steps, processes in stages:
+            size = ("training.global_batch_size=30", f"training.steps={steps}", run)
+            launch = ("--processes", processes) if processes > 1 else ()
+            result = samestep("train", experiment_file, *size, *settings, *launch)
+            assert result.code == 0, result.err
+        rows = [json.loads(row) for row in (tmp_path / name / "ledger.jsonl").open()]
+        ledgers.append([row.get("digest") for row in rows if row["kind"] == "fed"])
+        assert samestep("ledger", "verify", tmp_path / name).code == 0
+    assert ledgers[0] == ledgers[1]
+    for step in (2, 7):
+        listed = json.loads(samestep("ledger", "step", tmp_path / "cut", step, "--json").out)
+        groups: dict[int, set[str]] = {}
+        for example in listed["examples"]:
+            groups.setdefault(example["number"] // 15, set()).add(example["source"])
+        assert [len(names) for names in groups.values()] == [1, 1]
+    refused = samestep("train", experiment_file, run, *settings, "training.global_batch_size=31")
+    assert refused.code == 2
+    assert "group_by_source is 15, and does not divide global_batch_size 31" in refused.message
+    other = samestep("train", experiment_file, run, *size[:1], *settings, "data.group_by_source=30")
+    assert other.code == 1
+    assert "set data.group_by_source to the checkpoint's" in other.message
+
+
+@pytest.mark.long
 def test_a_rewind_across_a_change_skips_the_faulty_examples(
     samestep: Samestep, experiment_file: str, parts: dict[str, Path], tmp_path: Path
 ) -> None:

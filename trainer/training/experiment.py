@@ -124,6 +124,8 @@ class Experiment:
                 f"init_from, or remove {setting}."
             )
         phases = self.resolved_phases()  # rejects phases that contradict the run
+        if self.data.group_by_source is not None:
+            self._check_source_groups(phases, self.data.group_by_source)
         if self.training.is_bitwise:
             self._check_bitwise(phases)
         for index, phase in enumerate(self.phases):
@@ -132,6 +134,17 @@ class Experiment:
                 raise ConfigError(
                     f"phases.{index}.objective learns from a teacher, which only the run's own "
                     "objective may; set it as objective, and name the objectives of other phases"
+                )
+
+    def _check_source_groups(self, phases: Sequence[Phase], group: int) -> None:
+        for phase in phases:
+            size = phase.global_batch_size
+            if size % group:
+                where = "" if len(phases) == 1 else f" of phase {phase.index}"
+                raise ConfigError(
+                    f"data.group_by_source is {group}, and does not divide global_batch_size "
+                    f"{size}{where}. Set data.group_by_source to {size} or a divisor of it, or the "
+                    f"batch size to {-(-size // group) * group}."
                 )
 
     def _check_bitwise(self, phases: Sequence[Phase]) -> None:

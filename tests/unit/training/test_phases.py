@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from data_pipeline.reading.config import Config as DataConfig
 from samestep.errors import ConfigError
+from trainer.models.families import bert
 from trainer.objectives.kinds import causal_lm, mlm
+from trainer.optim.kinds import adamw
 from trainer.optim.schedules import Schedule
+from trainer.training.experiment import Experiment
 from trainer.training.phases import Config, Phase, examples_after, phase_of, resolve
+from trainer.training.settings import Config as TrainingConfig
 
 RUN = {
     "sequence_length": 128,
@@ -134,3 +139,22 @@ def test_phases_that_contradict_the_run_are_rejected(phases: list[Config], compl
 def test_invalid_values_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Config(**{"steps": 1, **wrong})
+
+
+def test_every_batch_holds_whole_groups_of_data_group_by_source() -> None:
+    def experiment(group: int, *phases: Config) -> Experiment:
+        data = DataConfig(path="data", group_by_source=group)
+        training = TrainingConfig(steps=10, global_batch_size=96)
+        parts = (bert.Config(), mlm.Config(), data, training, adamw.Config(lr=1e-3))
+        return Experiment("run", *parts, phases=phases)
+
+    for group in (1, 32, 48, 96):
+        experiment(group)
+    with pytest.raises(
+        ConfigError, match=r"size 96\. Set .* to 96 or .*, or the batch size to 128"
+    ):
+        experiment(64)
+    with pytest.raises(ConfigError, match=r"size 96\. .* batch size to 192"):
+        experiment(192)
+    with pytest.raises(ConfigError, match=r"is 32, and does not .*size 16 of phase 1\. .* to 32"):
+        experiment(32, Config(5), Config(5, global_batch_size=16))

@@ -52,6 +52,7 @@ class _Data(TypedDict):
     lanes: _Size
     mixture: list[tuple[Count, dict[str, float]]]
     group_by_length: NotRequired[Count | None]
+    group_by_source: NotRequired[Count]
 
 
 class _Order(TypedDict):

@@ -54,7 +54,8 @@ class Tally:
 
     An example that has not appeared is lost only if its pass is over, and passes overlap: each lane
     of the order reads its part of a pass and then starts the next pass at once. A pass is over when
-    all lanes are beyond it. With four lanes, lane n % 4 reads example n.
+    all lanes are beyond it. With four lanes, lane n % 4 reads example n. In groups of examples from
+    one source, n counts the examples of the source.
 
     Grouping by length hides the lanes: it shuffles the examples of a pool. A pass is then over when
     a complete pool holds none of it, and is large enough that each lane has a part in it.
@@ -63,16 +64,19 @@ class Tally:
         size: examples in a pass.
         lanes: of the order.
         pool: examples that are grouped by length at a time; None without grouping.
+        own_numbers: whether lanes take turns by the number of examples of the source, not of all.
         passes: by number, from 0.
     """
 
     size: int
     lanes: int
     pool: int | None = None
+    own_numbers: bool = False
     passes: dict[int, Pass] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._reached = np.full(self.lanes, -1)  # the pass that each lane has come to
+        self._added = 0
         self._pool = -1  # of the examples added last
         self._passes_in_pool = np.zeros(0, dtype=np.int64)  # pass of each of its examples so far
 
@@ -85,6 +89,9 @@ class Tally:
             excluded: which of them the run skipped.
         """
         number, epoch, example = rows["number"], rows["epoch"], rows["example"]
+        if self.own_numbers:
+            number = self._added + np.arange(len(number))
+        self._added += len(number)
         if self.pool is None:
             np.maximum.at(self._reached, number % self.lanes, epoch)
         else:

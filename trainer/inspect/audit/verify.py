@@ -241,8 +241,9 @@ def _tallies(order: Row, sources: Sequence[tuple[str, int]], verdict: Verdict) -
     lanes, group = order["data"]["lanes"], order["data"].get("group_by_length")
     # With length groups, the end of an epoch is reached in whole pools.
     pool = group and GROUPS * group
+    own_numbers = "group_by_source" in order["data"]
     return [
-        verdict.tallies.setdefault((order["order"], name), Tally(size, lanes, pool))
+        verdict.tallies.setdefault((order["order"], name), Tally(size, lanes, pool, own_numbers))
         for name, size in sources
     ]
 

@@ -63,6 +63,7 @@ def _probed_data(experiment: Experiment, config: Probe) -> DataConfig:
         sequence_length=config.sequence_length,
         packing="padded",
         group_by_length=None,
+        group_by_source=None,
         exclude=(),
     )
 

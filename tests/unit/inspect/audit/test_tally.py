@@ -44,6 +44,21 @@ def test_a_pass_is_over_when_all_lanes_have_left_it_or_nothing_is_left() -> None
     assert ends == [False, False, True]
 
 
+def test_a_pass_in_groups_by_source_is_over_when_the_source_s_lanes_have_left_it() -> None:
+    """Every second group of 3 examples is another source's."""
+    epoch, example = passes(2 * SIZE)
+    example[5] = example[6]
+    own = np.arange(2 * SIZE)
+    number, ends = own // 3 * 6 + own % 3, []
+    for count in (SIZE + LANES - 1, SIZE + LANES):
+        found = Tally(SIZE, LANES, own_numbers=True)
+        for part in np.array_split(own[:count], 2):
+            columns = {"number": number[part], "epoch": epoch[part], "example": example[part]}
+            found.add(columns, np.ones_like(part), np.zeros(len(part), dtype=np.bool_))
+        ends.append(found.is_over(0))
+    assert ends == [False, True]
+
+
 def test_a_pass_in_groups_by_length_is_over_when_a_pool_has_none_of_it() -> None:
     """Pools of 30 examples, in any order: nothing counts as lost that is yet to come."""
     epoch, example = passes(6 * SIZE)
