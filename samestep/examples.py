@@ -56,6 +56,9 @@ class Parts:
             not overlap.
         most: for windows: tokens of the first text; the rest is truncated.
         arrangement: how the texts become sequences; None is the usual way of the kind.
+        negatives: of retrieval: the number of a row's negatives that an example has.
+        query_length, passage_length: of retrieval: positions of a text with the special tokens
+            around it; a longer text is truncated. None is limited by `sequence_length` alone.
     """
 
     kind: TaskKind
@@ -64,6 +67,9 @@ class Parts:
     stride: int | None = None
     most: int | None = None
     arrangement: Layout | None = None
+    negatives: int = 0
+    query_length: int | None = None
+    passage_length: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -89,6 +95,7 @@ class PackSpec:
             each of an example's sequences.
         of_pairs: the layout of datasets of pairs of texts, if the objective reads plain text as
             well (`multi_task`).
+        of_retrieval: `parts` of datasets of retrieval, if the objective reads another kind as well.
     """
 
     sequence_length: int
@@ -101,6 +108,7 @@ class PackSpec:
     truncate_targets: bool = False
     parts: Parts | None = None
     of_pairs: PackSpec | None = None
+    of_retrieval: Parts | None = None
 
     @property
     def positions(self) -> int:
@@ -127,10 +135,13 @@ class Labels:
                 predicted
             question_answering: first and last token of the answer, counted through the row's
                 texts; nothing if there is no answer
+            retrieval: a teacher's scores of the positive and the negatives; or 1, and 0 for each
+                negative
         count: int64 [B], number of values of each example.
         document: int64 [B], number of the row in its split.
         begin: int64 [B], first token of the example's last chunk, counted through the row's texts.
         examples: int64 [B], number of examples that the whole row has become.
+        ranks: whether they are rows of retrieval.
     """
 
     values: npt.NDArray[np.float32]
@@ -138,6 +149,7 @@ class Labels:
     document: npt.NDArray[np.int64]
     begin: npt.NDArray[np.int64]
     examples: npt.NDArray[np.int64]
+    ranks: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ Several builds can also share the units, on one machine or many (`slices`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -19,11 +20,12 @@ import re
 import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,10 +64,13 @@ from samestep.config import Tree, renamed, to_tree
 from samestep.errors import ConfigError, DataError
 from samestep.storage import atomic_write, shown
 
+if TYPE_CHECKING:
+    from data_pipeline.building import passages
+
 logger = logging.getLogger(__name__)
 
 _MANY_UNKNOWN = 1e-3  # fraction of tokens; usual text has far fewer
-_SHARD_NAME = re.compile(r"(train|heldout)-\d{6,}\.tar")
+_SHARD_NAME = re.compile(r"(train|heldout|passages)-\d{6,}\.tar")
 
 
 def build(config: Config, force: bool = False, part: Slice | None = None) -> Manifest | None:
@@ -147,7 +152,7 @@ class _Build:
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
         for name in self.source_tree:
-            if name.endswith("paths") or name == "heldout":
+            if name.endswith("paths") or name in ("heldout", "passages"):
                 self.source_tree[name] = list(map(shown, self.source_tree[name]))
         # Left out if they are not used, as in builds from before they existed.
         if not self.source_tree.get("header", True):
@@ -163,7 +168,9 @@ class _Build:
         self.units: list[str] = []  # digest of each unit, also of other slices
         self.unknown = 0
         self.special_names: Counter[str] = Counter()
-        self.examples: dict[str, list[dict[str, int]]] = {"train": [], "heldout": []}
+        self.passages: passages.Numbers | None = None  # of retrieval, once they are known
+        self.writer: type[UnitWriter] = UnitWriter
+        self.examples: defaultdict[str, list[dict[str, int]]] = defaultdict(list)
         self.rejected: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first bad record
 
     def run(self, force: bool) -> Manifest | None:
@@ -188,6 +195,8 @@ class _Build:
                 claim.stay(self.digest, alone)
             if self.config.dedup is not None:
                 self._find_duplicates(self.config.dedup)
+            if getattr(self.source, "kind", None) == "retrieval":
+                self._number_passages()
             meter = self._build_units()
             with claim.door():
                 if self.part is not None and not self._is_last(self.part, claim.end()):
@@ -250,17 +259,25 @@ class _Build:
                 }
                 file.write(json.dumps(entry).encode() + b"\n")
 
+    def _number_passages(self) -> None:
+        from data_pipeline.building import passages
+
+        workers = self.config.workers or _cores()
+        units, source = self._all_units(), self.source
+        self.passages = passages.number(units, self.folder, source, workers, self.test)
+        self.writer = passages.RetrievalWriter
+
     def _all_units(self) -> Iterator[Unit]:
         records = self.source.records()
         if self.config.rows is not None and self.source.first_heldout is not None:
             records = first_rows(records, self.config.rows, self.source.first_heldout)
         records = limited(records, self.config.limit_bytes)
-        return cut(records, self.config.shard_bytes)
+        return cut(itertools.chain(self.source.passages(), records), self.config.shard_bytes)
 
     def _build_units(self) -> Meter:
         """Builds every missing unit of this build; returns the counts."""
         settings = (self.config.heldout_fraction, self.digest, self.config.sentences, self.test)
-        start = partial(UnitWriter, self.folder, self.source, *settings)
+        start = partial(self.writer, self.folder, self.source, *settings)
         workers = self.config.workers or _cores()
         title = "building" if self.part is None else f"building slice {self.part}"
         try:
@@ -283,6 +300,8 @@ class _Build:
         for unit in self._all_units():
             if self.left_out:
                 unit = unit.without(self.left_out[unit.index])
+            if self.passages is not None:
+                unit = self.passages.before(unit)
             # Units before this one are still finished, so the first bad record of all is reported,
             # whichever worker found one first.
             if self.rejected:
@@ -340,7 +359,7 @@ class _Build:
 
     def _collect(self) -> Manifest:
         """Makes the manifest from the outcomes, and lists the rejected records."""
-        splits: dict[str, list[ShardInfo]] = {"train": [], "heldout": []}
+        splits: dict[str, list[ShardInfo]] = {name: [] for name in self.writer.splits}
         reasons: Counter[str] = Counter()
         documents_in, first_rejected = 0, ""
         with atomic_write(self.folder / "rejected.jsonl") as file:
@@ -418,7 +437,9 @@ class _Build:
         shutil.rmtree(self.folder / ".build", ignore_errors=True)
 
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
-        documents = sum(shard.documents for shard in built.shards)
+        documents = sum(
+            shard.documents for name in ("train", "heldout") for shard in built.splits[name]
+        )
         for reason, count in built.documents_rejected.items():
             level, what = logging.WARNING, "rejected"
             if reason in LEFT_OUT:

@@ -7,6 +7,7 @@ A document is left out if it has the same 13 words in a row as a text of the tes
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ class Config:
             DataError: a file cannot be read.
         """
         source, texts = self.source.build(), list[str]()
-        for record in source.records():
+        for record in itertools.chain(source.passages(), source.records()):
             try:
                 texts.append(source.parse(record))
             except BadRecord as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,8 @@ def _texts(config: Config, meter: Meter) -> Iterator[str]:
     source: Source = config.source.build()
     sample = config.tokenizer.sample
     read = 0.0
-    for record in limited(source.records(), config.limit_bytes):
+    records = itertools.chain(source.passages(), source.records())
+    for record in limited(records, config.limit_bytes):
         meter.advance(record.read - read, len(record.data), 1)
         read = record.read
         try:

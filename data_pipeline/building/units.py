@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from data_pipeline.sources import BadRecord, PairSource, Record, Source, TaskSou
 from data_pipeline.tokenizers import sentences
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.examples import TaskRow
+from samestep.hashing import U64
 from samestep.storage import atomic_write, write_text
 from samestep.stored_json import JsonError, read_json
 
@@ -49,6 +50,7 @@ class Unit:
         size: bytes of the records.
         share: fraction of the source that the unit is; for progress reports only.
         left_out: positions of the records that repeat an earlier document.
+        first_passage: of retrieval, number of distinct passages in the units before.
     """
 
     index: int
@@ -57,6 +59,7 @@ class Unit:
     size: int
     share: float
     left_out: frozenset[int] = frozenset()
+    first_passage: int = 0
 
     def without(self, records: frozenset[int]) -> Unit:
         """The same unit with these records left out."""
@@ -197,7 +200,7 @@ def texts_path(folder: Path, index: int) -> Path:
     return folder / ".build" / f"{index:06d}.texts"
 
 
-class _Parsed(NamedTuple):
+class Parsed(NamedTuple):
     """A parsed record: texts, each tokenized separately, and for a task the row they belong to."""
 
     file: int
@@ -214,6 +217,8 @@ class _Parsed(NamedTuple):
 
 class UnitWriter:
     """Tokenizes units and writes their shards and outcomes; each worker process has one."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "heldout")
 
     def __init__(
         self,
@@ -244,17 +249,17 @@ class UnitWriter:
         # From the first shard on, the outcome of an earlier build with other settings is wrong.
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
         # Records are rejected twice: here if they hold no text, below if it has no tokens.
-        parsed, rejected = list[_Parsed](), list[tuple[int, int, str]]()
+        parsed, rejected = list[Parsed](), list[tuple[int, int, str]]()
         for number, record in enumerate(unit.records):
             try:
                 if number in unit.left_out:
                     raise BadRecord(DUPLICATE)
-                parsed.append(self._parse(record))
+                parsed += self._documents(record)
             except BadRecord as error:
                 rejected.append((record.file, record.line, str(error)))
         batches = _grouped(parsed, lambda each: sum(map(len, each.texts)), _BATCH_CHARACTERS)
         encoded = itertools.chain.from_iterable(map(self._encode, batches))
-        splits: dict[str, list[tuple[_Parsed, Encoded]]] = {"train": [], "heldout": []}
+        splits: dict[str, list[tuple[Parsed, Encoded]]] = {name: [] for name in self.splits}
         for origin, document in zip(parsed, encoded, strict=True):
             if isinstance(document, str):
                 rejected.append((origin.file, origin.line, document))
@@ -263,7 +268,7 @@ class UnitWriter:
         shards, unknown, examples = {}, 0, {}
         texts = [origin.text for members in splits.values() for origin, _ in members]
         with atomic_write(texts_path(self._folder, unit.index)) as file:
-            np.save(file, np.array([hashed(text, "document") for text in texts], np.uint64))
+            np.save(file, self._hashes(splits))
         special = self._tokenizer.vocabulary.special
         for split, members in splits.items():
             if members:
@@ -285,7 +290,17 @@ class UnitWriter:
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
 
-    def _parse(self, record: Record) -> _Parsed:
+    def _hashes(self, splits: dict[str, list[tuple[Parsed, Encoded]]]) -> U64:
+        """Hashes of all documents, by which equal ones are counted."""
+        texts = [origin.text for members in splits.values() for origin, _ in members]
+        return np.array([hashed(text, "document") for text in texts], np.uint64)
+
+    def _documents(self, record: Record) -> list[Parsed]:
+        """Parses a record, for most sources to one document.
+
+        Raises:
+            BadRecord: it holds none.
+        """
         row, source = None, self._source
         # Documents with the same key are in the same split: equal texts, rows that are scored
         # together, and all targets of a source, or held-out documents would be trained on.
@@ -299,16 +314,20 @@ class UnitWriter:
         else:
             key = source.parse(record)
             texts = [key] if self._splitter is None else sentences.split(key, self._splitter)
-        if source.first_heldout is not None:
-            is_heldout = record.file >= source.first_heldout
-        else:
-            is_heldout = hashed_share(key, "heldout") < self._heldout_fraction
         if self._test is not None and self._test.matches("\n".join(texts)):
             raise BadRecord(CONTAMINATED)
-        split = "heldout" if is_heldout else "train"
-        return _Parsed(record.file, record.line, split, texts, row)
+        return [Parsed(record.file, record.line, self._split(record, key), texts, row)]
 
-    def _encode(self, batch: list[_Parsed]) -> list[Encoded | str]:
+    def _split(self, record: Record, key: str) -> str:
+        """The split of a document; documents with the same key are in the same one."""
+        first_heldout = self._source.first_heldout
+        if first_heldout is not None:
+            is_heldout = record.file >= first_heldout
+        else:
+            is_heldout = hashed_share(key, "heldout") < self._heldout_fraction
+        return "heldout" if is_heldout else "train"
+
+    def _encode(self, batch: list[Parsed]) -> list[Encoded | str]:
         """Returns the document of each record, or the reason why it has none."""
         if isinstance(self._source, TaskSource):
             rows = [parsed.row for parsed in batch if parsed.row is not None]
@@ -331,7 +350,7 @@ class UnitWriter:
         sentences = [document.parts for document in documents] if has_sentences else None
         return example_counts.count(lengths, sentences)
 
-    def _write(self, name: str, members: list[tuple[_Parsed, Encoded]]) -> ShardInfo:
+    def _write(self, name: str, members: list[tuple[Parsed, Encoded]]) -> ShardInfo:
         origins = [(origin.file, origin.line) for origin, _ in members]
         documents = [document for _, document in members]
         # Only held-out rows are scored, so only their texts are needed again.

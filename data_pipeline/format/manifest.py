@@ -32,7 +32,9 @@ MOST_BYTES = 2**30  # of a manifest, with some millions of shards
 
 _SMALL_FILE = re.compile(r"(tokenizer/)?\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-_SPLITS = {"train", "heldout"}
+PASSAGES = "passages"
+"""Name among the splits of the shards of passages, which rows of retrieval number through."""
+_SPLITS = {"train", "heldout", PASSAGES}
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ class Manifest:
         dtype: of the tokens in the shards, "uint16" or "uint32".
         source: the resolved source section of the build's configuration.
         files: the source files; the first column of a shard's `origin` indexes it.
-        documents_in: records read; the sum of the documents in all shards and of
-            `documents_rejected`.
+        documents_in: records read. For all kinds but retrieval, the sum of the documents in all
+            shards and of `documents_rejected`.
         documents_rejected: reason, without the values of records -> number of records.
-        splits: "train" and "heldout" -> shards, in order.
+        splits: "train" and "heldout" -> shards, in order; and "passages" of retrieval, each passage
+            a document, numbered from 0 through all shards.
         settings: the other settings of the build that shape the shards.
         duplicates: number of documents with the text of an earlier one; None: not counted.
         small_files: all other files of the folder by name, such as tokenizer/tokenizer.json, but

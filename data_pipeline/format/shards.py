@@ -17,6 +17,16 @@ A dataset of a task stores the boundaries of a row's texts as "sentences", and l
                               labels[label_offsets[i]:label_offsets[i + 1]]
     000000.rows.jsonl         held-out shards only: a JSON object for each row, in the same order
 
+A dataset of retrieval stores the query alone as a row's text, a teacher's scores as its labels, if
+there are any, and
+
+    000000.passages.npy         uint32 [k], numbers of the passages of all documents
+    000000.passage_offsets.npy  int64 [2 d + 1]; document i has the positives
+                                passages[passage_offsets[2 i]:passage_offsets[2 i + 1]], and the
+                                negatives from there to passage_offsets[2 i + 2]
+
+Its passages are the documents of further shards, numbered from 0 through all of them.
+
 Tar members start at multiples of 512 bytes, and the data of a .npy file start at a multiple of 64
 bytes after that. Both are multiples of a token's size, so the whole file can be mapped as one array
 of tokens in which every document is a slice. Members are written with `tarfile`: importing
@@ -52,7 +62,7 @@ _PARSER = threading.Lock()
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 # Types of the members that are not "<u4".
-_TYPES = {"offsets": "<i8", "labels": "<f4", "label_offsets": "<i8"}
+_TYPES = {"offsets": "<i8", "labels": "<f4", "label_offsets": "<i8", "passage_offsets": "<i8"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +78,10 @@ class ShardIndex:
         labels: float32 [K], the labels of all documents of a task; empty unless requested.
         label_start: int64 [D + 1]; document i has `labels[label_start[i] : label_start[i + 1]]`.
             Empty unless labels are requested.
+        passages: uint32 [P], numbers of the passages of all documents of retrieval; read with
+            labels, and empty for other kinds.
+        passage_start: int64 [2 D + 1]; document i has the positives
+            `passages[passage_start[2 * i] : passage_start[2 * i + 1]]`, and then its negatives.
     """
 
     start: npt.NDArray[np.int64]
@@ -76,6 +90,10 @@ class ShardIndex:
     sentences: npt.NDArray[np.int64]
     labels: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     label_start: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    passages: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
+    passage_start: npt.NDArray[np.int64] = field(
+        default_factory=lambda: np.empty(0, dtype=np.int64)
+    )
 
     @classmethod
     def read(
@@ -100,10 +118,16 @@ class ShardIndex:
         """
         with failure_explained(name):
             columns = zip(*_read_chunks(file, np.dtype(dtype), sentences, labels), strict=True)
-            *index, all_labels, counts = (np.concatenate(parts) for parts in columns)
+            *index, all_labels, counts, passages, shares = (
+                np.concatenate(parts) for parts in columns
+            )
             start, length, origin, texts = index
             label_start = np.concatenate(([0], np.cumsum(counts))) if labels else counts
-            return cls(start, length, origin, texts, all_labels, label_start)
+            passage_start = np.concatenate(([0], np.cumsum(shares))) if len(shares) else shares
+            return cls(
+                *(start, length, origin, texts),
+                *(all_labels, label_start, passages, passage_start),
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +271,7 @@ def _read_chunks(
     file.seek(0)
     names = ["tokens", "offsets", "origin"]
     names += ["sentences"] * with_sentences + ["labels", "label_offsets"] * with_labels
+    optional = ["passages", "passage_offsets"] * with_labels
     before = None  # number of tokens in the chunks so far
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, chunk in itertools.groupby(tar, lambda member: member.name.partition(".")[0]):
@@ -257,7 +282,7 @@ def _read_chunks(
                 name = member.name.removeprefix(f"{key}.").removesuffix(".npy")
                 if name == "tokens":
                     parts[name] = _locate(tar, member, dtype)
-                elif name in names:
+                elif name in names or name in optional:
                     parts[name] = _load(tar, member, np.dtype(_TYPES.get(name, "<u4")))
             if missing := [name for name in names if name not in parts]:
                 raise ValueError(f"no member {key}.{missing[0]}.npy")
@@ -285,8 +310,19 @@ def _read_chunks(
                 sound = len(bounds) == len(offsets) and (bounds[0], bounds[-1]) == (0, len(labels))
                 if not sound or label_counts.min(initial=0) < 0 or not np.isfinite(labels).all():
                     raise ValueError(f"the labels of chunk {key} do not fit its documents")
+            passages, shares = np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64)
+            if optional and optional[0] in parts:
+                passages, bounds = parts["passages"], parts.get("passage_offsets", shares)
+                shares = np.diff(bounds)
+                sound = len(bounds) == 2 * len(offsets) - 1
+                sound = sound and (bounds[0], bounds[-1]) == (0, len(passages))
+                if not sound or shares.min(initial=0) < 0:
+                    raise ValueError(f"the passages of chunk {key} do not fit its documents")
             before = before or 0
-            yield start + offsets[:-1], length, origin, before + sentences, labels, label_counts
+            yield (
+                *(start + offsets[:-1], length, origin, before + sentences),
+                *(labels, label_counts, passages, shares),
+            )
             before += count
     if before is None:
         raise ValueError("the archive is empty")

@@ -30,6 +30,7 @@ def write_shard(
     sentences: Sequence[npt.NDArray[np.int64]] | None = None,
     labels: Sequence[npt.NDArray[np.float32]] | None = None,
     rows: Sequence[TaskRow] | None = None,
+    passages: Sequence[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]] | None = None,
 ) -> ShardInfo:
     """Writes documents to a new shard, atomically.
 
@@ -44,6 +45,7 @@ def write_shard(
             ascending; the first is 0.
         labels: D arrays with the labels of a task's rows.
         rows: D rows of a task, from which scores are computed.
+        passages: D pairs of the numbers of a row's positives and of its negatives.
 
     Raises:
         DataError: the file cannot be written.
@@ -71,6 +73,11 @@ def write_shard(
                     counts = [len(values) for values in labels[first:end]]
                     arrays["labels"] = np.concatenate(labels[first:end]).astype(np.float32)
                     arrays["label_offsets"] = np.cumsum([0, *counts], dtype=np.int64)
+                if passages is not None:
+                    sides = [side for both in passages[first:end] for side in both]
+                    arrays["passages"] = np.concatenate(sides).astype(np.uint32)
+                    sizes = [len(side) for side in sides]
+                    arrays["passage_offsets"] = np.cumsum([0, *sizes], dtype=np.int64)
                 for name, array in arrays.items():
                     _add(tar, f"{chunk:06d}.{name}.npy", _npy(array))
                 if rows is not None:

@@ -154,11 +154,17 @@ def _row_lines(
         below = "no answer here"
     elif task.kind == "regression":
         below = f"{labels:g}"
+    elif task.kind == "retrieval" and examples.labels is not None:
+        scores = examples.labels.values.tolist()
+        # As choices, each passage follows the query; else the query is there once.
+        passages = lines[1::2] if len(lines) == 2 * len(scores) else lines[1:]
+        marked = zip(passages, scores, strict=True)
+        lines = [lines[0], *([(parts[0][0], f"{score:g}")] for parts, score in marked)]
     elif "probabilities" in row:
         shares = zip(task.labels, row["probabilities"], strict=True)
         below = ", ".join(f"{name} {share:g}" for name, share in shares)
     else:
-        below = task.labels[labels]
+        below = task.labels[int(labels)]
     yield Text(f"{source[0]}:{source[1]}", "dim blue")
     for parts in lines:
         line = Text("  ")

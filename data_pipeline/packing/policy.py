@@ -17,6 +17,9 @@ def layout_of(manifest: Manifest, spec: PackSpec) -> PackSpec:
     """The layout of a dataset's examples. In a mixture, text pairs have `spec.of_pairs`."""
     if spec.of_pairs is not None and manifest.target_file is not None:
         return spec.of_pairs
+    task = manifest.task
+    if spec.of_retrieval is not None and task is not None and task.kind == "retrieval":
+        return replace(spec, parts=spec.of_retrieval)
     return spec
 
 
@@ -55,6 +58,9 @@ def _description(parts: Parts) -> str:
     target = stored["settings"]["task"]["target"]
     settings = f"between={parts.between}, choices={parts.choices}, "
     settings += f"stride={parts.stride}, most={parts.most}"
+    if parts.kind == "retrieval":
+        settings += f", negatives={parts.negatives}"
+        settings += f", lengths=({parts.query_length}, {parts.passage_length})"
     return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"
 
 
@@ -76,7 +82,8 @@ def check_rows(manifest: Manifest, name: str, spec: PackSpec) -> None:
     kind = spec.parts.kind
     holds, fix = "documents without labels", "use an objective of pre-training, as mlm"
     if found is not None:
-        holds, fix = f"rows for {found}", f"use the objective {found}"
+        fitting = "contrastive or ranking" if found == "retrieval" else found
+        holds, fix = f"rows for {found}", f"use the objective {fitting}"
     raise DataError(
         f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or set data.path "
         f"to a dataset that was built from a source of kind {kind}"
@@ -144,6 +151,14 @@ def _packing_of(spec: PackSpec, policy: Policy) -> _Packing:
             lambda shard, key, epoch: text_pairs.plan(shard, spec, policy, key),
             lambda shard, key: text_pairs.count_examples(shard, spec, policy),
             lambda shard, files: text_pairs.check(shard, spec, files),
+        )
+    if spec.parts is not None and spec.parts.kind == "retrieval":
+        from data_pipeline.packing import retrieval_rows
+
+        return _Packing(
+            lambda shard, key, epoch: retrieval_rows.plan(shard, spec),
+            lambda shard, key: len(shard.length),
+            lambda shard, files: retrieval_rows.check(shard, spec, files),
         )
     if spec.parts is not None:
         from data_pipeline.packing import task_rows

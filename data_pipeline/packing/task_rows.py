@@ -44,11 +44,7 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
         begin, length = (
             np.stack((texts, texts[:, ::-1]), axis=1).reshape(-1, 2) for texts in (begin, length)
         )
-    kept = _cut(length, spec)
-    # A text starts after the prefix and, for each text before it, that text and `between` tokens.
-    # Sequences of `choices` follow each other in an example.
-    column = spec.prefix + np.cumsum(kept + parts.between, axis=1) - kept - parts.between
-    column += np.arange(len(kept))[:, None] % parts.choices * spec.sequence_length
+    kept, column = place(length, spec)
     # Rows with fewer texts than the longest one have none in the last columns.
     there = kept > 0
     rows = len(kept) // parts.choices
@@ -160,6 +156,16 @@ def _texts(shard: ShardIndex) -> tuple[Int64, Int64]:
     begin[row, number] = shard.sentences - first[row]
     length[row, number] = np.diff(shard.sentences, append=shard.length.sum())
     return begin, length
+
+
+def place(length: Int64, spec: PackSpec) -> tuple[Int64, Int64]:
+    """Tokens that each text keeps, and their first column, from lengths [sequences, texts]."""
+    parts, kept = _parts(spec), _cut(length, spec)
+    # A text starts after the prefix and, for each text before it, that text and `between` tokens.
+    # Sequences of `choices` follow each other in an example.
+    column = spec.prefix + np.cumsum(kept + parts.between, axis=1) - kept - parts.between
+    column += np.arange(len(kept))[:, None] % parts.choices * spec.sequence_length
+    return kept, column
 
 
 def _cut(length: Int64, spec: PackSpec) -> Int64:

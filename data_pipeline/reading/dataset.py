@@ -6,12 +6,14 @@ import functools
 import logging
 import os
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.format.manifest import SPLIT_UP, Manifest, ShardInfo
+from data_pipeline.format.manifest import PASSAGES, SPLIT_UP, Manifest, ShardInfo
 from data_pipeline.format.shards import (
     Shard,
     ShardIndex,
@@ -25,10 +27,13 @@ from samestep.storage import flock, is_url, shown
 
 if TYPE_CHECKING:
     from data_pipeline.reading.cache import ShardCache
+    from data_pipeline.reading.passages import Passages
     from data_pipeline.reading.remote import RemoteDataset
     from data_pipeline.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_OPENERS = 16  # threads that open shards of passages; mostly they read and hash
 
 
 class CorruptShardError(DataError):
@@ -134,6 +139,23 @@ class Dataset:
                 logger.warning("cannot download the tokenizer of %s again: %s", self.name, failure)
                 raise error from failure
         return self._load_tokenizer()
+
+    @functools.cached_property
+    def passages(self) -> Passages:
+        """The passages that rows of retrieval name, all of them on this machine.
+
+        Raises:
+            DataError: a shard is missing or damaged, or cannot be downloaded.
+        """
+        from data_pipeline.reading.passages import Passages
+
+        infos = self.manifest.splits.get(PASSAGES, ())
+        if not infos:
+            raise DataError(f"{self.name} has no passages. Build the dataset again.")
+        with ThreadPoolExecutor(_OPENERS) as threads:
+            # Remote ones are downloaded, and a map keeps them in the cache.
+            shards = list(threads.map(partial(self.open_shard, verify=True), infos))
+        return Passages.of(shards, self.manifest.token_dtype)
 
     def _load_tokenizer(self) -> Tokenizer:
         from data_pipeline.tokenizers.tokenizer import Tokenizer

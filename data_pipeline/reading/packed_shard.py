@@ -39,6 +39,7 @@ class PackedShard:
         rows: int64 [N, 6], for rows of a task: for each example the range [first, end) of its
             labels, its document's index in the split, its last chunk's first token in the document,
             the number of examples of the document, and the number of filled positions.
+        passages, passage_start: of rows of retrieval, as in `ShardIndex`.
     """
 
     tokens: memoryview
@@ -47,6 +48,8 @@ class PackedShard:
     random: npt.NDArray[np.bool_]
     labels: memoryview
     rows: Int64
+    passages: npt.NDArray[np.uint32]
+    passage_start: Int64
 
     @classmethod
     def of(
@@ -80,12 +83,16 @@ class PackedShard:
             plan.random,
             shard.labels.data,
             rows,
+            shard.passages,
+            shard.passage_start,
         )
 
     @property
     def bytes(self) -> int:
         """Bytes of memory, without the memory-mapped tokens."""
-        return self.start.nbytes + self.pieces.nbytes + self.labels.nbytes + self.rows.nbytes
+        of_rows = self.labels.nbytes + self.rows.nbytes
+        of_passages = self.passages.nbytes + self.passage_start.nbytes
+        return self.start.nbytes + self.pieces.nbytes + of_rows + of_passages
 
 
 def gather(

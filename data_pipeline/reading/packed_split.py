@@ -35,7 +35,7 @@ from data_pipeline.reading.packed_shard import (
 )
 from samestep.errors import CorruptError, DataError
 from samestep.examples import Examples, PackSpec, Policy
-from samestep.hashing import combine, name_key
+from samestep.hashing import U64, combine, name_key
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,9 @@ class PackedSplit:
         self._shards = dataset.shards(split)
         self._spec = spec
         self._policy: Policy = policy
+        self._is_retrieval = spec.parts is not None and spec.parts.kind == "retrieval"
+        if self._is_retrieval:
+            dataset.passages  # noqa: B018  # whole on this node before the first step
         self._seed = seed
         self._open: OrderedDict[int, PackedShard] = OrderedDict()
         self._plan_bytes = 0  # of the shards in `_open`
@@ -110,6 +113,11 @@ class PackedSplit:
     def positions(self, at: Location) -> Int64:
         """Number of filled positions of rows of a task with one sequence each: int64 [B]."""
         opened = self._packed(np.unique(at.shard).tolist())
+        if self._is_retrieval:
+            from data_pipeline.reading.retrieval_rows import positions
+
+            shards = [opened[shard] for shard in at.shard.tolist()]
+            return positions(shards, at.index, self._keys(at), self._dataset.passages, self._spec)
         ends = [
             opened[shard].rows[index, 5]
             for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)
@@ -146,12 +154,12 @@ class PackedSplit:
             map(repeat, (shard.tokens for shard in shards), (end - first).tolist())
         )
         tokens = gather(sources, address, address + length, self._dataset.manifest.token_dtype)
-        return Examples(
+        examples = Examples(
             tokens=tokens.astype(np.int32),
             row=np.repeat(np.arange(len(shards)), end - first),
             column=column,
             length=length,
-            key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
+            key=self._keys(at),
             weight=weight,
             isolated=self._policy in ("best_fit", "padded") and self._spec.parts is None,
             random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)])
@@ -160,6 +168,14 @@ class PackedSplit:
             labels=None if self._spec.parts is None else gather_labels(shards, at.index),
             paired=np.full(len(shards), self._spec.text_pairs),
         )
+        if not self._is_retrieval:
+            return examples
+        from data_pipeline.reading.retrieval_rows import complete
+
+        return complete(examples, shards, at.index, self._dataset.passages, self._spec)
+
+    def _keys(self, at: Location) -> U64:
+        return combine(self._seed, _EXAMPLE, at.epoch, self.ids(at))
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
         """Returns the (source file, line) of each chunk of B examples, example by example."""
@@ -213,6 +229,8 @@ class PackedSplit:
         shard = self._dataset.open_shard(self._shards[number], texts, verify=True, labels=labels)
         # Again: the counts may come from a file, which a stranger can have written.
         check_shard(shard, self._spec, self._policy, self._dataset.manifest.files)
+        if self._is_retrieval:
+            self._dataset.passages.check(shard, self._shards[number].name)
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> PackedShard:
@@ -232,7 +250,7 @@ class PackedSplit:
 
     def _count(self, number: int) -> int:
         shard = self._dataset.read_index(
-            self._shards[number], needs_parts(self._spec, self._policy)
+            self._shards[number], needs_parts(self._spec, self._policy), self._is_retrieval
         )
         return count_shard(
             shard, self._spec, self._policy, self._key(number), self._dataset.manifest.files

@@ -112,4 +112,5 @@ def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
         document=np.concatenate([each.document for each in parts])[by_row],
         begin=np.concatenate([each.begin for each in parts])[by_row],
         examples=np.concatenate([each.examples for each in parts])[by_row],
+        ranks=parts[0].ranks,
     )

@@ -113,6 +113,10 @@ class Source(ABC):
             DataError: a file is missing or unreadable.
         """
 
+    def passages(self) -> Iterator[Record]:
+        """Yields the passages that rows of retrieval name by ids; `parse` gives their texts."""
+        return iter(())
+
     def decode(self, data: bytes) -> str:
         """Decodes the bytes of a record.
 
@@ -129,7 +133,7 @@ class Source(ABC):
         Raises:
             BadRecord: there is none.
         """
-        return _checked(self.decode(record.content()), "document")
+        return checked_text(self.decode(record.content()), "document")
 
 
 class SourceConfig(Protocol):
@@ -176,7 +180,7 @@ class PairSource(Source):
             BadRecord: one of them is missing or blank.
         """
         source, target = self.decode_pair(record.content())
-        return self.prefix + _checked(source, "source"), _checked(target, "target")
+        return self.prefix + checked_text(source, "source"), checked_text(target, "target")
 
 
 @dataclass(frozen=True)
@@ -215,12 +219,17 @@ class TaskSource(Source):
         # Here, not in every kind: a model could not tell a blank text from a missing one.
         row = self.decode_row(record.content())
         for index, text in enumerate(row.texts):
-            _checked(text, self.text_name(index))
+            checked_text(text, self.text_name(index))
         _check_unicode(row.group, " in the row's group or id")
         return row
 
 
-def _checked(text: str, name: str) -> str:
+def checked_text(text: str, name: str) -> str:
+    """Returns a text that is not blank and is valid Unicode.
+
+    Raises:
+        BadRecord: it is not.
+    """
     if not text or text.isspace():
         raise BadRecord(f"empty {name}")
     _check_unicode(text, "" if name == "document" else f" in {name}")

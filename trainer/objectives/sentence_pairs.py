@@ -1,4 +1,4 @@
-"""Pairs of texts that a model embeds apart: what `cosine` and `contrastive` share."""
+"""Texts of a row that a model embeds apart: what `cosine` and `contrastive` share."""
 
 from __future__ import annotations
 
@@ -13,59 +13,73 @@ from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from trainer.models.inputs import Inputs
 from trainer.objectives import ObjectiveConfig, Tensors
+from trainer.objectives.rows import Float32
 from trainer.objectives.task_rows import RowTask, single_labels
 
 
 class SentencePairs(RowTask):
-    """A task whose rows are two texts; their embeddings are compared (Reimers & Gurevych 2019).
+    """A task whose rows are T texts; their embeddings are compared (Reimers & Gurevych 2019).
 
-    Both are in one row, as packed sequences, [CLS] first text [SEP] [CLS] second text [SEP], which
-    do not see each other. To the rows of `RowTask` it adds:
+    All are in one row, as packed sequences, [CLS] first text [SEP] [CLS] second text [SEP] ...,
+    which do not see each other. To the rows of `RowTask` it adds:
         labels: float32 [B], the number of the row, or the index of its class.
         weights: float32 [B], the weight of the example.
 
     An embedding is the mean of the hidden states of a sequence, [CLS] and [SEP] included.
+
+    Attributes:
+        texts: T, the number of texts of each row.
     """
+
+    texts = 2
 
     predicts = "embedding"
     needs = frozenset({"embedding"})
 
     def __init__(self, config: ObjectiveConfig, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary, "first")
-        # [SEP] of the first text and [CLS] of the second one.
+        # [SEP] of a text and [CLS] of the next one.
         self._parts = replace(self._parts, between=2)
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)
         texts = np.bincount(examples.row, minlength=examples.key.size)
-        if (texts != 2).any():
+        if (texts != self.texts).any():
+            wrong = int(texts[texts != self.texts][0])
             raise ConfigError(
-                f"a row of the dataset has {texts.min()} text, and embeddings of two texts are "
-                "compared. Use a source with two texts."
+                f"a row of the dataset has {wrong} text{'s' * (wrong > 1)}, and embeddings of "
+                f"{self.texts} texts are compared. Use a source with as many."
             )
-        second = (examples.column[1::2] - 1)[:, None]
+        # The [CLS] of each text: [B, T]; a text reaches up to the next one's.
+        first = examples.column.reshape(-1, self.texts) - 1
         place = np.arange(sequence_length)
         used = np.greater(batch["segments"], 0)
-        later = (place >= second) & used
-        begin = self._rows.begin
+        number = (place >= first[:, 1:, None]).sum(axis=1)
+        tokens = batch["tokens"].astype(np.int32)
+        np.put_along_axis(tokens, first, self._rows.begin, axis=1)
+        start = np.take_along_axis(first, number, axis=1)
         return {
-            "tokens": np.where(place == second, begin, batch["tokens"]).astype(np.int32),
-            "segments": (used + later.astype(np.int32)).astype(np.int32),
-            "positions": np.where(later, place - second, batch["positions"]).astype(np.int32),
-            "labels": single_labels(examples).astype(np.float32),
+            "tokens": tokens,
+            "segments": (used * (1 + number)).astype(np.int32),
+            "positions": (used * (place - start)).astype(np.int32),
+            "labels": self.labels(examples),
             "weights": examples.weight,
         }
 
+    def labels(self, examples: Examples) -> Float32:
+        """The number of each row, or the index of its class: float32 [B]."""
+        return single_labels(examples).astype(np.float32)
+
     def embed(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """The embeddings of both texts of each row: float32 [B, 2, D]."""
+        """The embeddings of the texts of each row: float32 [B, T, D]."""
         hidden = model(Inputs.of(batch), frozenset({"embedding"}))["embedding"].float()
         segments = batch["segments"][:, None, :]
-        number = torch.arange(1, 3, device=segments.device)[:, None]
+        number = torch.arange(1, self.texts + 1, device=segments.device)[:, None]
         share: Any = (segments == number).float()
         embedded: Tensor = (share / share.sum(-1, keepdim=True).clamp(min=1)) @ hidden
         return embedded
 
 
 def similarities(pairs: Tensor) -> Tensor:
-    """The cosine of both embeddings of each row: [B, 2, D] -> [B]."""
+    """The cosine of the first two embeddings of each row: [B, T, D] -> [B]."""
     return torch.cosine_similarity(pairs[:, 0], pairs[:, 1], dim=-1)

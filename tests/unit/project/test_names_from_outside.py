@@ -83,6 +83,7 @@ JOINS: dict[str, tuple[str, ...]] = {
     "data_pipeline/building/build.py": ("self.folder / shard.name",),
     "data_pipeline/building/slices.py": ("self._locks / name",),
     "data_pipeline/building/units.py": ("self._folder / name",),
+    "data_pipeline/building/passages.py": ("folder / '.build' / name", "self._folder / name"),
     "data_pipeline/reading/remote.py": (
         *("download / 'tokenizer' / name", "folder / 'tokenizer' / name", "folder / name"),
     ),
@@ -131,7 +132,8 @@ READS = {
     *("trainer/vectors/cooccurrence.py", "trainer/vectors/corpus.py", "trainer/vectors/glove.py"),
     "trainer/vectors/train.py",
     *("data_pipeline/building/build.py", "data_pipeline/building/duplicates.py"),
-    *("data_pipeline/building/units.py", "data_pipeline/reading/cache.py"),
+    *("data_pipeline/building/passages.py", "data_pipeline/building/units.py"),
+    *("data_pipeline/reading/cache.py",),
     *("launch/logs.py", "launch/records.py", "launch/kinds/slurm.py"),
     *("launch/tpu/slice.py", "launch/tpu/supervisor.py", "launch/tpu/machine.py"),
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from samestep.examples import Batch, Examples, Labels, PackSpec, Vocabulary
-from samestep.tasks import TASKS, TaskKind
+from samestep.examples import Batch, Examples, Labels, PackSpec, Parts, Vocabulary
+from samestep.tasks import TASKS
 from trainer.objectives import Objective
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
@@ -48,7 +48,7 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
         weight=np.ones(1, dtype=np.float32),
         isolated=parts is None and experiment.data.packing in ("best_fit", "padded"),
         random=np.zeros(1, dtype=np.bool_) if spec.pairs is not None else None,
-        labels=None if parts is None else _labels(experiment, parts.kind, tokens),
+        labels=None if parts is None else _labels(experiment, spec.of_retrieval or parts, tokens),
     )
     choices = 1 if parts is None else parts.choices
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
@@ -70,6 +70,7 @@ def _chunks(spec: PackSpec) -> tuple[list[int], list[int]]:
         one sequence       [CLS] 14 tokens [SEP]                 -> [1], [14]
         a pair             [CLS] 6 tokens [SEP] 7 tokens [SEP]   -> [1, 8], [6, 7]
         multiple choice    one sequence per choice, 16 apart     -> [1, 17, ...], [14, 14, ...]
+        separate texts     [CLS] 6 tokens [SEP] [CLS] 6 ...      -> [1, 9], [6, 6]
     """
     if spec.text_pairs and spec.sides is not None:
         source, target = spec.sides.size
@@ -83,15 +84,24 @@ def _chunks(spec: PackSpec) -> tuple[list[int], list[int]]:
         first = room // 2
         return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]
     # A task's texts that share a sequence take as much room as one text.
-    choices = 1 if spec.parts is None else spec.parts.choices
+    parts = spec.of_retrieval or spec.parts
+    choices = 1 if parts is None else parts.choices
+    if parts is not None and parts.layout == "separate":
+        count = 2 + parts.negatives
+        size = (room + parts.between) // count  # of a text and the special tokens behind it
+        columns = [spec.prefix + number * size for number in range(count)]
+        return columns, [size - parts.between] * count
     positions = [spec.prefix + choice * spec.sequence_length for choice in range(choices)]
     return positions, [room] * choices
 
 
-def _labels(experiment: Experiment, kind: TaskKind, tokens: int) -> Labels:
+def _labels(experiment: Experiment, parts: Parts, tokens: int) -> Labels:
     """Returns the labels of one example: zeros, which are valid for every kind of task."""
     soft = experiment.objective.task.reads_probabilities
-    classes = len(experiment.model.labels) if soft else 1
-    count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labeled]
+    ranks = parts.kind == "retrieval"
+    classes = len(experiment.model.labels) if soft else 1 + parts.negatives
+    count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[parts.kind].labeled]
     values, zeros = np.zeros(count, dtype=np.float32), np.zeros(1, dtype=np.int64)
-    return Labels(values, np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)
+    return Labels(
+        *(values, np.array([count])), document=zeros, begin=zeros, examples=zeros + 1, ranks=ranks
+    )

@@ -32,7 +32,7 @@ from trainer.inspect.plan.operators import Operator, Recorder, Scope
 from trainer.models import Model
 from trainer.models.fused import FusedAttention
 from trainer.models.layers.attention import Attention
-from trainer.objectives import Objective, Taught
+from trainer.objectives import Objective, OverBatch, Taught
 from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
 from trainer.training.weights.loading import load_config
@@ -287,6 +287,10 @@ class Step:
             dtype, enabled = DTYPES[self._precision], self._precision != "fp32"
             try:
                 with kernels, torch.autocast("cpu", dtype, enabled=enabled):
+                    if isinstance(objective, OverBatch):
+                        with torch.no_grad():
+                            table = objective.summary(self.model, batch)
+                        batch["over_batch"] = objective.over_batch(table)
                     total = objective.loss(self.model, batch, totals).total
                 found = between()
                 total.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Contrastive learning of sentence embeddings, with negatives from the whole global batch.
 
 For each pair that belongs together, the second text should be closer to the first one than the
-second texts of all other rows (Henderson et al. 2017; Gao et al. 2021, "SimCSE").
+second texts of all other rows (Henderson et al. 2017; Gao et al. 2021, "SimCSE"), and than the
+hard negatives of all rows, if rows have some (Karpukhin et al. 2020, "DPR").
 
 Other rows may be on other devices, or in other micro-batches. So all texts are embedded twice, as
 in GradCache (Gao et al. 2021, arXiv 2101.06983): first without gradients, to compute the loss of
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from samestep.examples import Batch, Examples, Vocabulary
+from samestep.examples import Batch, Examples, PackSpec, Parts, Vocabulary
 from trainer.objectives import Loss, ObjectiveConfig, OverBatch, Predictions, Task, Tensors
+from trainer.objectives.rows import Float32
 from trainer.objectives.sentence_pairs import SentencePairs, similarities
-from trainer.objectives.task_rows import rows_with_outputs
+from trainer.objectives.task_rows import labels_of, rows_with_outputs
 
 
 @dataclass(frozen=True)
 class Config(ObjectiveConfig):
-    """Contrastive learning, from rows of kind `classification` with two texts.
+    """Contrastive learning, from rows of kind `retrieval`, or `classification` with two texts.
 
     Attributes:
         positive: index of the label whose pairs belong together: 0 for MNLI's entailment, 1 for
@@ -45,6 +47,12 @@ class Config(ObjectiveConfig):
             with 0.1); null masks none.
         widths: the loss is the sum over these beginnings of the embeddings, so that each of them
             can be used alone (Kusupati et al. 2022, "Matryoshka"); empty is the whole width.
+        negatives: number of hard negatives of each row of retrieval; a row that has more gives
+            others in each epoch.
+        query_length: positions of a query with its special tokens; a longer one is truncated, for
+            rows of retrieval. null: the texts of a row share `data.sequence_length`, and the
+            longest are truncated.
+        passage_length: the same of each passage.
     """
 
     positive: int = 0
@@ -53,6 +61,9 @@ class Config(ObjectiveConfig):
     mask_equal: bool = True
     margin: float | None = None
     widths: tuple[int, ...] = ()
+    negatives: int = 0
+    query_length: int | None = None
+    passage_length: int | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -68,10 +79,17 @@ class Config(ObjectiveConfig):
                 f"widths are {list(self.widths)}. Use different numbers of at least 1, such as "
                 "[64, 128, 256]."
             )
+        if self.negatives < 0:
+            raise ConfigError(f"negatives is {self.negatives}. Use 0 or more.")
+        for name in ("query_length", "passage_length"):
+            if (length := getattr(self, name)) is not None and length < 3:
+                raise ConfigError(
+                    f"{name} is {length}. Use at least 3: a token and one on either side."
+                )
 
     def check_labels(self, labels: Sequence[str]) -> None:
-        # Without a pair that belongs together, a run would train nothing.
-        if self.positive >= len(labels):
+        # Without a pair that belongs together, a run would train nothing. Retrieval has no labels.
+        if labels and self.positive >= len(labels):
             raise ConfigError(
                 f"objective.positive is {self.positive}, and the dataset has the labels "
                 f"{', '.join(labels)}. Use the index of one of them, 0 to {len(labels) - 1}."
@@ -82,16 +100,48 @@ class Config(ObjectiveConfig):
 
 
 class Contrastive(SentencePairs, OverBatch):
-    """Cross-entropy of the right text among all second texts of a global batch.
+    """Cross-entropy of the right text among all texts but the first ones of a global batch.
 
-    The outputs are the cosines of the rows' own pairs, [B, 1]. To the rows of `SentencePairs` it
-    adds:
-        texts: int32 [B, 4], two numbers below 2^24 that tell each text from others.
+    A row has T = 2 + `negatives` texts. The outputs are the cosines of the rows' own pairs, [B, 1].
+    To the rows of `SentencePairs` it adds:
+        texts: int32 [B, 2 T], two numbers below 2^24 that tell each text from others.
     """
 
     kind = "classification"
     mean_names = ("loss", "accuracy")
     config: Config
+
+    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self.texts = 2 + config.negatives
+        lengths = config.query_length, config.passage_length
+        of_retrieval = replace(
+            self._parts,
+            kind="retrieval",
+            negatives=config.negatives,
+            query_length=lengths[0],
+            passage_length=lengths[1],
+        )
+        self._of_retrieval: Parts | None = of_retrieval
+        if config.negatives or lengths != (None, None):
+            self._parts, self._of_retrieval = of_retrieval, None
+
+    def pack_spec(self, sequence_length: int) -> PackSpec:
+        query, passage = self.config.query_length, self.config.passage_length
+        if query is not None and passage is not None:
+            needed = query + (self.texts - 1) * passage
+            if needed > sequence_length:
+                raise ConfigError(
+                    f"data.sequence_length is {sequence_length}, and a query of {query} positions "
+                    f"and {self.texts - 1} passages of {passage} take {needed}. Raise it to that, "
+                    "or lower objective.passage_length."
+                )
+        return replace(super().pack_spec(sequence_length), of_retrieval=self._of_retrieval)
+
+    def labels(self, examples: Examples) -> Float32:
+        if labels_of(examples).ranks:  # each row has a pair that belongs together
+            return np.full(examples.key.size, self.config.positive, dtype=np.float32)
+        return super().labels(examples)
 
     def weights(self, batch: Any) -> dict[str, float]:
         positive = batch["labels"] == self.config.positive
@@ -104,13 +154,17 @@ class Contrastive(SentencePairs, OverBatch):
         digests = [
             hashlib.blake2b(tokens[segments == text].tobytes(), digest_size=6).digest()
             for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
-            for text in (1, 2)
+            for text in range(1, self.texts + 1)
         ]
-        halves = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 4, 3).astype(np.int32)
+        halves = (
+            np.frombuffer(b"".join(digests), np.uint8)
+            .reshape(-1, 2 * self.texts, 3)
+            .astype(np.int32)
+        )
         return {**batch, "texts": halves @ np.array([1, 2**8, 2**16], np.int32)}
 
     def summary(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """Of each row both embeddings, its texts, whether it is an anchor, and its weight."""
+        """Of each row its embeddings, its texts, whether it is an anchor, and its weight."""
         pairs = self.embed(model, batch)
         if max(self.config.widths, default=0) > pairs.shape[-1]:
             raise ConfigError(
@@ -124,10 +178,15 @@ class Contrastive(SentencePairs, OverBatch):
         )
 
     def over_batch(self, table: Tensor) -> Tensor:
-        """The gradient for both embeddings of each row, its loss and success: [N, 2 D + 2]."""
-        embedded, texts, (anchor, weights) = table[:, :-6], table[:, -6:-2], table[:, -2:].unbind(1)
+        """The gradient for the embeddings of each row, its loss and success: [N, T D + 2]."""
+        last = -2 * self.texts - 2
+        embedded, texts, (anchor, weights) = (
+            table[:, :last],
+            table[:, last:-2],
+            table[:, -2:].unbind(1),
+        )
         with torch.enable_grad():
-            pairs = embedded.detach().view(len(table), 2, -1).requires_grad_()
+            pairs = embedded.detach().view(len(table), self.texts, -1).requires_grad_()
             masked = self._masked(texts, weights)
             found = [
                 self._of_width(pairs[..., :width], masked)
@@ -139,24 +198,32 @@ class Contrastive(SentencePairs, OverBatch):
         return torch.cat((slope.flatten(1), nll.detach()[:, None], correct[:, None]), 1)
 
     def _masked(self, texts: Tensor, weights: Tensor) -> Tensor:
-        """bool [N, N], True where the text of a column is no candidate for a row."""
+        """bool [N, (T - 1) N], True where the text of a column is no candidate for a row.
+
+        The second texts of all rows come first, then the third ones, and so on.
+        """
         # Rows that only pad the batch are none, neither by their second text nor, with `symmetric`,
         # by their first. A padding row has itself alone, so that its loss is a number.
         padding = weights == 0
-        masked = padding | padding[:, None]
+        masked = (padding | padding[:, None]).repeat(1, self.texts - 1)
         if self.config.mask_equal:
-            first, second = texts[:, None, :2], texts[:, None, 2:]
-            # For a row, the first text is an anchor, and each column's second text a candidate.
-            for one, other in ((second, second), (first, second), (first, first)):
-                masked = masked | (one == other.transpose(0, 1)).all(-1)
-        return masked & ~torch.eye(len(weights), dtype=torch.bool, device=weights.device)
+            first, second, *others = texts.view(len(texts), self.texts, 2).unbind(1)
+            candidates = torch.cat((second, *others))
+            # For a row, the first text is an anchor, and each column's text a candidate.
+            for own in (second, first):
+                masked = masked | (own[:, None] == candidates).all(-1)
+            # Hard negatives of an equal first text stay what they are.
+            masked[:, : len(texts)] |= (first[:, None] == first).all(-1)
+        return masked & ~torch.eye(*masked.shape, dtype=torch.bool, device=weights.device)
 
     def _of_width(self, pairs: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each row and whether its right text is the nearest, from [N, 2, D]."""
-        first, second = F.normalize(pairs, dim=-1).unbind(1)
-        cosines = first @ second.mT
-        losses, own = [], torch.arange(len(cosines), device=cosines.device)
-        for scores, no_candidate in ((cosines, masked), (cosines.mT, masked.mT)):
+        """The loss of each row and whether its right text is the nearest, from [N, T, D]."""
+        rows = len(pairs)
+        first, *others = F.normalize(pairs, dim=-1).unbind(1)
+        second = first @ others[0].mT
+        cosines = torch.cat([second, *(first @ other.mT for other in others[1:])], 1)
+        losses, own = [], torch.arange(rows, device=cosines.device)
+        for scores, no_candidate in ((cosines, masked), (second.mT, masked[:, :rows].mT)):
             if self.config.margin is not None:
                 # The diagonal holds the right pairs. With 0.1 and a right cosine of 0.7, a text of
                 # 0.85 is masked, and one of 0.75 is a negative.
@@ -184,6 +251,7 @@ class Contrastive(SentencePairs, OverBatch):
         return {}
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
-        """The index of the label and the cosine."""
+        """The index of the label, if there are labels, and the cosine."""
         for row, output in rows_with_outputs(predictions):
-            yield {"label": row.label, "prediction": float(output[0])}
+            label = {} if row.label is None else {"label": row.label}
+            yield {**label, "prediction": float(output[0])}

@@ -1,0 +1,68 @@
+"""Packs rows of retrieval: a row is one example, in which its query comes first.
+
+Which passages follow depends on the epoch, so `reading.retrieval_rows` adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_pipeline.format.shards import ShardIndex
+from data_pipeline.packing import Int64, PackPlan
+from samestep.errors import ConfigError, DataError
+from samestep.examples import PackSpec
+
+
+def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
+    """Makes an example of each row, with the whole query."""
+    rows = len(shard.length)
+    return PackPlan(
+        example_start=np.arange(rows + 1),
+        document=np.arange(rows),
+        begin=np.zeros(rows, dtype=np.int64),
+        length=shard.length,
+        column=np.full(rows, spec.prefix),
+    )
+
+
+def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
+    """Rejects rows with fewer negatives than an example needs, and sequences without room.
+
+    Args:
+        files: names of the source files that `shard.origin` refers to.
+
+    Raises:
+        DataError: names the first row.
+        ConfigError: names the length.
+    """
+    assert spec.parts is not None
+    needed = spec.parts.negatives
+    if len(shard.passage_start) != 2 * len(shard.length) + 1:
+        raise DataError("a shard of retrieval has no passages. Build the dataset again.")
+    counts = sizes(shard.passage_start)
+    scores = np.diff(shard.label_start)
+    if scores.any() and not np.array_equal(scores, counts.sum(axis=1)):
+        raise DataError("a shard of retrieval lacks scores of a row. Build the dataset again.")
+    wrong = np.flatnonzero((counts[:, 1] < needed) | (counts[:, 0] < 1))
+    if wrong.size:
+        file, line = shard.origin[wrong[0]].tolist()
+        raise DataError(
+            f"{files[file]}:{line}: the row has {counts[wrong[0], 1]} negatives and the objective "
+            f"reads {needed} (too few in {wrong.size} of the {len(counts)} rows of its shard); "
+            "lower objective.negatives, or remove such rows"
+        )
+    texts = 2 if spec.parts.layout == "choices" else 2 + needed  # in a sequence
+    special = spec.prefix + spec.suffix + spec.parts.between * (texts - 1)
+    if spec.sequence_length < special + texts:
+        raise ConfigError(
+            f"data.sequence_length is {spec.sequence_length}, and {texts} texts need {special} "
+            f"special tokens and a token each; use at least {special + texts}"
+        )
+
+
+def sizes(passage_start: Int64) -> Int64:
+    """Number of positives and negatives of each row: int64 [D, 2]."""
+    counts: Int64 = np.diff(passage_start).reshape(-1, 2)
+    return counts
