@@ -56,6 +56,7 @@ class Parts:
             not overlap.
         most: for windows: tokens of the first text; the rest is truncated.
         arrangement: how the texts become sequences; None is the usual way of the kind.
+        negatives: of retrieval: the number of a row's negatives that an example has.
     """
 
     kind: TaskKind
@@ -64,6 +65,7 @@ class Parts:
     stride: int | None = None
     most: int | None = None
     arrangement: Layout | None = None
+    negatives: int = 0
 
     @property
     def layout(self) -> Layout:
@@ -127,6 +129,8 @@ class Labels:
                 predicted
             question_answering: first and last token of the answer, counted through the row's
                 texts; nothing if there is no answer
+            retrieval: a teacher's scores of the positive and the negatives; or 1, and 0 for each
+                negative
         count: int64 [B], number of values of each example.
         document: int64 [B], number of the row in its split.
         begin: int64 [B], first token of the example's last chunk, counted through the row's texts.

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 TaskKind: TypeAlias = Literal[
-    "classification", "regression", "multiple_choice", "tagging", "question_answering"
+    "classification", "regression", "multiple_choice", "tagging", "question_answering", "retrieval"
 ]
 
-Layout: TypeAlias = Literal["joined", "windows", "choices", "both_orders"]
+Layout: TypeAlias = Literal["joined", "windows", "choices", "both_orders", "separate"]
 """How the texts of a row become sequences:
 
 joined: one sequence of all texts; if it is too long, the longest texts are truncated first.
 windows: the last text, after the first if there are two; a long last text becomes several examples.
 choices: a sequence for each text but the first, which precedes it; together they are one example.
 both_orders: two sequences of two texts, one in either order; together they are one example.
+separate: each text is a sequence, packed into one row; they do not see each other.
 """
 
 
@@ -99,6 +100,15 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
         constant_answer="none",
         pipeline="question-answering",
         architecture="QuestionAnswering",
+    ),
+    "retrieval": TaskFacts(
+        head="embedding",
+        layout="separate",
+        labeled="row",
+        metrics=(),
+        constant_answer=None,
+        pipeline="feature-extraction",
+        architecture="Model",
     ),
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from samestep.examples import Batch, Examples, Labels, PackSpec, Vocabulary
-from samestep.tasks import TASKS, TaskKind
+from samestep.examples import Batch, Examples, Labels, PackSpec, Parts, Vocabulary
+from samestep.tasks import TASKS
 from trainer.objectives import Objective
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
@@ -48,7 +48,7 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
         weight=np.ones(1, dtype=np.float32),
         isolated=parts is None and experiment.data.packing in ("best_fit", "padded"),
         random=np.zeros(1, dtype=np.bool_) if spec.pairs is not None else None,
-        labels=None if parts is None else _labels(experiment, parts.kind, tokens),
+        labels=None if parts is None else _labels(experiment, parts, tokens),
     )
     choices = 1 if parts is None else parts.choices
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
@@ -88,10 +88,11 @@ def _chunks(spec: PackSpec) -> tuple[list[int], list[int]]:
     return positions, [room] * choices
 
 
-def _labels(experiment: Experiment, kind: TaskKind, tokens: int) -> Labels:
+def _labels(experiment: Experiment, parts: Parts, tokens: int) -> Labels:
     """Returns the labels of one example: zeros, which are valid for every kind of task."""
     soft = experiment.objective.task.reads_probabilities
-    classes = len(experiment.model.labels) if soft else 1
-    count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labeled]
+    numbers = len(experiment.model.labels) if soft else 1
+    numbers += parts.negatives  # of retrieval, which labels each passage
+    count = {"row": numbers, "tokens": tokens, "span": 2}[TASKS[parts.kind].labeled]
     values, zeros = np.zeros(count, dtype=np.float32), np.zeros(1, dtype=np.int64)
     return Labels(values, np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)
