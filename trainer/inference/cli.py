@@ -289,8 +289,8 @@ def register_label(commands: Commands) -> None:
     add(
         "checkpoint",
         metavar="TEACHER",
-        help="a run of objective classification or regression, or a step of it, its folder or "
-        "address; a Hugging Face folder or hf://NAME",
+        help="a run of objective classification, regression or ranking, or a step of it, its "
+        "folder or address; a Hugging Face folder or hf://NAME",
     )
     add(
         "file",

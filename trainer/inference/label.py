@@ -174,8 +174,8 @@ class Labeler(RowModel):
         head = weights.config.head
         if head != "classification":
             raise ConfigError(
-                f"{checkpoint} has a {head} head; name a run of objective classification or "
-                "regression"
+                f"{checkpoint} has a {head} head; name a run of objective classification, "
+                "regression or ranking"
             )
         super().__init__(weights, precision)
         self.identity = weights.identity()

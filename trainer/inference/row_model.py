@@ -147,6 +147,8 @@ def _objective(weights: Weights, offers: Outputs, vocabulary: Vocabulary, length
             settings = {"stride": max(1, length // 4), "question_length": max(1, length // 4)}
         return decode(question_answering.Config, settings, "objective").build(vocabulary)
     if len(weights.config.labels) == 1:
+        if weights.objective.get("kind") == "ranking":  # a passage's score is a number
+            settings = {"reads": settings.get("reads")}
         config: Any = decode(regression.Config, settings, "objective")
     else:
         own = decode(classification.Config, settings, "objective")

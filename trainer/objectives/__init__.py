@@ -225,6 +225,11 @@ class ObjectiveConfig(ABC):
         return False
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether each passage of a row needs a teacher's score."""
+        return False
+
+    @property
     def compares_hidden(self) -> bool:
         """Whether hidden states are compared with the teacher's."""
         return False

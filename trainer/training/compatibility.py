@@ -257,6 +257,13 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
         labels = () if source.manifest.task is None else source.manifest.task.labels
         for phase in experiment.resolved_phases():
             phase.objective.task.check_labels(labels)
+        if not labels and model.head == "classification":  # ranking
+            if len(model.labels) > 1:
+                raise ConfigError(
+                    f"model.labels is {', '.join(model.labels)}, and a passage has one score. Set "
+                    "model.labels='[\"score\"]'."
+                )
+            continue  # whatever the name of the score
         # The head's outputs are numbered like the labels: another order would train another task.
         if model.head in FEWEST_LABELS and labels != model.labels:
             fix = f"set model.labels='{json.dumps(labels)}', in this order"

@@ -141,6 +141,7 @@ def model_of(tree: Tree) -> Tree:
     labels: tuple[str, ...] = ()
     task = next(iter(named_sources(dataset).values())).manifest.task
     if task is not None and not needs.isdisjoint(FEWEST_LABELS):
-        labels = task.labels
+        # A reranker has one score, whatever its name; rows of retrieval name none.
+        labels = task.labels or (config.labels if len(config.labels) == 1 else ("score",))
     own = config.for_needs(needs, labels)
     return {"kind": _MODELS.kind_of(own), **to_tree(own)}

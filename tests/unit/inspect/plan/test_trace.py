@@ -27,6 +27,11 @@ _TASKS = {
     ],
     "regression": ["model.head=classification", "model.labels=[score]"],
     "multiple_choice": ["model.head=multiple_choice", "objective.choices=3"],
+    "ranking": [
+        "model.head=classification",
+        "model.labels=[score]",
+        "objective.negatives=2",
+    ],
     "question_answering": [
         "model.head=question_answering",
         "objective.question_length=8",
@@ -89,7 +94,7 @@ def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
     measured, _ = _saved_by_autograd(experiment, _ROWS)
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     columns = example(experiment, objective, experiment.resolved_phases()[0])
-    choices = 3 if kind == "multiple_choice" else 1
+    choices = 3 if kind in ("multiple_choice", "ranking") else 1
     assert columns["tokens"].shape == columns["segments"].shape == (1, choices * 32)
     assert columns["segments"].all()
     assert columns["dropout_key"].size == choices

@@ -1,0 +1,134 @@
+"""Rerankers: trained, scored, exported for sentence-transformers, and used as teachers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from samestep import NumberPrediction, load_model
+from samestep.cli import main
+from tests.integration import tasks
+from tests.integration.commands import Samestep, Start
+
+NEGATIVES = 2
+
+
+def rows(count: int, begin: int = 0) -> list[dict[str, Any]]:
+    """The passage with the query's name is the right one."""
+    found = []
+    for number in range(begin, begin + count):
+        name, *others = (tasks.NAMES[(number + step) % 9] for step in (0, 1 + number % 3, 5))
+        passages = [
+            " ".join([*tasks._words(number + place, 2), each])
+            for place, each in enumerate((name, *others))
+        ]
+        found.append({"query": f"the {name}", "positive": passages[0], "negatives": passages[1:]})
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with a dataset and an experiment, ranking.yaml."""
+    folder = tmp_path_factory.mktemp("ranking")
+    data = {
+        "source": {
+            "kind": "tests.integration.ranked_rows",
+            "paths": [str(tasks.write(folder / "train.jsonl", rows(240)))],
+            "heldout": [str(tasks.write(folder / "dev.jsonl", rows(60, 240)))],
+        },
+        "tokenizer": {"path": str(dataset_folder / "tokenizer")},
+        "workers": 1,
+        "output": str(folder / "data"),
+    }
+    (folder / "data.yaml").write_text(yaml.safe_dump(data))
+    assert main(["data", "build", str(folder / "data.yaml")]) == 0
+    experiment = yaml.safe_load(
+        tasks.write_experiment("regression", folder, finished_run, steps=120).read_text()
+    )
+    experiment["data"]["path"] = str(folder / "data")
+    experiment["objective"] = {"kind": "ranking", "loss": "softmax", "negatives": NEGATIVES}
+    (folder / "ranking.yaml").write_text(yaml.safe_dump(experiment))
+    return folder
+
+
+@pytest.mark.long
+def test_a_reranker_learns_and_its_scores_are_the_same_everywhere(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    run = tmp_path / "run"
+    assert samestep("train", folder / "ranking.yaml", f"output={run}").code == 0
+    (last,) = (row for row in tasks.rows_of(run) if "heldout/ndcg" in row)
+    assert last["heldout/accuracy"] > 0.5  # by chance, 1 / 3
+    predictions = tmp_path / "predictions.jsonl"
+    evaluated = samestep("evaluate", run, "--predictions", predictions)
+    assert f"ndcg         {last['heldout/ndcg']:.6g}" in evaluated.out
+    lines = [json.loads(line) for line in predictions.read_text().splitlines()]
+    ranks = np.array([line["rank"] for line in lines])
+    assert (ranks == 1).mean() == pytest.approx(last["heldout/accuracy"])
+    scores = np.array([line["scores"] for line in lines])
+
+    dev = rows(60, 240)
+    pairs = [
+        (row["query"], passage) for row in dev for passage in (row["positive"], *row["negatives"])
+    ]
+    found = load_model(run).predict(pairs)
+    values = [each.value for each in found if isinstance(each, NumberPrediction)]
+    np.testing.assert_allclose(np.reshape(values, (60, 3)), scores, atol=1e-5)
+
+    labeled = tmp_path / "labeled.jsonl"
+    texts = ("--texts", "query", "positive", "--output", labeled)
+    assert samestep("label", run, folder / "dev.jsonl", *texts).code == 0
+    taught = [json.loads(line)["score"] for line in labeled.read_text().splitlines()]
+    np.testing.assert_allclose(taught, scores[:, 0], atol=1e-5)
+
+    assert samestep("export", run, tmp_path / "hf").code == 0
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    theirs = CrossEncoder(str(tmp_path / "hf"), device="cpu", max_length=24)
+    raw = theirs.predict(pairs, activation_fn=torch.nn.Identity())
+    np.testing.assert_allclose(raw, values, atol=1e-5)
+
+    # Published cross-encoders have a label without a name. The head stays.
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": None}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    start = ("training.steps=1", "training.evaluate_every=1", "optimizer.lr=1e-9")
+    again = (f"output={tmp_path / 'again'}", f"init_from={tmp_path / 'hf'}")
+    assert (
+        samestep("train", folder / "ranking.yaml", *again, *start, "schedule.warmup_steps=0").code
+        == 0
+    )
+    (first,) = (row for row in tasks.rows_of(tmp_path / "again") if "heldout/ndcg" in row)
+    for name in ("loss", "ndcg"):
+        assert first[f"heldout/{name}"] == pytest.approx(last[f"heldout/{name}"], rel=1e-4)
+
+
+@pytest.mark.long
+def test_losses_are_the_same_in_three_processes(
+    folder: Path, tmp_path: Path, samestep: Samestep, start: Start
+) -> None:
+    settings = ("training.steps=6", "training.evaluate_every=null", "objective.loss=pairwise")
+    run = tmp_path / "run"
+    assert samestep("train", folder / "ranking.yaml", f"output={run}", *settings).code == 0
+    settings = (*settings, "training.micro_batch_size=2")
+    tasks.assert_same_in_three_processes(
+        start, folder / "ranking.yaml", run, tmp_path / "three", *settings
+    )
+
+
+def test_a_head_with_several_scores_is_refused(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    model = {"kind": "bert", "vocab_size": 700, "head": "classification", "labels": ["a", "b"]}
+    settings = ("init_from=null", f"model={json.dumps(model)}", f"output={tmp_path}")
+    result = samestep("train", folder / "ranking.yaml", *settings)
+    assert result.code == 2
+    assert "model.labels is a, b, and a passage has one score" in result.message
