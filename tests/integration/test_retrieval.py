@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,44 @@ def test_killed_and_with_other_processes_it_writes_the_same(
     killed.popen.kill()
     assert start(*command, tmp_path / "two", "--processes", 2).wait().code == 0
     assert arrays(tmp_path / "two") == arrays(tmp_path / "one")
+
+
+@pytest.mark.long
+def test_a_second_job_is_refused_and_the_first_goes_on(
+    finished_run: Path, corpus: Path, tmp_path: Path, start: Start
+) -> None:
+    command = ("embed", finished_run, corpus, "--texts-per-file", 1, "--processes", 2, "--output")
+    first = start(*command, tmp_path / "vectors")
+    until((tmp_path / "vectors/.lock").exists)
+    second = start(*command, tmp_path / "vectors").wait()
+    assert "another job writes" in second.message
+    assert second.code == 2
+    assert first.wait().code == 0
+    assert len(list((tmp_path / "vectors").glob("*.npy"))) == 60
+
+
+def test_another_job_and_a_full_disk_are_named(
+    finished_run: Path, corpus: Path, small_disk: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    from trainer.inference.retrieval.jobs import alone
+    from trainer.strategies.world import World
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"query": "{n}", "positive": "d{n}"}}\n' for n in range(9)))
+    mine = ("mine", finished_run, rows, "--passages", corpus, "--range", "0-40", "--output")
+    embed = ("embed", finished_run, corpus, "--dtype", "float32", "--output")
+    world = World(0, 1, None, timedelta(seconds=1))
+    (small_disk / "full.jsonl.work").mkdir()
+    with alone(small_disk / "full.jsonl.work", world):
+        assert "another job writes" in samestep(*mine, small_disk / "full.jsonl").message
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 16384))
+    for command in ((*mine, small_disk / "full.jsonl"), (*embed, small_disk / "vectors")):
+        message = samestep(*command).message
+        assert "No space left on device; free some space" in message
+    assert not list(small_disk.rglob(".*.tmp"))
+    (small_disk / "filler").unlink()
+    assert samestep(*mine, small_disk / "full.jsonl").code == 0
+    assert samestep(*embed, small_disk / "vectors").code == 0
 
 
 @pytest.mark.long

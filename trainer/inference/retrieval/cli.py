@@ -1,4 +1,4 @@
-"""The commands `samestep embed` and `samestep search`, and the options of poolings.
+"""The commands `samestep embed`, `search` and `mine`, and the options of poolings.
 
 `samestep --help` imports this module, so each command imports its modules when it runs.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -85,6 +86,58 @@ def register_search(commands: Commands) -> None:
     _add_prompts(parser.add_argument_group("queries (default: as samestep embed was run)"))
 
 
+def register_mine(commands: Commands) -> None:
+    """Adds `samestep mine`."""
+    parser = add_command(
+        commands,
+        "mine",
+        _mine,
+        "choose hard negatives of each query, to train an embedding model or a reranker",
+        "All passages are ranked for each query, without its positives. Writes a line of JSON for\n"
+        "each query: query, positive, negatives, and their ids. If it is stopped, the same\n"
+        "command goes on. The output is the same with any number of processes.\n\n"
+        "examples:\n"
+        "  samestep mine runs/embeddings beir/nfcorpus --output hard.jsonl --relative-margin 0.05\n"
+        "  samestep mine hf://sentence-transformers/all-MiniLM-L6-v2 pairs.jsonl "
+        "--passages corpus.jsonl \\\n"
+        "    --output hard.jsonl.zst --range 10-100 --choose random --teacher runs/reranker",
+        "Choose hard negatives of each query: passages that the model ranks high.",
+    )
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    help_ = "a folder in BEIR's layout, or .jsonl of query and positive (a text, or a list of them)"
+    add("data", metavar="DATA", help=help_)
+    help_ = "a new .jsonl, .jsonl.gz or .jsonl.zst"
+    add("--output", required=True, type=Path, metavar="FILE", help=help_)
+    add("--split", metavar="NAME", help="of a folder: qrels/NAME.tsv (default: train)")
+    help_ = (
+        "of .jsonl: all passages, .jsonl of _id and text; a positive is the id or the text of one "
+        "(default: the positives of all rows are the passages)"
+    )
+    add("--passages", metavar="FILE", help=help_)
+    add("--negatives", type=int, default=8, metavar="N", help="of each query (default: 8)")
+    help_ = (
+        "A-B: leave out the A nearest passages, which may be positives that nobody marked, and "
+        "choose up to rank B; positives have no rank (default: 30-200)"
+    )
+    add("--range", default="30-200", metavar="A-B", help=help_)
+    help_ = "leave out passages that score above the lowest positive - X"
+    add("--margin", type=float, metavar="X", help=help_)
+    help_ = "leave out passages above the lowest positive, less this share of it, such as 0.05"
+    add("--relative-margin", type=float, metavar="X", help=help_)
+    help_ = "the nearest of the passages that are left, or random ones (default: highest)"
+    add("--choose", choices=("highest", "random"), default="highest", help=help_)
+    add("--seed", type=int, metavar="N", help="of --choose random (default: 0)")
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--scores", action="store_true", help="write similarities too")
+    help_ = "write scores of this cross-encoder: a run of objective regression, or a folder"
+    of.add_argument("--teacher", metavar="CKPT", help=help_)
+    help_ = "queries with fewer negatives: stop, keep or skip them (default: error)"
+    add("--fewer", choices=("error", "keep", "skip"), default="error", help=help_)
+    add_pooling(parser)
+    add_processes(parser)
+
+
 def add_pooling(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `pooling_of`."""
     group = parser.add_argument_group("vectors (default: as the model's folder says, else a mean)")
@@ -139,6 +192,58 @@ def _embed(args: argparse.Namespace) -> int:
         given=pooling_of(args),
         batch_tokens=args.batch_tokens,
     )
+    return EXIT_DONE
+
+
+def _mine(args: argparse.Namespace) -> int:
+    from samestep.cli import main
+    from samestep.storage import json_lines
+    from trainer.elastic import agent
+    from trainer.elastic.cli import processes_to_start
+    from trainer.inference.retrieval.jobs import processes as joined
+    from trainer.inference.retrieval.mine import mine
+    from trainer.inference.retrieval.negatives import Choice
+    from trainer.inference.retrieval.pairs import Pairs
+
+    is_folder = Path(args.data).is_dir()
+    if is_folder and args.passages is not None:
+        raise ConfigError(f"--passages is for .jsonl, and {args.data} is a folder with its own")
+    if args.split is not None and not is_folder:
+        raise ConfigError(f"--split is for a folder in BEIR's layout, and {args.data} is none")
+    if args.seed is not None and args.choose != "random":
+        raise ConfigError("--seed needs --choose random")
+    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", args.range)
+    if found is None:
+        raise ConfigError(f"--range must be A-B, such as 30-200, not {args.range!r}")
+    choice = Choice(
+        args.negatives,
+        skipped=int(found[1]),
+        last=int(found[2]),
+        margin=args.margin,
+        relative_margin=args.relative_margin,
+        how=args.choose,
+        seed=args.seed or 0,
+    )
+    given = pooling_of(args)
+    json_lines.check_new(args.output, "--output")
+    if (processes := processes_to_start(args, None)) > 1:
+        return agent.run_workers(main, args.typed, processes)
+    with joined() as world:
+        if is_folder:
+            pairs = Pairs.of_collection(Path(args.data), args.split or "train")
+        else:
+            pairs = Pairs.of_rows(args.data, args.passages)
+        mine(
+            args.checkpoint,
+            pairs,
+            args.output,
+            choice,
+            scores=args.scores,
+            teacher=args.teacher,
+            fewer=args.fewer,
+            given=given,
+            world=world,
+        )
     return EXIT_DONE
 
 

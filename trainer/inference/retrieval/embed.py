@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from torch import Tensor
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.files import read_records, uncompressed
 from data_pipeline.sources.kinds.jsonl import lines, load_json, text_of
-from samestep import environment
 from samestep.errors import ConfigError, DataError
 from samestep.progress import Progress
 from samestep.storage import shown
 from samestep.stored_json import JsonError, checked
 from trainer.inference.retrieval import search as exact
+from trainer.inference.retrieval.jobs import alone, processes
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
 from trainer.inference.sentence_embedding import Pooling
@@ -67,48 +66,70 @@ def embed(
         ConfigError: the folder was begun with something else.
         DataError: a line holds no text.
     """
-    rank, processes = environment.launcher_rank() or 0, environment.number("WORLD_SIZE", 1)
-    names: list[str] = []
-    own_texts: dict[int, list[str]] = defaultdict(list)
-    digest = hashlib.sha256()
-    for name, text in named_texts(file, field):
-        # With 2 processes and parts of 100, process 1 embeds the texts 100 to 199, 300 to 399.
-        index = len(names) // output.part
-        if index % processes == rank:
-            own_texts[index].append(text)
-        names.append(name)
-        digest.update(json.dumps([name, text]).encode())
-    encoder = SentenceEncoder(checkpoint, given)
-    made_of = {
+    with processes() as world:
+        names: list[str] = []
+        own_texts: dict[int, list[str]] = defaultdict(list)
+        digest = hashlib.sha256()
+        for name, text in named_texts(file, field):
+            # With 2 processes and parts of 100, process 1 embeds the texts 100 to 199, 300 to 399.
+            index = len(names) // output.part
+            if index % world.size == world.rank:
+                own_texts[index].append(text)
+            names.append(name)
+            digest.update(json.dumps([name, text]).encode())
+        encoder = SentenceEncoder(checkpoint, given)
+        vectors = Vectors.begin(
+            output.folder,
+            names,
+            part=output.part,
+            width=encoder.width,
+            number=output.number,
+            similarity=encoder.pooling.similarity,
+            made_of=made_of(encoder, role, digest.hexdigest()),
+        )
+        logger.info("embedding %d texts on %s", len(names), encoder.device)
+        with alone(output.folder, world):
+            write_missing(vectors, own_texts, encoder, role, batch_tokens)
+        shape = (vectors.texts, vectors.width)
+        logger.info("wrote %s: %s %d x %d", output.folder, output.number, *shape)
+
+
+def made_of(encoder: SentenceEncoder, role: str, texts: str) -> dict[str, object]:
+    """What vectors depend on.
+
+    Args:
+        texts: their digest.
+    """
+    return {
         "model": encoder.identity,
         "pooling": asdict(encoder.pooling),
         "role": role,
-        "texts": digest.hexdigest(),
+        "texts": texts,
     }
-    vectors = Vectors.begin(
-        output.folder,
-        names,
-        part=output.part,
-        width=encoder.width,
-        number=output.number,
-        similarity=encoder.pooling.similarity,
-        made_of=made_of,
-    )
-    # An earlier call, stopped between two parts, has left complete ones.
-    missing = [index for index in own_texts if not vectors.has(index)]
-    if there := len(own_texts) - len(missing):
-        logger.info("%d of %d parts are there already", there, len(own_texts))
-    logger.info("embedding %d texts on %s", len(names), encoder.device)
-    # The first process of a job keeps other jobs away.
-    lock = vectors.locked() if rank == 0 else nullcontext()
-    with lock, Progress("embedding", len(missing)) as progress:
+
+
+def write_missing(
+    vectors: Vectors,
+    texts: Mapping[int, Sequence[str]],
+    encoder: SentenceEncoder,
+    role: str,
+    batch_tokens: int,
+) -> None:
+    """Embeds the parts that an earlier call, stopped between two of them, has not written.
+
+    Args:
+        texts: of each part that this process writes.
+        role: of the texts: query or document.
+    """
+    missing = [index for index in texts if not vectors.has(index)]
+    if there := len(texts) - len(missing):
+        logger.info("%d of %d parts are there already", there, len(texts))
+    with Progress("embedding", len(missing)) as progress:
         for index in missing:
-            texts = encoder.for_role("query" if role == "query" else "document", own_texts[index])
-            vectors.write(index, encoder(texts, batch_tokens))
+            prompted = encoder.for_role("query" if role == "query" else "document", texts[index])
+            vectors.write(index, encoder(prompted, batch_tokens))
             progress.advance(1)
-    encoder.warn_of_truncation(sum(len(own_texts[index]) for index in missing))
-    shape = (vectors.texts, vectors.width)
-    logger.info("wrote %s: %s %d x %d", output.folder, output.number, *shape)
+    encoder.warn_of_truncation(sum(len(texts[index]) for index in missing))
 
 
 def search(

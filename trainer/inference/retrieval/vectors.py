@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypedDict
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import ConfigError, DataError
-from samestep.storage import atomic_write, flock, make_folder, write_text
+from samestep.storage import atomic_write, make_folder, write_text
 from samestep.stored_json import Between, Count, JsonError, parse_json, read_json
 from samestep.untrusted import read_regular, regular
 
@@ -111,7 +111,7 @@ class Vectors:
         if changed := [name for name, value in wanted.items() if before.get(name) != value]:
             raise ConfigError(
                 f"{folder} was begun with different {' and '.join(changed)}. Use the same again, "
-                "or name a new folder with --output."
+                "remove it, or choose another --output."
             )
         if not (folder / _NAMES).is_file():
             write_text(folder / _NAMES, "".join(f"{json.dumps(name)}\n" for name in names))
@@ -206,25 +206,6 @@ class Vectors:
             values = np.rint(np.divide(values, scales[:, None]))
         self._save(self._file(part), values.astype(self.number))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps another job from writing this folder.
-
-        Raises:
-            ConfigError: another one writes it, or its lock is no file.
-        """
-        path = self.folder / ".lock"
-        try:
-            opened = flock.open_lock(path)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be opened: {error.strerror}. Remove it.") from error
-        with opened as file:
-            flock.lock_or_reject(
-                file, f"another process writes {self.folder}; wait for it, or name another folder"
-            )
-            yield
-            path.unlink(missing_ok=True)
-
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yields the number of the first row and vectors, fp32 [n, D], some thousand at a time.
 
@@ -252,7 +233,9 @@ class Vectors:
 
     def _save(self, path: Path, values: npt.NDArray[np.generic]) -> None:
         with atomic_write(path) as file:
-            np.save(file, values, allow_pickle=False)
+            # Into a file itself, numpy writes with an error that does not say "disk full".
+            writer: Any = SimpleNamespace(write=file.write)
+            np.save(writer, values, allow_pickle=False)
 
     def _load(self, path: Path, shape: tuple[int, ...], number: str) -> npt.NDArray[np.generic]:
         try:

@@ -89,23 +89,6 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert (tmp_path / "names.jsonl").read_text() == "mine"
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"lock cannot be opened"), begun(tmp_path).locked():
-        pass
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_second_job_is_refused(tmp_path: Path) -> None:
-    found = begun(tmp_path)
-    with (
-        found.locked(),
-        pytest.raises(ConfigError, match=r"another process writes"),
-        found.locked(),
-    ):
-        pass
-
-
 def test_ids_are_written_after_an_interruption(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "names.jsonl").unlink()
