@@ -254,7 +254,7 @@ def _decode_union(choices: tuple[object, ...], value: object, path: str) -> obje
     expected = []
     for found in errors:
         if not isinstance(found, _Mismatch) or found.path != path:
-            raise errors[0]
+            raise found
         expected.append(found.expected)
     raise _Mismatch(path, value, " or ".join(expected))
 

@@ -52,6 +52,9 @@ _Loader.yaml_implicit_resolvers = {
     first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_TEXT, *_NOT_TEXT = (
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")
+)
 # PyYAML's own errors, and Python's where a value with a tag such as !!int is converted.
 _ERRORS = (yaml.YAMLError, RecursionError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -116,6 +119,8 @@ def _check_keys(node: yaml.Node, visited: set[yaml.Node]) -> None:
 
     A section pasted twice would otherwise change a run without a word. Merge keys (<<) are not
     resolved yet, whose values a section may override.
+
+    Keys are names, so others become the text that the file has: a label 0 or no needs no quotes.
     """
     visited.add(node)
     if isinstance(node, yaml.MappingNode):
@@ -129,6 +134,8 @@ def _check_keys(node: yaml.Node, visited: set[yaml.Node]) -> None:
             if problem:
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(key.value)
+            if key.tag in _NOT_TEXT:
+                key.tag = _TEXT
     for child in _children(node):
         if child not in visited:
             _check_keys(child, visited)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from trainer.inspect.plan.work import Work
     from trainer.training.experiment import Experiment
     from trainer.training.phases import Phase
+
+logger = logging.getLogger(__name__)
 
 _NOTES = (
     "Batch: examples of a micro-batch x micro-batches of a step. Peak of a step on the device that "
@@ -114,6 +117,8 @@ def register(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    # Importing torch takes longer than anybody waits in silence.
+    logger.info("planning %s: its steps run on tensors without memory", args.file)
     from samestep.config import parse_size
     from samestep.terminal import Console
     from trainer.accelerators import detect

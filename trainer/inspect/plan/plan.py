@@ -100,18 +100,19 @@ class Planner:
 
         largest = None
         if memory is not None:
-            # Two traces, of one example and of all rows of a device; others are interpolated.
-            bounds = [(size, self._activations(size, fuses)) for size in sorted({1, most})]
             budget = int(SHARE * memory)
-
-            def total(size: int) -> int:
-                return held(size, interpolate(size, bounds)).total
-
             # The total grows with the size, except for the last: a step of one micro-batch does not
             # accumulate gradients and may hold less than a step of two. So that one goes first.
-            if total(most) <= budget:
+            whole = self._activations(most, fuses)
+            if held(most, whole).total <= budget:
                 largest = most
             else:
+                # Two traces, of one example and of all rows of a device; others are interpolated.
+                bounds = sorted({1: self._activations(1, fuses), most: whole}.items(), key=_size)
+
+                def total(size: int) -> int:
+                    return held(size, interpolate(size, bounds)).total
+
                 largest = bisect_right(range(1, most), budget, key=total)
                 # Large logits are computed in chunks, whose memory stops to grow, so interpolation
                 # may be too low: what it finds is traced, and becomes a bound if it is too much.

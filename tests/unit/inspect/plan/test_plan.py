@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from samestep.config import load
 from tests.integration.commands import Samestep
 from trainer.inspect.plan.plan import STRATEGIES, Planner, memory_of_run
 from trainer.inspect.plan.strategies import Collective
-from trainer.inspect.plan.trace import Step
+from trainer.inspect.plan.trace import Activations, Step
 from trainer.training.compute.micro_batch import SHARE
 from trainer.training.experiment import Experiment
 
@@ -35,6 +37,39 @@ def test_the_largest_micro_batch_fits(planner: Planner, strategy: str) -> None:
     assert half.micro_batch * half.micro_batches >= 64
     assert half.held.total <= SHARE * memory
     assert planner.plan(strategy, memory=1000).largest == 0
+
+
+def test_a_single_example_is_traced_only_where_the_whole_batch_does_not_fit(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, activations = list[int](), Planner._activations
+
+    def trace(self: Planner, size: int, fused: bool) -> Activations:
+        sizes.append(size)
+        return activations(self, size, fused)
+
+    monkeypatch.setattr(Planner, "_activations", trace)
+    whole = planner.plan("ddp", memory=2**40)
+    assert set(sizes) == {64}
+    planner.plan("ddp", whole.held.total // 2)
+    assert 1 in sizes
+
+
+def test_a_line_says_what_is_done_before_torch_is_imported() -> None:
+    code = """
+import logging, sys
+from samestep.cli import main
+
+class First(logging.Handler):
+    def emit(self, record):
+        sys.exit(f"{record.getMessage()} {'torch' in sys.modules}")
+
+logging.getLogger("trainer").addHandler(First())
+main(["plan", "x.yaml", "--devices", "1"])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "planning x.yaml: its steps run on tensors without memory False\n"
+    assert result.stderr.endswith(said)
 
 
 def test_gradients_of_several_micro_batches_are_whole_under_fsdp(planner: Planner) -> None:

@@ -354,3 +354,20 @@ def test_a_folder_is_not_named_by_the_tilde_of_a_shell(
     with pytest.raises(ConfigError, match=rf"^{re.escape(setting)} has '~.* Write the whole"):
         read_tree(file, [text])
     read_tree(file, ["source.paths=[~/x]", "data.cache=~/x", "output=a~", "labels=[~x]"])
+
+
+def test_keys_are_names_with_or_without_quotes(tmp_path: Path) -> None:
+    """A label 0 or no, for example, in a file and on the command line."""
+    file = tmp_path / "a.yaml"
+    file.write_text("weights: {0: 5, 01: 2, no: 3, 1.5: 4, null: 6, '7': 8}")
+    weights = {"0": 5, "01": 2, "no": 3, "1.5": 4, "null": 6, "7": 8}
+    assert read_tree(str(file), []) == {"weights": weights}
+    changed = read_tree(str(file), ["weights={0: 1}", "weights.01=9"])
+    assert changed == {"weights": {**weights, "0": 1, "01": 9}}
+    file.write_text("weights: {0: 5, '0': 6}")
+    with pytest.raises(ConfigError, match="key '0' is given twice"):
+        read_tree(str(file), [])
+    schema = Literal["balanced"] | dict[str, float] | None
+    assert decode(schema, {"0": 5}, "weights") == {"0": 5.0}
+    with pytest.raises(ConfigError, match=r"weights\.0 must be a number, not 'much'"):
+        decode(schema, {"0": "much"}, "weights")
