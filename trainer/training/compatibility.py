@@ -136,6 +136,9 @@ def check_dataset(dataset: AnyDataset, objective: Objective, sequence_length: in
         check_rows(source.manifest, source.name, spec)
 
 
+_SIDES = ("objective.query_length", "objective.passage_length")
+
+
 def check_lengths(experiment: Experiment, objectives: Sequence[Objective], model: Model) -> None:
     """Rejects sequences longer than the model's position table.
 
@@ -149,7 +152,8 @@ def check_lengths(experiment: Experiment, objectives: Sequence[Objective], model
     without = f", without the {virtual} positions of model.peft" if virtual else ""
     for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
         length = phase.sequence_length
-        sides = objective.pack_spec(length).sides
+        spec = objective.pack_spec(length)
+        sides, parts = spec.sides, spec.parts
         # A decoder beside an encoder has a table of its own.
         targets = 0 if sides is None or sides.joined else sides.size[1]
         if targets > most:
@@ -158,10 +162,16 @@ def check_lengths(experiment: Experiment, objectives: Sequence[Objective], model
                 f"{without}; use shorter ones, or set model.max_positions to {targets + virtual} "
                 "or more"
             )
+        name = "data.sequence_length"
+        if parts is not None and parts.layout == "separate":
+            # Sequences that are packed into a row have positions of their own.
+            limits = parts.query_length or length, parts.passage_length or length
+            if max(limits) < length:
+                length, name = max(zip(limits, _SIDES, strict=True))
         if length <= most:
             continue
-        name = "data.sequence_length"
-        if experiment.phases and experiment.phases[phase.index].sequence_length is not None:
+        own = experiment.phases and experiment.phases[phase.index].sequence_length is not None
+        if own and name not in _SIDES:
             name = f"phases.{phase.index}.sequence_length"
         raise ConfigError(
             f"{name} {length} is over the model's position table of {most}{without}; use a shorter "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data_pipeline.building.task_rows import join, pack
 from samestep.errors import ConfigError
-from samestep.examples import Examples, Vocabulary
+from samestep.examples import Examples, Labels, Vocabulary
 from trainer.models.families import bert
 from trainer.models.inputs import Inputs
 from trainer.objectives.kinds import contrastive, cosine
@@ -143,24 +143,28 @@ def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int], symmetri
     torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
 
 
-def table_of(pairs: Tensor, texts: list[list[int]]) -> Tensor:
+def table_of(embeddings: Tensor, texts: list[list[int]]) -> Tensor:
     """Summaries of rows that are all anchors; `texts` has a number for each text."""
     numbers = torch.tensor(texts).float().repeat_interleave(2, 1)
-    return torch.cat((pairs.flatten(1), numbers, torch.ones(len(pairs), 2)), 1)
+    return torch.cat((embeddings.flatten(1), numbers, torch.ones(len(embeddings), 2)), 1)
 
 
-def over_batch(config: contrastive.Config, pairs: Tensor, texts: Any = None) -> tuple[Any, Any]:
-    """The mean loss and its gradient for the embeddings [N, 2, D]."""
+def over_batch(
+    config: contrastive.Config, embeddings: Tensor, texts: Any = None
+) -> tuple[Any, Any]:
+    """The mean loss and its gradient for the embeddings [N, T, D]."""
     objective: Any = config.build(VOCABULARY)
-    texts = texts or [[2 * row, 2 * row + 1] for row in range(len(pairs))]
-    found = objective.over_batch(table_of(pairs.detach(), texts))
-    return found[:, -2].mean(), found[:, :-2].view_as(pairs) / len(pairs)
+    count, width = embeddings.shape[:2]
+    texts = texts or np.arange(count * width).reshape(count, width).tolist()
+    found = objective.over_batch(table_of(embeddings.detach(), texts))
+    return found[:, -2].mean(), found[:, :-2].view_as(embeddings) / count
 
 
+@pytest.mark.parametrize("negatives", [0, 3])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("widths", [(), (4, 8, 16)])
 def test_losses_are_those_of_sentence_transformers(
-    symmetric: bool, widths: tuple[int, ...]
+    symmetric: bool, widths: tuple[int, ...], negatives: int
 ) -> None:
     from sentence_transformers.sentence_transformer import losses
 
@@ -179,13 +183,116 @@ def test_losses_are_those_of_sentence_transformers(
     theirs: Any = losses.MultipleNegativesRankingLoss(model, **(both if symmetric else {}))
     if widths:
         theirs = losses.MatryoshkaLoss(model, theirs, [*widths])
-    pairs = torch.randn(7, 2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    sides = [{"sentence_embedding": side} for side in pairs.unbind(1)]
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randn(7, 2 + negatives, 16, generator=generator, requires_grad=True)
+    sides = [{"sentence_embedding": side} for side in texts.unbind(1)]
     expected = theirs(sides, None)
     expected.backward()
-    value, slope = over_batch(contrastive.Config(symmetric=symmetric, widths=widths), pairs)
+    config = contrastive.Config(symmetric=symmetric, widths=widths, negatives=negatives)
+    value, slope = over_batch(config, texts)
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(slope, pairs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(slope, texts.grad, rtol=1e-5, atol=1e-5)
+
+
+def retrieval(negatives: int, count: int = 6) -> tuple[Examples, list[Any]]:
+    """Rows of a query, a positive and negatives, packed as the data pipeline does."""
+    random = np.random.default_rng(1)
+    texts = [
+        [random.integers(4, 100, random.integers(2, 9)).astype(np.int32) for _ in range(width)]
+        for width in [2 + negatives] * count
+    ]
+    length = np.array([[len(text) for text in row] for row in texts])
+    scores = np.zeros((count, 1 + negatives), np.float32)
+    scores[:, 0] = 1
+    zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
+    examples = Examples(
+        tokens=np.concatenate([text for row in texts for text in row]),
+        row=np.repeat(np.arange(count), 2 + negatives),
+        column=(1 + np.cumsum(length + 2, axis=1) - length - 2).reshape(-1),
+        length=length.reshape(-1),
+        key=np.arange(count, dtype=np.uint64),
+        weight=np.ones(count, dtype=np.float32),
+        isolated=False,
+        labels=Labels(
+            scores.reshape(-1), ones * (1 + negatives), np.arange(count), zeros, ones, ranks=True
+        ),
+    )
+    return examples, texts
+
+
+def hard_loss(built: Any, texts: list[Any], used: int) -> Tensor:
+    """Every positive and negative of the batch is a candidate for each query."""
+    found = [[embedded(built, text) for text in row] for row in texts[:used]]
+    candidates = torch.stack([row[1] for row in found] + [e for row in found for e in row[2:]])
+    losses = [
+        F.cross_entropy(F.cosine_similarity(row[0][None], candidates) / 0.05, torch.tensor(number))
+        for number, row in enumerate(found)
+    ]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("parts", [[6], [1, 2, 3]])
+def test_hard_negatives_of_all_rows_are_candidates(parts: list[int]) -> None:
+    """In any micro-batches; the last row only pads the batch."""
+    length = 48
+    objective: Any = contrastive.Config(negatives=2).build(VOCABULARY)
+    examples, texts = retrieval(2)
+    examples.weight[-1] = 0
+    batch = tensors(objective.collate(examples, length))
+    batches = [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
+    ]
+    built = model()
+    with torch.no_grad():
+        table = torch.cat([objective.summary(built, each) for each in batches])
+    columns = torch.split(objective.over_batch(table), parts)
+    totals = {
+        "examples": torch.tensor(sum(objective.weights(each)["examples"] for each in batches))
+    }
+    assert totals["examples"] == 5
+    value = 0.0
+    for each, own in zip(batches, columns, strict=True):
+        loss = objective.loss(built, {**each, "over_batch": own}, totals)
+        loss.total.backward()
+        value += float(loss.metrics["loss"][0]) / 5
+    found = {name: each.grad for name, each in built.named_parameters()}
+    built.zero_grad()
+    expected = hard_loss(built, texts, 5)
+    assert value == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    actual = {name: each.grad for name, each in built.named_parameters()}
+    torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_and_likely_hard_negatives_are_masked() -> None:
+    embeddings = torch.randn(3, 3, 8, generator=torch.Generator().manual_seed(0))
+    # The hard negative of row 0 is the positive of row 1, that of row 1 is the query of row 2, and
+    # rows 0 and 2 have one query: a hard negative of row 2 stays one for row 0.
+    texts = [[0, 1, 2], [3, 2, 0], [0, 4, 5]]
+    unit = F.normalize(embeddings, dim=-1)
+    cosines = torch.cat((unit[:, 0] @ unit[:, 1].mT, unit[:, 0] @ unit[:, 2].mT), 1)
+    allowed = torch.tensor([[1, 1, 0, 1, 0, 1], [1, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 1]])
+    scores = (cosines / 0.05).masked_fill(allowed == 0, -torch.inf)
+    value, _ = over_batch(contrastive.Config(negatives=1), embeddings, texts)
+    torch.testing.assert_close(value, F.cross_entropy(scores, torch.arange(3)))
+    highest = cosines.diagonal()[:, None] + 0.1
+    scores = (cosines / 0.05).masked_fill(cosines > highest, -torch.inf)
+    config = contrastive.Config(negatives=1, margin=0.1, mask_equal=False)
+    value, _ = over_batch(config, embeddings, texts)
+    torch.testing.assert_close(value, F.cross_entropy(scores, torch.arange(3)))
+
+
+def test_the_lengths_of_both_sides_must_fit() -> None:
+    config = contrastive.Config(negatives=2, query_length=8, passage_length=16)
+    objective: Any = config.build(VOCABULARY)
+    assert objective.pack_spec(56).parts.passage_length == 16
+    with pytest.raises(ConfigError, match=r"sequence_length is 55, .* take 56. Raise it to that"):
+        objective.pack_spec(55)
+    with pytest.raises(ConfigError, match=r"passage_length is 2. Use at least 3"):
+        contrastive.Config(passage_length=2)
+    with pytest.raises(ConfigError, match=r"negatives is -1. Use 0 or more"):
+        contrastive.Config(negatives=-1)
 
 
 def test_equal_texts_and_likely_positives_are_no_negatives() -> None:

@@ -221,7 +221,9 @@ class Contrastive(SentencePairs, OverBatch):
         rows = len(pairs)
         first, *others = F.normalize(pairs, dim=-1).unbind(1)
         second = first @ others[0].mT
-        cosines = torch.cat([second, *(first @ other.mT for other in others[1:])], 1)
+        cosines = second
+        if len(others) > 1:
+            cosines = torch.cat([second, *(first @ other.mT for other in others[1:])], 1)
         losses, own = [], torch.arange(rows, device=cosines.device)
         for scores, no_candidate in ((cosines, masked), (second.mT, masked[:, :rows].mT)):
             if self.config.margin is not None:
