@@ -19,7 +19,7 @@ from data_pipeline.building.task_rows import Encoded
 from data_pipeline.packing.task_rows import wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
-from data_pipeline.sources.unlabeled import Unlabeled
+from data_pipeline.sources.unlabeled import PASSAGES, Passages, Unlabeled
 from samestep.errors import ConfigError, DataError
 from samestep.examples import TaskRow
 from samestep.progress import Progress
@@ -42,6 +42,7 @@ def run(
     output: Path,
     *,
     texts: tuple[str, ...],
+    passages: bool = False,
     column: str | None,
     skip: bool,
     precision: Precision,
@@ -54,7 +55,9 @@ def run(
         file: path, pattern or address of the rows.
         output: a new JSON Lines file.
         texts: columns or templates of the texts; () takes the columns of the teacher's data.
-        column: the label column; None takes the teacher's.
+        passages: score each passage of rows with a query, a positive and negatives, or of rows with
+            these columns in `texts`: the label is a list.
+        column: the label column; None takes the teacher's, or "scores" of passages.
         skip: skip rows without these texts instead of stopping.
         precision: of matrix products.
         batch_tokens: positions of a batch, padding included.
@@ -65,6 +68,13 @@ def run(
     """
     json_lines.check_new(output, "--output")
     labeler = Labeler(checkpoint, precision)
+    if passages:
+        texts, column = texts or PASSAGES, column or "scores"
+        if len(texts) < 2 or labeler.is_classifier:
+            raise ConfigError(
+                f"--passages is for a query, passages and a teacher with one score. --texts is "
+                f"{' '.join(texts)}, and {checkpoint} has the labels {', '.join(labeler.labels)}."
+            )
     texts = texts or tuple(labeler.source.get("texts", ()))
     if not texts:
         raise ConfigError(
@@ -75,7 +85,7 @@ def run(
     # source settings, and `soft` for probabilities.
     column = column or labeler.source.get("label", "label" if labeler.is_classifier else "score")
     words = labeler.source.get("words", {})
-    source = Unlabeled.open(file, texts, words)
+    source = (Passages if passages else Unlabeled).open(file, texts, words)
     if column in source.columns:
         raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
     # The output depends on all of this; resuming with anything else would mix two outputs.
@@ -83,6 +93,7 @@ def run(
         "teacher": labeler.identity,
         "files": with_sizes(source.files),
         "texts": [*texts, words],
+        **({"passages": True} if passages else {}),
         "column": column,
         "precision": precision,
         "batch_tokens": batch_tokens,
@@ -97,8 +108,13 @@ def run(
         # Rows of one read are batched by length and written in their own order; reads of 2048
         # leave little padding, and bound what an interruption loses.
         while read := list(islice(records, _ROWS)):
-            kept, rows = _encode(read, source, labeler, skip)
-            lines = _lines(kept, labeler(rows, batch_tokens), column, labeler.labels)
+            kept, rows, counts = _encode(read, source, labeler, skip)
+            labels = labeler(rows, batch_tokens).astype(float).round(_DIGITS)
+            if passages:
+                scores = iter(labels[:, 0].tolist())
+                lines = _lines(kept, [list(islice(scores, count)) for count in counts], column)
+            else:
+                lines = _lines(kept, _named(labels, labeler.labels), column)
             done.add("".join(lines).encode(), len(read), len(lines))
             progress.update(read[-1].read)
     skipped = done.records - done.rows
@@ -107,51 +123,53 @@ def run(
 
 def _encode(
     read: list[Record], source: Unlabeled, labeler: Labeler, skip: bool
-) -> tuple[list[Record], list[Encoded]]:
-    """The records that hold texts, and their tokens.
+) -> tuple[list[Record], list[Encoded], list[int]]:
+    """The records that hold texts, the tokens of all their rows, and each one's number of rows.
 
     Raises:
         DataError: a record does not, and `skip` is false.
     """
-    parsed: list[TaskRow | str] = []  # or the problem of a record
+    parsed: list[list[TaskRow] | str] = []  # or the problem of a record
     for record in read:
         try:
-            parsed.append(source.parse_row(record))
+            parsed.append(source.rows(record))
         except BadRecord as error:
             parsed.append(str(error))
     # The rows are tokenized together, which is faster, and put back beside their records.
-    texts = [row for row in parsed if not isinstance(row, str)]
+    texts = [row for rows in parsed if not isinstance(rows, str) for row in rows]
     encoded = iter(task_rows.encode(texts, labeler.tokenizer, "classification"))
     kept: list[Record] = []
-    rows: list[Encoded] = []
-    for record, row in zip(read, parsed, strict=True):
-        found = row if isinstance(row, str) else next(encoded)
-        if not isinstance(found, str):
-            found = wrong_number(len(found.parts), labeler.spec) or found
-        if not isinstance(found, str):
+    found: list[Encoded] = []
+    counts: list[int] = []
+    for record, rows in zip(read, parsed, strict=True):
+        of_record = [rows] if isinstance(rows, str) else [next(encoded) for _ in rows]
+        problem = next((row for row in of_record if isinstance(row, str)), None)
+        of_rows = [row for row in of_record if not isinstance(row, str)]
+        wrong = (wrong_number(len(row.parts), labeler.spec) for row in of_rows)
+        problem = problem or next(filter(None, wrong), None)
+        if problem is None:
             kept.append(record)
-            rows.append(found)
+            found += of_rows
+            counts.append(len(of_rows))
         elif not skip:
             raise DataError(
-                f"{shown(source.files[record.file])}:{record.line}: {found}; correct or remove "
+                f"{shown(source.files[record.file])}:{record.line}: {problem}; correct or remove "
                 "the row, name the columns of the texts with --texts, or use --on-error skip"
             )
-    return kept, rows
+    return kept, found, counts
 
 
-def _lines(
-    records: Sequence[Record],
-    found: npt.NDArray[np.float32],
-    column: str,
-    labels: tuple[str, ...],
-) -> list[str]:
-    """The records as JSON Lines, with their labels [N, C]; probabilities by the name of a class."""
-    # Rounded, or most of the file would be digits below the precision of the model.
-    lines = []
-    for record, values in zip(records, found.astype(float).round(_DIGITS).tolist(), strict=True):
-        label = dict(zip(labels, values, strict=True)) if len(values) > 1 else values[0]
-        lines.append(json_lines.line({**row_of(record.data), column: label}))
-    return lines
+def _lines(records: Sequence[Record], labels: Sequence[object], column: str) -> list[str]:
+    """The records as JSON Lines, with their labels."""
+    rows = zip(records, labels, strict=True)
+    return [json_lines.line({**row_of(record.data), column: label}) for record, label in rows]
+
+
+def _named(labels: npt.NDArray[np.float64], names: tuple[str, ...]) -> list[object]:
+    """The number of each row, or its probabilities by the name of a class: [N, C] -> N values."""
+    if len(names) == 1:
+        return list(labels[:, 0].tolist())
+    return [dict(zip(names, values, strict=True)) for values in labels.tolist()]
 
 
 class Labeler(RowModel):
