@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -36,14 +37,28 @@ _ROWS = 2048  # read, labeled and written together; an interruption loses at mos
 _DIGITS = 6
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns of rows to label.
+
+    Attributes:
+        texts: columns or templates of the texts; () takes those of the teacher's data.
+        label: the column to write; None takes the teacher's, or "scores" of passages.
+        passages: whether each passage of a row is scored beside its query, the first of `texts`;
+            these are then "query", "positive" and "negatives" by default, and the label is a list.
+    """
+
+    texts: tuple[str, ...] = ()
+    label: str | None = None
+    passages: bool = False
+
+
 def run(
     checkpoint: str,
     file: str,
     output: Path,
     *,
-    texts: tuple[str, ...],
-    passages: bool = False,
-    column: str | None,
+    columns: Columns,
     skip: bool,
     precision: Precision,
     batch_tokens: int,
@@ -54,10 +69,7 @@ def run(
         checkpoint: the teacher; see `load_weights`.
         file: path, pattern or address of the rows.
         output: a new JSON Lines file.
-        texts: columns or templates of the texts; () takes the columns of the teacher's data.
-        passages: score each passage of rows with a query, a positive and negatives, or of rows with
-            these columns in `texts`: the label is a list.
-        column: the label column; None takes the teacher's, or "scores" of passages.
+        columns: of the rows.
         skip: skip rows without these texts instead of stopping.
         precision: of matrix products.
         batch_tokens: positions of a batch, padding included.
@@ -68,24 +80,9 @@ def run(
     """
     json_lines.check_new(output, "--output")
     labeler = Labeler(checkpoint, precision)
-    if passages:
-        texts, column = texts or PASSAGES, column or "scores"
-        if len(texts) < 2 or labeler.is_classifier:
-            raise ConfigError(
-                f"--passages is for a query, passages and a teacher with one score. --texts is "
-                f"{' '.join(texts)}, and {checkpoint} has the labels {', '.join(labeler.labels)}."
-            )
-    texts = texts or tuple(labeler.source.get("texts", ()))
-    if not texts:
-        raise ConfigError(
-            f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
-            "texts with --texts"
-        )
-    # Rows are labeled as the teacher's own were read, so a student can be trained with the same
-    # source settings, and `soft` for probabilities.
-    column = column or labeler.source.get("label", "label" if labeler.is_classifier else "score")
+    texts, column = _completed(columns, labeler, checkpoint)
     words = labeler.source.get("words", {})
-    source = (Passages if passages else Unlabeled).open(file, texts, words)
+    source = (Passages if columns.passages else Unlabeled).open(file, texts, words)
     if column in source.columns:
         raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
     # The output depends on all of this; resuming with anything else would mix two outputs.
@@ -93,7 +90,7 @@ def run(
         "teacher": labeler.identity,
         "files": with_sizes(source.files),
         "texts": [*texts, words],
-        **({"passages": True} if passages else {}),
+        **({"passages": True} if columns.passages else {}),
         "column": column,
         "precision": precision,
         "batch_tokens": batch_tokens,
@@ -109,16 +106,37 @@ def run(
         # leave little padding, and bound what an interruption loses.
         while read := list(islice(records, _ROWS)):
             kept, rows, counts = _encode(read, source, labeler, skip)
-            labels = labeler(rows, batch_tokens).astype(float).round(_DIGITS)
-            if passages:
-                scores = iter(labels[:, 0].tolist())
-                lines = _lines(kept, [list(islice(scores, count)) for count in counts], column)
-            else:
-                lines = _lines(kept, _named(labels, labeler.labels), column)
+            labels = _named(labeler(rows, batch_tokens), labeler.labels)
+            if columns.passages:
+                scores = iter(labels)
+                labels = [list(islice(scores, count)) for count in counts]
+            lines = _lines(kept, labels, column)
             done.add("".join(lines).encode(), len(read), len(lines))
             progress.update(read[-1].read)
     skipped = done.records - done.rows
     logger.info("wrote %s: %d rows; %d were left out", output, done.rows, skipped)
+
+
+def _completed(columns: Columns, labeler: Labeler, checkpoint: str) -> tuple[tuple[str, ...], str]:
+    """The columns of the texts and of the label, by the teacher's data where none are given."""
+    texts, label = columns.texts, columns.label
+    if columns.passages:
+        texts, label = texts or PASSAGES, label or "scores"
+        if len(texts) < 2 or labeler.is_classifier:
+            raise ConfigError(
+                f"--passages is for a query, passages and a teacher with one score. --texts is "
+                f"{' '.join(texts)}, and {checkpoint} has the labels {', '.join(labeler.labels)}."
+            )
+    texts = texts or tuple(labeler.source.get("texts", ()))
+    if not texts:
+        raise ConfigError(
+            f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
+            "texts with --texts"
+        )
+    # Rows are labeled as the teacher's own were read, so a student can be trained with the same
+    # source settings, and `soft` for probabilities.
+    label = label or labeler.source.get("label", "label" if labeler.is_classifier else "score")
+    return texts, label
 
 
 def _encode(
@@ -165,11 +183,11 @@ def _lines(records: Sequence[Record], labels: Sequence[object], column: str) -> 
     return [json_lines.line({**row_of(record.data), column: label}) for record, label in rows]
 
 
-def _named(labels: npt.NDArray[np.float64], names: tuple[str, ...]) -> list[object]:
+def _named(labels: npt.NDArray[np.float32], names: tuple[str, ...]) -> list[object]:
     """The number of each row, or its probabilities by the name of a class: [N, C] -> N values."""
-    if len(names) == 1:
-        return list(labels[:, 0].tolist())
-    return [dict(zip(names, values, strict=True)) for values in labels.tolist()]
+    # Rounded, or most of the file would be digits below the precision of the model.
+    values = labels.astype(float).round(_DIGITS).tolist()
+    return [dict(zip(names, row, strict=True)) if len(row) > 1 else row[0] for row in values]
 
 
 class Labeler(RowModel):
