@@ -61,10 +61,12 @@ class TaskLabels:
         kind: of the task.
         labels: names of classes or tags, or the name of a regression's number; empty for multiple
             choice and question answering.
+        scored: whether a teacher has scored the passages of retrieval.
     """
 
     kind: TaskKind
     labels: tuple[str, ...]
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,10 @@ class Manifest:
     def task(self) -> TaskLabels | None:
         """The labels, if the documents are rows of a task."""
         stored = self.settings.get("task")
-        return None if stored is None else TaskLabels(stored["target"], tuple(stored["labels"]))
+        if stored is None:
+            return None
+        scored = stored.get("scored", False)
+        return TaskLabels(stored["target"], tuple(stored["labels"]), scored)
 
     @property
     def shards(self) -> tuple[ShardInfo, ...]:

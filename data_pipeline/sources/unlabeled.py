@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data_pipeline.sources import BadRecord
-from data_pipeline.sources.columns import repeated, row_of
+from data_pipeline.sources import BadRecord, Record
+from data_pipeline.sources.columns import brief, column, repeated, row_of
 from data_pipeline.sources.templates import TextsConfig, TextsSource
 from samestep.examples import TaskRow
 from samestep.tasks import TaskKind
+
+PASSAGES = ("query", "positive", "negatives")
+"""Columns of a query and of its passages, each of these with a text or a list of texts."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class Unlabeled(TextsSource):
         config = TextsConfig((path,), texts=texts, words=words)
         return cls(**config.find(), labels=(), config=config)
 
+    def rows(self, record: Record) -> list[TaskRow]:
+        """The rows to label of a record.
+
+        Raises:
+            BadRecord: it does not hold them.
+        """
+        return [self.parse_row(record)]
+
     def decode_row(self, data: bytes) -> TaskRow:
         """Decodes the texts of a row, with a label that stands for none."""
         return TaskRow(self.texts(row_of(data)), 0.0)
@@ -48,3 +59,27 @@ class Unlabeled(TextsSource):
         if twice := repeated(names):
             raise BadRecord(f"two columns are named {twice!r}")
         return list(names)
+
+
+@dataclass(frozen=True)
+class Passages(Unlabeled):
+    """Reads the query of each row and its passages; `texts` are their columns."""
+
+    def rows(self, record: Record) -> list[TaskRow]:
+        query, *passages = self.parse_row(record).texts
+        return [TaskRow((query, passage), 0.0) for passage in passages]
+
+    def text_name(self, index: int) -> str:
+        return f"text {index}, counted from the query"
+
+    def decode_row(self, data: bytes) -> TaskRow:
+        row = row_of(data)
+        query, *names = self.config.texts
+        texts = [column(row, query)]
+        for name in names:
+            value = column(row, name)
+            texts += value if isinstance(value, list) else [value]
+        for text in texts:
+            if not isinstance(text, str):
+                raise BadRecord(f"a query or passage is not text: {brief(text)}")
+        return TaskRow(tuple(map(str, texts)))

@@ -14,6 +14,7 @@ from samestep import NumberPrediction, load_model
 from samestep.cli import main
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
+from tests.parity.test_predict import folder_of
 
 NEGATIVES = 2
 
@@ -88,6 +89,12 @@ def test_a_reranker_learns_and_its_scores_are_the_same_everywhere(
     taught = [json.loads(line)["score"] for line in labeled.read_text().splitlines()]
     np.testing.assert_allclose(taught, scores[:, 0], atol=1e-5)
 
+    every = ("--passages", "--output", tmp_path / "scored.jsonl")
+    assert samestep("label", run, folder / "dev.jsonl", *every).code == 0
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    assert [row["negatives"] for row in scored] == [row["negatives"] for row in dev]
+    np.testing.assert_allclose([row["scores"] for row in scored], scores, atol=1e-5)
+
     assert samestep("export", run, tmp_path / "hf").code == 0
     import torch
     from sentence_transformers import CrossEncoder
@@ -124,9 +131,47 @@ def test_losses_are_the_same_in_three_processes(
     )
 
 
-def test_a_head_with_several_scores_is_refused(
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"positive": ["a cat", ""]}, "empty text 2, counted from the query"),
+        ({"positive": None}, "a query or passage is not text: None"),
+        ({"negatives": ["a dog", 3]}, "a query or passage is not text: 3"),
+        ({"query": ["a dog"]}, "a query or passage is not text: ['a dog']"),
+        ({"query": "\ud800"}, "invalid Unicode"),
+    ],
+)
+def test_rows_whose_passages_cannot_be_scored_are_named_or_skipped(
+    row: dict[str, Any], message: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    teacher = folder_of("SequenceClassification", tmp_path / "teacher", "score")
+    good = {"query": "the dog", "positive": "dog", "negatives": ["cat", "the"], "id": 7}
+    file = tasks.write(tmp_path / "rows.jsonl", [{**good, **row}, good])
+    command = ("label", teacher, file, "--passages", "--output", tmp_path / "scored.jsonl")
+    result = samestep(*command)
+    assert result.code == 1
+    assert f"rows.jsonl:1: {message}" in result.message
+    assert samestep(*command, "--on-error", "skip").code == 0
+    (scored,) = (tmp_path / "scored.jsonl").read_text().splitlines()
+    assert json.loads(scored)["id"] == 7
+    assert len(json.loads(scored)["scores"]) == 3
+
+
+def test_passages_need_a_teacher_with_one_score(tmp_path: Path, samestep: Samestep) -> None:
+    teacher = folder_of("SequenceClassification", tmp_path / "teacher", "bad", "good")
+    file = tasks.write(tmp_path / "rows.jsonl", rows(1))
+    result = samestep("label", teacher, file, "--passages", "--output", tmp_path / "scored.jsonl")
+    assert result.code == 2
+    assert "--passages is for a query, passages and a teacher with one score" in result.message
+
+
+def test_a_head_with_several_scores_and_rows_without_a_teacher_are_refused(
     folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
+    settings = ("objective.loss=kl", f"output={tmp_path / 'run'}")
+    result = samestep("train", folder / "ranking.yaml", *settings)
+    assert result.code == 2
+    assert "objective.loss=kl compares with a teacher's scores, and" in result.message
     model = {"kind": "bert", "vocab_size": 700, "head": "classification", "labels": ["a", "b"]}
     settings = ("init_from=null", f"model={json.dumps(model)}", f"output={tmp_path}")
     result = samestep("train", folder / "ranking.yaml", *settings)

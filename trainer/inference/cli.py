@@ -283,7 +283,8 @@ def register_label(commands: Commands) -> None:
         "examples:\n"
         "  samestep label runs/sst2 reviews.jsonl.zst --output labeled.jsonl.zst\n"
         "  samestep label runs/mnli 'pairs/*.parquet' --texts premise hypothesis \\\n"
-        "    --output labeled.jsonl.zst",
+        "    --output labeled.jsonl.zst\n"
+        "  samestep label runs/reranker rows.jsonl --passages --output scored.jsonl.zst",
     )
     add = parser.add_argument
     add(
@@ -310,6 +311,10 @@ def register_label(commands: Commands) -> None:
         metavar="TEXT",
         help="columns, or templates of columns (default: as in the teacher's data)",
     )
+    help_ = (
+        "score the query beside each passage: of columns query, positive and negatives, or --texts"
+    )
+    add("--passages", action="store_true", help=help_)
     add("--column", help="the label column (default: as in the teacher's data)")
     on_error = "stop at a row without these texts, or skip it (default: stop)"
     add("--on-error", choices=("stop", "skip"), default="stop", help=on_error)
@@ -333,8 +338,7 @@ def _label(args: argparse.Namespace) -> int:
         args.checkpoint,
         args.file,
         Path(args.output),
-        texts=tuple(args.texts or ()),
-        column=args.column,
+        columns=label.Columns(tuple(args.texts or ()), args.column, args.passages),
         skip=args.on_error == "skip",
         precision=args.precision,
         batch_tokens=args.batch_tokens,

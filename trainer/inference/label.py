@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from data_pipeline.building.task_rows import Encoded
 from data_pipeline.packing.task_rows import wrong_number
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
-from data_pipeline.sources.unlabeled import Unlabeled
+from data_pipeline.sources.unlabeled import PASSAGES, Passages, Unlabeled
 from samestep.errors import ConfigError, DataError
 from samestep.examples import TaskRow
 from samestep.progress import Progress
@@ -36,13 +37,28 @@ _ROWS = 2048  # read, labeled and written together; an interruption loses at mos
 _DIGITS = 6
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns of rows to label.
+
+    Attributes:
+        texts: columns or templates of the texts; () takes those of the teacher's data.
+        label: the column to write; None takes the teacher's, or "scores" of passages.
+        passages: whether each passage of a row is scored beside its query, the first of `texts`;
+            these are then "query", "positive" and "negatives" by default, and the label is a list.
+    """
+
+    texts: tuple[str, ...] = ()
+    label: str | None = None
+    passages: bool = False
+
+
 def run(
     checkpoint: str,
     file: str,
     output: Path,
     *,
-    texts: tuple[str, ...],
-    column: str | None,
+    columns: Columns,
     skip: bool,
     precision: Precision,
     batch_tokens: int,
@@ -53,8 +69,7 @@ def run(
         checkpoint: the teacher; see `load_weights`.
         file: path, pattern or address of the rows.
         output: a new JSON Lines file.
-        texts: columns or templates of the texts; () takes the columns of the teacher's data.
-        column: the label column; None takes the teacher's.
+        columns: of the rows.
         skip: skip rows without these texts instead of stopping.
         precision: of matrix products.
         batch_tokens: positions of a batch, padding included.
@@ -65,17 +80,9 @@ def run(
     """
     json_lines.check_new(output, "--output")
     labeler = Labeler(checkpoint, precision)
-    texts = texts or tuple(labeler.source.get("texts", ()))
-    if not texts:
-        raise ConfigError(
-            f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
-            "texts with --texts"
-        )
-    # Rows are labeled as the teacher's own were read, so a student can be trained with the same
-    # source settings, and `soft` for probabilities.
-    column = column or labeler.source.get("label", "label" if labeler.is_classifier else "score")
+    texts, column = _completed(columns, labeler, checkpoint)
     words = labeler.source.get("words", {})
-    source = Unlabeled.open(file, texts, words)
+    source = (Passages if columns.passages else Unlabeled).open(file, texts, words)
     if column in source.columns:
         raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
     # The output depends on all of this; resuming with anything else would mix two outputs.
@@ -83,6 +90,7 @@ def run(
         "teacher": labeler.identity,
         "files": with_sizes(source.files),
         "texts": [*texts, words],
+        **({"passages": True} if columns.passages else {}),
         "column": column,
         "precision": precision,
         "batch_tokens": batch_tokens,
@@ -97,61 +105,89 @@ def run(
         # Rows of one read are batched by length and written in their own order; reads of 2048
         # leave little padding, and bound what an interruption loses.
         while read := list(islice(records, _ROWS)):
-            kept, rows = _encode(read, source, labeler, skip)
-            lines = _lines(kept, labeler(rows, batch_tokens), column, labeler.labels)
+            kept, rows, counts = _encode(read, source, labeler, skip)
+            labels = _named(labeler(rows, batch_tokens), labeler.labels)
+            if columns.passages:
+                scores = iter(labels)
+                labels = [list(islice(scores, count)) for count in counts]
+            lines = _lines(kept, labels, column)
             done.add("".join(lines).encode(), len(read), len(lines))
             progress.update(read[-1].read)
     skipped = done.records - done.rows
     logger.info("wrote %s: %d rows; %d were left out", output, done.rows, skipped)
 
 
+def _completed(columns: Columns, labeler: Labeler, checkpoint: str) -> tuple[tuple[str, ...], str]:
+    """The columns of the texts and of the label, by the teacher's data where none are given."""
+    texts, label = columns.texts, columns.label
+    if columns.passages:
+        texts, label = texts or PASSAGES, label or "scores"
+        if len(texts) < 2 or labeler.is_classifier:
+            raise ConfigError(
+                f"--passages is for a query, passages and a teacher with one score. --texts is "
+                f"{' '.join(texts)}, and {checkpoint} has the labels {', '.join(labeler.labels)}."
+            )
+    texts = texts or tuple(labeler.source.get("texts", ()))
+    if not texts:
+        raise ConfigError(
+            f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
+            "texts with --texts"
+        )
+    # Rows are labeled as the teacher's own were read, so a student can be trained with the same
+    # source settings, and `soft` for probabilities.
+    label = label or labeler.source.get("label", "label" if labeler.is_classifier else "score")
+    return texts, label
+
+
 def _encode(
     read: list[Record], source: Unlabeled, labeler: Labeler, skip: bool
-) -> tuple[list[Record], list[Encoded]]:
-    """The records that hold texts, and their tokens.
+) -> tuple[list[Record], list[Encoded], list[int]]:
+    """The records that hold texts, the tokens of all their rows, and each one's number of rows.
 
     Raises:
         DataError: a record does not, and `skip` is false.
     """
-    parsed: list[TaskRow | str] = []  # or the problem of a record
+    parsed: list[list[TaskRow] | str] = []  # or the problem of a record
     for record in read:
         try:
-            parsed.append(source.parse_row(record))
+            parsed.append(source.rows(record))
         except BadRecord as error:
             parsed.append(str(error))
     # The rows are tokenized together, which is faster, and put back beside their records.
-    texts = [row for row in parsed if not isinstance(row, str)]
+    texts = [row for rows in parsed if not isinstance(rows, str) for row in rows]
     encoded = iter(task_rows.encode(texts, labeler.tokenizer, "classification"))
     kept: list[Record] = []
-    rows: list[Encoded] = []
-    for record, row in zip(read, parsed, strict=True):
-        found = row if isinstance(row, str) else next(encoded)
-        if not isinstance(found, str):
-            found = wrong_number(len(found.parts), labeler.spec) or found
-        if not isinstance(found, str):
+    found: list[Encoded] = []
+    counts: list[int] = []
+    for record, rows in zip(read, parsed, strict=True):
+        of_record = [rows] if isinstance(rows, str) else [next(encoded) for _ in rows]
+        problem = next((row for row in of_record if isinstance(row, str)), None)
+        of_rows = [row for row in of_record if not isinstance(row, str)]
+        wrong = (wrong_number(len(row.parts), labeler.spec) for row in of_rows)
+        problem = problem or next(filter(None, wrong), None)
+        if problem is None:
             kept.append(record)
-            rows.append(found)
+            found += of_rows
+            counts.append(len(of_rows))
         elif not skip:
             raise DataError(
-                f"{shown(source.files[record.file])}:{record.line}: {found}; correct or remove "
+                f"{shown(source.files[record.file])}:{record.line}: {problem}; correct or remove "
                 "the row, name the columns of the texts with --texts, or use --on-error skip"
             )
-    return kept, rows
+    return kept, found, counts
 
 
-def _lines(
-    records: Sequence[Record],
-    found: npt.NDArray[np.float32],
-    column: str,
-    labels: tuple[str, ...],
-) -> list[str]:
-    """The records as JSON Lines, with their labels [N, C]; probabilities by the name of a class."""
+def _lines(records: Sequence[Record], labels: Sequence[object], column: str) -> list[str]:
+    """The records as JSON Lines, with their labels."""
+    rows = zip(records, labels, strict=True)
+    return [json_lines.line({**row_of(record.data), column: label}) for record, label in rows]
+
+
+def _named(labels: npt.NDArray[np.float32], names: tuple[str, ...]) -> list[object]:
+    """The number of each row, or its probabilities by the name of a class: [N, C] -> N values."""
     # Rounded, or most of the file would be digits below the precision of the model.
-    lines = []
-    for record, values in zip(records, found.astype(float).round(_DIGITS).tolist(), strict=True):
-        label = dict(zip(labels, values, strict=True)) if len(values) > 1 else values[0]
-        lines.append(json_lines.line({**row_of(record.data), column: label}))
-    return lines
+    values = labels.astype(float).round(_DIGITS).tolist()
+    return [dict(zip(names, row, strict=True)) if len(row) > 1 else row[0] for row in values]
 
 
 class Labeler(RowModel):

@@ -225,9 +225,9 @@ class ObjectiveConfig(ABC):
         return False
 
     @property
-    def needs_scores(self) -> bool:
-        """Whether each passage of a row needs a teacher's score."""
-        return False
+    def needs_scores(self) -> str | None:
+        """The setting that needs a teacher's score of each passage, as objective.loss=mse."""
+        return None
 
     @property
     def compares_hidden(self) -> bool:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from samestep.errors import ConfigError
+from samestep.examples import Examples
+from trainer.objectives.rows import Float32
 
 TeacherLoss: TypeAlias = Literal["mse", "margin_mse", "kl"]
 """Losses that compare scores with a teacher's."""
@@ -114,6 +119,49 @@ def kl(scores: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """
     own, taught = (F.log_softmax(each / temperature, 1) for each in (scores, labels))
     return F.kl_div(own, taught, reduction="none", log_target=True).sum(1) * temperature**2
+
+
+@dataclass(frozen=True)
+class Distill:
+    """A term of embeddings: the similarities of a row's passages, beside a teacher's scores.
+
+    Attributes:
+        loss: mse, margin_mse or kl, which needs no teacher of the same scale.
+        weight: factor of the term.
+        temperature: of kl: divides the teacher's scores; similarities have the objective's.
+    """
+
+    loss: TeacherLoss = "kl"
+    weight: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"distill.{name} is {getattr(self, name)}. Use more than 0.")
+
+    def scores(self, examples: Examples) -> Float32:
+        """The teacher's scores of each row's passages: float32 [B, M]."""
+        assert examples.labels is not None, "the examples are no rows of a task"
+        scores: Float32 = examples.labels.values.reshape(examples.key.size, -1)
+        if scores.shape[1] == 1 and self.loss != "mse":
+            raise ConfigError(
+                f"distill.loss is {self.loss}, which compares passages, and rows have one. Set "
+                "objective.negatives to 1 or more, or distill.loss to mse."
+            )
+        return scores
+
+    def __call__(self, similarities: Tensor, scores: Tensor, temperature: float) -> Tensor:
+        """The weighted loss of each row, [B].
+
+        Args:
+            similarities: [B, M], of the query and each passage.
+            scores: [B, M], the teacher's.
+            temperature: divides the similarities in kl.
+        """
+        if self.loss == "kl":
+            return self.weight * kl(similarities / temperature, scores / self.temperature)
+        return self.weight * PLAIN[self.loss](similarities, scores)
 
 
 PLAIN: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -264,9 +264,16 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's, and an objective that needs others."""
     model = experiment.model
     for index, source in enumerate(named_sources(dataset).values()):
-        labels = () if source.manifest.task is None else source.manifest.task.labels
+        task = source.manifest.task
+        labels = () if task is None else task.labels
         for phase in experiment.resolved_phases():
-            phase.objective.task.check_labels(labels)
+            objective = phase.objective.task
+            objective.check_labels(labels)
+            if objective.needs_scores and not (task and task.scored):
+                raise ConfigError(
+                    f"{objective.needs_scores} compares with a teacher's scores, and "
+                    f"{source.name} has none. Build it from rows with scores, or leave it out."
+                )
         if not labels and model.head == "classification":  # ranking
             if len(model.labels) > 1:
                 raise ConfigError(

@@ -18,8 +18,9 @@ from samestep.examples import Examples, TaskRow, Vocabulary
 from trainer.models.families import bert
 from trainer.models.inputs import Inputs
 from trainer.objectives import Predictions
-from trainer.objectives.kinds import distillation, ranking
+from trainer.objectives.kinds import contrastive, distillation, ranking
 from trainer.objectives.ranking_losses import (
+    Distill,
     binary,
     kl,
     listwise,
@@ -218,6 +219,84 @@ def test_losses_are_those_of_sentence_transformers(labels: Callable[[int], Tenso
         )
 
 
+@pytest.mark.long
+def test_distilled_embeddings_have_the_losses_of_sentence_transformers() -> None:
+    from sentence_transformers.sentence_transformer import losses
+    from sentence_transformers.util import pairwise_cos_sim
+
+    embedded = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    scores = graded(4)
+    model: Any = torch.nn.Identity()
+    softened = losses.DistillKLDivLoss(
+        model, pairwise_cos_sim, student_temperature=0.05, teacher_temperature=2.0
+    )
+    margins = losses.MarginMSELoss(model, pairwise_cos_sim)
+    terms = [
+        (Distill("kl", weight=3.0, temperature=2.0), softened, 3 / 0.05**2),
+        (Distill("margin_mse", weight=0.5), margins, 0.5),
+    ]
+    for ours, theirs, factor in terms:
+        cosines = torch.cosine_similarity(embedded[:, :1], embedded[:, 1:], dim=-1)
+        value = ours(cosines, scores, 0.05).mean()
+        expected = theirs.compute_loss_from_embeddings([*embedded.unbind(1)], scores) * factor
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+        slopes = [torch.autograd.grad(each, embedded)[0] for each in (value, expected)]
+        torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-5)
+
+
+def test_contrastive_adds_the_distance_from_a_teacher() -> None:
+    """To each row that is an anchor, whatever the micro-batch; beside the term of the batch."""
+    distill = Distill("kl", weight=2.0)
+    objective: Any = contrastive.Config(positive=1, distill=distill).build(VOCABULARY)
+    embedded = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    cosines = torch.cosine_similarity(embedded[:, :1], embedded[:, 1:], dim=-1)
+    scores = graded(3)[:, :3]
+    expected = 2 * kl(cosines / 0.05, scores)[:2].sum() / 2
+    batch = {
+        "labels": torch.tensor([1.0, 1.0, 0.0]),
+        "weights": torch.ones(3),
+        "scores": scores,
+        "over_batch": torch.zeros(3, 4 * 8 + 2),  # the gradient, the loss and the success of a row
+    }
+    batch["over_batch"][:, -2] = torch.tensor([0.5, 1.5, 0])
+    total, value = torch.zeros(()), 0.0
+    for sizes in ([3], [1, 2]):
+        losses = []
+        for rows, *parts in zip(
+            embedded.split(sizes), *(each.split(sizes) for each in batch.values()), strict=True
+        ):
+            objective.embed = lambda *_, rows=rows: rows
+            part = dict(zip(batch, parts, strict=True))
+            losses.append(objective.loss(None, part, {"examples": torch.tensor(2.0)}))
+        total = torch.stack([each.total for each in losses]).sum()
+        value = sum(float(each.metrics["loss"][0]) for each in losses) / 2
+        torch.testing.assert_close(total, expected)
+        assert value == pytest.approx(1 + expected.item())
+        slopes = [
+            torch.autograd.grad(each, embedded, retain_graph=True)[0] for each in (total, expected)
+        ]
+        torch.testing.assert_close(*slopes)
+
+
+def test_distilling_without_a_second_passage_is_refused() -> None:
+    assert contrastive.Config().needs_scores is None
+    config = contrastive.Config(distill=Distill("margin_mse"))
+    assert config.needs_scores == "objective.distill.loss=margin_mse"
+    labels = np.float32([0.3, 0.7])
+    of_two: Any = ranking.Config(negatives=1).build(VOCABULARY)
+    row = join([np.array([5 + text], np.uint16) for text in range(3)])
+    examples = pack([replace(row, labels=labels)], of_two.pack_spec(LENGTH))
+    assert Distill("margin_mse").scores(examples).tolist() == [[*labels]]
+    assert examples.labels is not None
+    alone = replace(examples, labels=replace(examples.labels, values=labels[:1]))
+    assert Distill("mse").scores(alone).shape == (1, 1)
+    with pytest.raises(ConfigError, match="margin_mse, which compares passages, and rows have one"):
+        Distill("margin_mse").scores(alone)
+    for name in ("weight", "temperature"):
+        with pytest.raises(ConfigError, match=f"distill.{name} is 0. Use more than 0"):
+            Distill(**{name: 0})
+
+
 def test_softmax_is_of_the_positive_whatever_the_labels() -> None:
     scores = torch.tensor([[1.0, 0.0, 2.0]])
     expected = -math.log(math.e / (math.e + 1 + math.e**2))
@@ -282,5 +361,6 @@ def test_wrong_settings_are_refused() -> None:
             ranking.Config(**settings)
     needing = [loss for loss in LOSSES if ranking.Config(loss).needs_scores]
     assert needing == ["mse", "margin_mse", "kl"]
+    assert ranking.Config("mse").needs_scores == "objective.loss=mse"
     with pytest.raises(ConfigError, match="of is ranking, whose predictions cannot be compared"):
         distillation.Config("teacher", ranking.Config())

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, PackSpec, Parts, Vocabulary
 from trainer.objectives import Loss, ObjectiveConfig, OverBatch, Predictions, Task, Tensors
+from trainer.objectives.ranking_losses import Distill
 from trainer.objectives.rows import Float32
 from trainer.objectives.sentence_pairs import SentencePairs, similarities
 from trainer.objectives.task_rows import labels_of, rows_with_outputs
@@ -53,6 +54,7 @@ class Config(ObjectiveConfig):
             rows of retrieval. null: the texts of a row share `data.sequence_length`, and the
             longest are truncated.
         passage_length: the same of each passage.
+        distill: adds a term that compares the cosines of a row's passages with a teacher's scores.
     """
 
     positive: int = 0
@@ -64,6 +66,7 @@ class Config(ObjectiveConfig):
     negatives: int = 0
     query_length: int | None = None
     passage_length: int | None = None
+    distill: Distill | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -95,6 +98,10 @@ class Config(ObjectiveConfig):
                 f"{', '.join(labels)}. Use the index of one of them, 0 to {len(labels) - 1}."
             )
 
+    @property
+    def needs_scores(self) -> str | None:
+        return None if self.distill is None else f"objective.distill.loss={self.distill.loss}"
+
     def build(self, vocabulary: Vocabulary) -> Task:
         return Contrastive(self, vocabulary)
 
@@ -105,6 +112,7 @@ class Contrastive(SentencePairs, OverBatch):
     A row has T = 2 + `negatives` texts. The outputs are the cosines of the rows' own pairs, [B, 1].
     To the rows of `SentencePairs` it adds:
         texts: int32 [B, 2 T], two numbers below 2^24 that tell each text from others.
+        scores: float32 [B, M], with `distill`: a teacher's, of the texts after the first.
     """
 
     kind = "classification"
@@ -149,6 +157,8 @@ class Contrastive(SentencePairs, OverBatch):
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = super().collate(examples, sequence_length)
+        if self.config.distill is not None:
+            batch["scores"] = self.config.distill.scores(examples)
         # Six bytes of a digest are two numbers of 24 bits, which fp32 holds exactly: the table of
         # the global batch, with embeddings and texts, is one tensor.
         digests = [
@@ -245,8 +255,15 @@ class Contrastive(SentencePairs, OverBatch):
         slope, (nll, correct) = batch["over_batch"][:, :-2], batch["over_batch"][:, -2:].unbind(1)
         # Its gradient equals the loss's: sum_ij d loss / d e_ij * d e_ij.
         total = (pairs.flatten(1) * slope).sum() / totals["examples"]
-        count = ((batch["labels"] == self.config.positive) * batch["weights"]).sum()
-        means = {"loss": (nll.sum(), count), "accuracy": (correct.sum(), count)}
+        anchor = (batch["labels"] == self.config.positive) * batch["weights"]
+        count, distance = anchor.sum(), torch.zeros_like(nll)
+        if (distill := self.config.distill) is not None:
+            query, *passages = F.normalize(pairs, dim=-1).unbind(1)
+            found = torch.stack([(query * passage).sum(-1) for passage in passages], 1)
+            distance = distill(found, batch["scores"], self.config.temperature) * anchor
+            total = total + distance.sum() / totals["examples"]
+        value = (nll + distance.detach()).sum()
+        means = {"loss": (value, count), "accuracy": (correct.sum(), count)}
         return Loss(total, means, similarities(pairs.detach())[:, None])
 
     def scores(self, predictions: Predictions) -> dict[str, float]:

@@ -82,8 +82,8 @@ class Config(PooledConfig):
                 )
 
     @property
-    def needs_scores(self) -> bool:
-        return self.loss in TEACHER_LOSSES
+    def needs_scores(self) -> str | None:
+        return f"objective.loss={self.loss}" if self.loss in TEACHER_LOSSES else None
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Ranking(self, vocabulary)
