@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,106 @@ def test_killed_and_with_other_processes_it_writes_the_same(
     assert "are there already" in resumed.err
     assert one.read_bytes() == two.read_bytes()
     assert not two.with_name("two.jsonl.work").exists()
+
+
+@pytest.fixture
+def encoder(dataset_folder: Path, tmp_path: Path) -> Path:
+    """A random BERT as a folder of sentence-transformers."""
+    import transformers
+
+    folder = tmp_path / "model"
+    shutil.copytree(dataset_folder / "tokenizer", folder)
+    settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(
+        vocab_size=600, intermediate_size=64, initializer_range=0.5, **settings
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    types = [{"path": p, "type": f"sentence_transformers.models.{kind}"} for p, kind in modules]
+    (folder / "modules.json").write_text(
+        json.dumps([{"idx": n, "name": str(n), **each} for n, each in enumerate(types)])
+    )
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (("--range", "5-40"), {"range_min": 5, "range_max": 40}),
+        (("--range", "0-150", "--margin", 0.03), {"range_max": 150, "absolute_margin": 0.03}),
+        (
+            ("--range", "0-150", "--relative-margin", 0.05),
+            {"range_max": 150, "relative_margin": 0.05},
+        ),
+    ],
+)
+def test_negatives_are_those_of_sentence_transformers(
+    options: tuple[object, ...],
+    settings: dict[str, Any],
+    encoder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    passages = texts(200)
+    # Each of 30 queries in two rows, so that each has two positives.
+    pairs = [(f"what is {WORDS[n % 30 % 8]} {n % 30}", passages[7 * n % 200]) for n in range(60)]
+    corpus = written(
+        tmp_path / "corpus.jsonl", [{"_id": f"d{n}", "text": t} for n, t in enumerate(passages)]
+    )
+    rows = [{"query": query, "positive": positive} for query, positive in pairs]
+    file, output = written(tmp_path / "rows.jsonl", rows), tmp_path / "mined.jsonl"
+    mine = ("mine", encoder, file, "--passages", corpus, "--negatives", 4, "--output", output)
+    assert samestep(*mine, *options, "--scores", "--fewer", "keep").code == 0
+
+    theirs = sentence_transformers.util.mine_hard_negatives(
+        datasets.Dataset.from_list(rows),
+        sentence_transformers.SentenceTransformer(str(encoder), device="cpu"),
+        corpus=passages,
+        num_negatives=4,
+        output_format="labeled-list",
+        output_scores=True,
+        verbose=False,
+        **settings,
+    )
+    expected = {(row["query"], row["positive"][0]): row for row in theirs}
+    found = {(row["query"], row["positive"]): row for row in rows_of(output) if row["negatives"]}
+    assert found.keys() == expected.keys()
+    assert len(found) > 10
+    for key, row in found.items():
+        assert row["scores"] == pytest.approx(expected[key]["scores"], abs=2e-6)
+        assert [row["positive"], *row["negatives"]] == expected[key]["positive"]
+
+
+@pytest.mark.long
+def test_scores_of_a_teacher_are_those_of_a_cross_encoder(
+    encoder: Path, corpus: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    import torch
+    import transformers
+
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    teacher = tmp_path / "teacher"
+    shutil.copytree(encoder, teacher, ignore=shutil.ignore_patterns("modules.json", "1_Pooling"))
+    config = transformers.AutoConfig.from_pretrained(teacher, num_labels=1)
+    transformers.BertForSequenceClassification(config).save_pretrained(teacher)
+    # Theirs would ignore the types of tokens otherwise.
+    tokenizer = json.loads((teacher / "tokenizer_config.json").read_text())
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer |= {"model_input_names": names}
+    (teacher / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    queries = [{"query": f"a {word}", "positive": f"d{n}"} for n, word in enumerate(WORDS)]
+    file, output = written(tmp_path / "rows.jsonl", queries), tmp_path / "mined.jsonl"
+    mine = ("mine", encoder, file, "--passages", corpus, "--range", "0-9", "--output", output)
+    assert samestep(*mine, "--teacher", teacher).code == 0
+    theirs = sentence_transformers.CrossEncoder(
+        str(teacher), device="cpu", activation_fn=torch.nn.Identity()
+    )
+    for row in rows_of(output):
+        read = [(row["query"], text) for text in (row["positive"], *row["negatives"])]
+        assert row["scores"] == pytest.approx(theirs.predict(read).tolist(), abs=1e-5)

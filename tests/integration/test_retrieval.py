@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import zipfile
 from datetime import timedelta
 from pathlib import Path
@@ -136,14 +138,17 @@ def test_killed_and_with_other_processes_it_writes_the_same(
 def test_a_second_job_is_refused_and_the_first_goes_on(
     finished_run: Path, corpus: Path, tmp_path: Path, start: Start
 ) -> None:
+    corpus.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS * 10))
     command = ("embed", finished_run, corpus, "--texts-per-file", 1, "--processes", 2, "--output")
     first = start(*command, tmp_path / "vectors")
     until((tmp_path / "vectors/.lock").exists)
+    os.killpg(first.popen.pid, signal.SIGSTOP)  # it must not end before the second one begins
     second = start(*command, tmp_path / "vectors").wait()
+    os.killpg(first.popen.pid, signal.SIGCONT)
     assert "another job writes" in second.message
     assert second.code == 2
     assert first.wait().code == 0
-    assert len(list((tmp_path / "vectors").glob("*.npy"))) == 60
+    assert len(list((tmp_path / "vectors").glob("*.npy"))) == 600
 
 
 def test_another_job_and_a_full_disk_are_named(

@@ -202,13 +202,13 @@ class CrossEncoder:
             for number in some
         ]
         rows = []
-        tokenizer = self._labeler.tokenizer
-        encoded = task_rows.encode([TaskRow(each) for each in texts], tokenizer, "classification")
+        unlabeled = [TaskRow(each, label=0.0) for each in texts]
+        encoded = task_rows.encode(unlabeled, self._labeler.tokenizer, "classification")
         for row, (query, passage) in zip(encoded, texts, strict=True):
-            if isinstance(row, str) or len(row.parts) < 2:
+            if isinstance(row, str):
                 raise DataError(
                     f"the teacher cannot read the query {query[:80]!r} with the passage "
-                    f"{passage[:80]!r}: no tokens. Remove the text."
+                    f"{passage[:80]!r}: {row}. Remove the text."
                 )
             rows.append(row)
         scores = iter(self._labeler(rows, BATCH_TOKENS)[:, 0].tolist())
