@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict, TypeVar, cast, get_args
 
-import torch
-from torch import Tensor
-
 from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
 from samestep.untrusted import inside
+from trainer.models.pooling import Pool
 
-Pool: TypeAlias = Literal["mean", "first", "last", "max", "weighted"]
 Similarity: TypeAlias = Literal["cosine", "dot"]
 T = TypeVar("T")
 
@@ -144,22 +141,6 @@ def check_encoder(checkpoint: str, sees_all: bool) -> None:
             "to right, and its special tokens would be others. Remove modules.json to use those of "
             "samestep, and name the pooling with --pool."
         )
-
-
-def pool(hidden: Tensor, real: Tensor, how: Pool) -> Tensor:
-    """[B, S, D] -> [B, D]; real: bool [B, S], False for the padding after each text."""
-    if how == "first":
-        return hidden[:, 0]
-    if how == "last":
-        return hidden[torch.arange(len(hidden), device=hidden.device), real.sum(1) - 1]
-    # Padding must not count: the maximum of a padded position could be the highest.
-    if how == "max":
-        return hidden.masked_fill(~real[..., None], -torch.inf).amax(1)
-    shares = real.to(hidden.dtype)
-    if how == "weighted":
-        # 3 tokens have the shares 1/6, 2/6, 3/6.
-        shares = shares * torch.arange(1, real.shape[1] + 1, device=real.device)
-    return (hidden * shares[..., None]).sum(1) / shares.sum(1, keepdim=True)
 
 
 def _pool(file: Path, instead: Pool | None) -> Pool:

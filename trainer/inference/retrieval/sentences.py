@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.inference.hidden_states import TextEncoder, batches
-from trainer.inference.sentence_embedding import Pooling, check_encoder, pool
+from trainer.inference.hidden_states import TextEncoder
+from trainer.inference.sentence_embedding import Pooling, check_encoder
+from trainer.models.pooling import pool
+from trainer.models.text_inputs import BATCH_TOKENS, batches
 from trainer.training.weights.loading import load_weights
 
 Given: TypeAlias = Mapping[str, Any]
@@ -30,7 +32,7 @@ class SentenceEncoder:
         identity: digest of the weights.
         device: description of the device.
         placed: the device.
-        truncated: number of texts so far that were longer than the model reads.
+        truncated: number of texts that were longer than the model reads, until they are logged.
 
     Args:
         checkpoint: see `trainer.training.weights.loading.load_weights`.
@@ -64,7 +66,7 @@ class SentenceEncoder:
         encoder.shorten(self.pooling.longest)
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[str], batch_tokens: int = 8192) -> Tensor:
+    def __call__(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> Tensor:
         """Makes the vectors of texts: fp32 [N, D] on the CPU.
 
         Args:
@@ -88,8 +90,9 @@ class SentenceEncoder:
         return vectors
 
     def warn_of_truncation(self, texts: int) -> None:
-        """Logs how many of the texts so far were truncated, if any."""
+        """Logs how many of the texts since the last call were truncated, if any."""
         self._encoder.warn_of_truncation(self.truncated, texts)
+        self.truncated = 0
 
     def for_role(
         self, role: Literal["query", "document", "default"], texts: Sequence[str]
