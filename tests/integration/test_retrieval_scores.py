@@ -11,6 +11,7 @@ import pytest
 from tests import beir
 from tests.integration import tasks
 from tests.integration.commands import Samestep
+from tests.parity.test_reranker import save
 
 MEASURES = ("ndcg@10", "mrr@10", "recall@100", "map@20")
 
@@ -89,3 +90,100 @@ def test_the_number_of_processes_changes_no_score(
     assert samestep(*train, *others, f"output={tmp_path / 'more'}").code == 0
     assert list(scores(tmp_path / "one")) == [2, 4]
     assert scores(tmp_path / "more") == scores(tmp_path / "one")
+
+
+def test_a_suite_has_a_mean_and_a_damaged_folder_costs_no_other(
+    finished_run: Path, collection: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    other, damaged = (beir.write(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2)))
+    alone = evaluated(samestep, tmp_path, finished_run, "--retrieval", collection)
+    both = evaluated(samestep, tmp_path, finished_run, "--retrieval", collection, other)
+    assert both["folders"]["words"] == alone
+    assert both["mean"].keys() == alone.keys() - {"queries", "documents"}
+    mean = (alone["ndcg@10"] + both["folders"]["a"]["ndcg@10"]) / 2
+    assert both["mean"]["ndcg@10"] == pytest.approx(mean)
+    (damaged / "qrels/test.tsv").unlink()
+    file = tmp_path / "scores.json"
+    folders = (collection, damaged, other)
+    result = samestep("evaluate", finished_run, "--retrieval", *folders, "--scores", file)
+    assert result.code == 1
+    assert "1 of 3 folders have no scores" in result.err
+    assert f"{damaged} has no qrels/test.tsv" in result.err
+    found = json.loads(file.read_text())
+    assert found["folders"] == both["folders"]
+    assert list(found["failed"]) == ["b"]
+    assert "mean" not in found
+    assert f"{alone['ndcg@10']:.6f}" in result.out
+
+
+@pytest.mark.long
+def test_a_reranker_sorts_what_was_found(
+    finished_run: Path, collection: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    from trainer.inference.retrieval.rerank import Reranker
+    from trainer.training.retrieval.collection import Collection
+
+    # A query is a document with all its words, and the reranker's weights are random.
+    model = save(tmp_path / "model")
+    retrieval = ("--retrieval", collection, "--measures", "ndcg@10", "recall@20")
+    before = evaluated(samestep, tmp_path, finished_run, *retrieval)
+    rerank = ("--rerank", model, "--rerank-top", 20)
+    after = evaluated(samestep, tmp_path, finished_run, *retrieval, *rerank)
+    assert {name: after[name] for name in before} == before
+    assert after["reranked"]["recall@20"] == before["recall@20"]  # the same 20, in another order
+    assert after["reranked"]["ndcg@10"] != before["ndcg@10"]
+    # All documents: what the encoder thinks of them does not matter.
+    alone = evaluated(samestep, tmp_path, finished_run, *retrieval, *rerank[:3], 90)
+    read = Collection.read(collection, "test")
+    names = list(read.documents)
+    rankings = Reranker(str(model), 64)(read, [names] * len(read.queries), 90)
+    assert alone["reranked"] == read.scores(("ndcg@10", "recall@20"), rankings)
+
+
+@pytest.mark.long
+def test_what_does_not_fit_is_named(
+    finished_run: Path, collection: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    evaluate = ("evaluate", finished_run, "--retrieval", collection)
+    two = save(tmp_path / "two", labels=2)
+    assert "two has 2 labels" in samestep(*evaluate, "--rerank", two).message
+    assert "has a language_model head" in samestep(*evaluate, "--rerank", finished_run).message
+    assert "needs --rerank" in samestep(*evaluate, "--rerank-top", 5).message
+    options = ("--rerank", two, "--rerank-top", 0)
+    assert "--rerank-top must be at least 1" in samestep(*evaluate, *options).message
+    assert "--rerank needs --retrieval" in samestep("evaluate", "x", "--rerank", two).message
+    assert "twice" in samestep(*evaluate, collection).message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": "dev"}, "has no qrels/dev.tsv"),
+        ({"measures": ["ndcg"]}, "ndcg is no measure of rankings"),
+        ({"measures": []}, "measures is empty"),
+        ({"max_length": 33}, "texts of 3 to 32 tokens"),
+        ({"max_length": 2}, "texts of 3 to 32 tokens"),
+        ({"path": "s3://bucket/set"}, "Copy the folder to this machine"),
+    ],
+)
+def test_settings_that_do_not_fit_end_the_run_before_it_starts(
+    experiment_file: str,
+    collection: Path,
+    change: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    samestep: Samestep,
+) -> None:
+    options = (*settings(collection, **change), f"output={tmp_path / 'run'}")
+    found = samestep("train", experiment_file, *options)
+    assert found.code in (1, 2)
+    assert message in found.message
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_scores_need_evaluations_and_a_best_score_that_exists(
+    experiment_file: str, collection: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    train = ("train", experiment_file, *settings(collection), f"output={tmp_path / 'run'}")
+    never = "training.evaluate_every=null"
+    assert "retrieval needs evaluations" in samestep(*train, never).message

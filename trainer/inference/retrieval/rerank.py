@@ -13,6 +13,7 @@ from samestep.errors import ConfigError, DataError, SamestepError
 from samestep.progress import Progress
 from trainer.inference.label import Labeler
 from trainer.training.retrieval.collection import Collection
+from trainer.training.retrieval.search import Float32
 
 logger = logging.getLogger(__name__)
 
@@ -54,36 +55,47 @@ class Reranker:
             DataError: a query has no tokens.
             SamestepError: a score is not finite.
         """
+        queries = list(collection.queries)
         found: list[list[str]] = []
-        names = list(collection.queries)
-        with Progress("reranking", len(names)) as progress:
-            for first in range(0, len(names), _QUERIES):
-                group = names[first : first + _QUERIES]
-                candidates = [ranking[:top] for ranking in rankings[first : first + _QUERIES]]
-                found += self._sorted(collection, group, candidates)
+        with Progress("reranking", len(queries)) as progress:
+            for first in range(0, len(queries), _QUERIES):
+                group = rankings[first : first + _QUERIES]
+                candidates = [ranking[:top] for ranking in group]
+                scores = self.scores(collection, queries[first : first + _QUERIES], candidates)
+                for ranking, values in zip(group, scores, strict=True):
+                    order = np.argsort(-values, kind="stable")
+                    found.append([*(ranking[place] for place in order), *ranking[top:]])
                 progress.advance(len(group))
-        return [[*ranked, *ranking[top:]] for ranked, ranking in zip(found, rankings, strict=True)]
+        return found
 
-    def _sorted(
+    def scores(
         self, collection: Collection, queries: Sequence[str], candidates: Sequence[Sequence[str]]
-    ) -> list[list[str]]:
+    ) -> list[Float32]:
+        """The logits of the candidates of each query, float32 [K]; -inf for one without text.
+
+        Args:
+            queries, candidates: ids.
+
+        Raises:
+            DataError, SamestepError: see `__call__`.
+        """
         # A document is a candidate of several queries, and is tokenized once.
         documents = list(dict.fromkeys(name for each in candidates for name in each))
         texts = [collection.queries[name] for name in queries]
         texts += [collection.documents[name] for name in documents]
         tokens = self._model.tokenizer.encode_batch(texts)
         of_document = dict(zip(documents, tokens[len(queries) :], strict=True))
+        found = [np.full(len(each), -np.inf, np.float32) for each in candidates]
         pairs: list[tuple[int, int]] = []
         rows: list[Encoded] = []
-        scores = [np.full(len(each), -np.inf, np.float32) for each in candidates]
-        for number, (query, asked) in enumerate(zip(queries, tokens, strict=False)):
-            if not len(asked):
-                raise DataError(f"the query {query!r} has no tokens. Remove it, or its judgments.")
+        for number, query in enumerate(queries):
+            if not len(tokens[number]):
+                raise DataError(f"the query {query!r} has no tokens. Remove it, and its judgments.")
             for place, name in enumerate(candidates[number]):
                 if len(of_document[name]):
                     pairs.append((number, place))
-                    row = join([asked, of_document[name]])
-                    rows.append(replace(row, labels=np.zeros(1, np.float32)))  # none is known
+                    row = join([tokens[number], of_document[name]])
+                    rows.append(replace(row, labels=np.zeros(1, np.float32)))  # stands for none
         outputs = self._model(rows, self._batch_tokens)[:, 0]
         if not np.isfinite(outputs).all():
             raise SamestepError(
@@ -91,8 +103,5 @@ class Reranker:
                 "checkpoint with --rerank."
             )
         for (number, place), score in zip(pairs, outputs, strict=True):
-            scores[number][place] = score
-        return [
-            [names[place] for place in np.argsort(-values, kind="stable")]
-            for names, values in zip(candidates, scores, strict=True)
-        ]
+            found[number][place] = score
+        return found
