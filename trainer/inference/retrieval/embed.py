@@ -25,7 +25,7 @@ from samestep.stored_json import JsonError, checked
 from trainer.inference.retrieval import search as exact
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
-from trainer.inference.sentence_embedding import Pooling
+from trainer.models.codecs.sentence_transformers import Pooling
 
 logger = logging.getLogger(__name__)
 
