@@ -25,8 +25,8 @@ from samestep.errors import ConfigError, SamestepError, fix_of
 from samestep.progress import Progress
 from samestep.storage.local import temporary_name
 from trainer.inference.hidden_states import TextEncoder, read_texts
-from trainer.inference.sentence_embedding import Pooling, check_encoder
 from trainer.models import pooling
+from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.text_inputs import batches
 from trainer.training.weights.loading import load_weights
 
@@ -73,7 +73,7 @@ def run(
         pool = own.pool
         texts = map(own.with_default_prompt, texts)
         encoder.shorten(own.longest)
-        check_encoder(checkpoint, encoder.sees_all)
+        encoder.check_folder(checkpoint)
         logger.info("embedding as modules.json of %s says: %s", checkpoint, own)
     numbers = chosen_layers(encoder, layers, 0)
     encoder.check_pool(pool or "mean")

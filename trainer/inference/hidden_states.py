@@ -170,6 +170,20 @@ class TextEncoder:
                 "model reads from left to right; use --pool last or mean"
             )
 
+    def check_folder(self, checkpoint: str) -> None:
+        """Rejects a folder of sentence-transformers with a model that reads from left to right.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        if not self.sees_all:
+            # Which special tokens it puts around a text differs from model to model.
+            raise ConfigError(
+                f"{checkpoint} is a folder of sentence-transformers with a model that reads from "
+                "left to right, and its special tokens would be others. Remove modules.json to use "
+                "those of samestep, and name the pooling with --pool."
+            )
+
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the special tokens; a text that is too long for the model is truncated."""
         return prepare(tokens, self._before, self._after, self.longest)

@@ -368,7 +368,7 @@ class Trainer:
             self._graph_name("evaluation", phase),
         ).scores
         for observer in self.observers:
-            scores |= observer.heldout_scores()
+            scores |= observer.heldout_scores(phase.index)
         self.model.train()
         return scores
 

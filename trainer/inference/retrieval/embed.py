@@ -21,7 +21,7 @@ from samestep.storage import shown
 from samestep.stored_json import JsonError, checked
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
-from trainer.inference.sentence_embedding import Pooling
+from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.training.retrieval import search as exact
 
 logger = logging.getLogger(__name__)

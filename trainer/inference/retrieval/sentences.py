@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -14,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.inference.hidden_states import TextEncoder
-from trainer.inference.sentence_embedding import Pooling, check_encoder
+from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.pooling import pool
 from trainer.models.text_inputs import BATCH_TOKENS, batches
 from trainer.training.weights.loading import load_weights
+from trainer.training.weights.pooling import pooling_of
 
 Given: TypeAlias = Mapping[str, Any]
 """Attributes of `Pooling` that options have set."""
@@ -52,16 +52,13 @@ class SentenceEncoder:
     ) -> None:
         weights = load_weights(checkpoint)
         self.identity = weights.identity()
-        found = None
-        if weights.step is None and isinstance(weights.folder, Path):
-            instead = given.get("pool") or (stored.pool if stored else None)
-            found = Pooling.of(weights.folder, instead)
+        found = pooling_of(weights, given.get("pool") or (stored.pool if stored else None))
         self.pooling = replace(stored or found or Pooling(), **given)
         self._encoder = encoder = TextEncoder(weights)
         self.width, self.device, self.placed = encoder.width, encoder.device, encoder.placed
         self.truncated = 0
-        if found is not None:
-            check_encoder(checkpoint, encoder.sees_all)
+        if found is not None and weights.step is None:
+            encoder.check_folder(checkpoint)
         encoder.check_pool(self.pooling.pool)
         encoder.shorten(self.pooling.longest)
 

@@ -24,19 +24,22 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
-from trainer.objectives import Loss, ObjectiveConfig, OverBatch, Predictions, Task, Tensors
-from trainer.objectives.sentence_pairs import SentencePairs, similarities
+from trainer.models.pooling import Similarity
+from trainer.objectives import Loss, OverBatch, Predictions, Task, Tensors
+from trainer.objectives.sentence_pairs import EmbeddingConfig, SentencePairs
 from trainer.objectives.task_rows import rows_with_outputs
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig):
+class Config(EmbeddingConfig):
     """Contrastive learning, from rows of kind `classification` with two texts.
 
     Attributes:
         positive: index of the label whose pairs belong together: 0 for MNLI's entailment, 1 for
             MRPC's equivalent. The second texts of rows with other labels are negatives only.
-        temperature: divides the cosines.
+        similarity: what compares two embeddings: cosine, or dot, the product of vectors of any
+            length, unless `normalize` is set. null: as `pool`.
+        temperature: divides the similarities.
         symmetric: also finds the first text of each second one; the loss is the mean of both.
         mask_equal: a text is no negative where it equals the row's first or second text, or
             belongs to an equal first text.
@@ -48,6 +51,7 @@ class Config(ObjectiveConfig):
     """
 
     positive: int = 0
+    similarity: Similarity | None = None
     temperature: float = 0.05
     symmetric: bool = False
     mask_equal: bool = True
@@ -55,6 +59,7 @@ class Config(ObjectiveConfig):
     widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.temperature > 0:
             raise ConfigError(
                 f"temperature is {self.temperature}. Use a number above 0, such as 0.05."
@@ -68,6 +73,10 @@ class Config(ObjectiveConfig):
                 f"widths are {list(self.widths)}. Use different numbers of at least 1, such as "
                 "[64, 128, 256]."
             )
+
+    @property
+    def compares(self) -> Similarity:
+        return "dot" if self.similarity == "dot" and not self.normalize else "cosine"
 
     def check_labels(self, labels: Sequence[str]) -> None:
         # Without a pair that belongs together, a run would train nothing.
@@ -84,8 +93,8 @@ class Config(ObjectiveConfig):
 class Contrastive(SentencePairs, OverBatch):
     """Cross-entropy of the right text among all second texts of a global batch.
 
-    The outputs are the cosines of the rows' own pairs, [B, 1]. To the rows of `SentencePairs` it
-    adds:
+    The outputs are the similarities of the rows' own pairs, [B, 1]. To the rows of `SentencePairs`
+    it adds:
         texts: int32 [B, 4], two numbers below 2^24 that tell each text from others.
     """
 
@@ -153,7 +162,7 @@ class Contrastive(SentencePairs, OverBatch):
 
     def _of_width(self, pairs: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each row and whether its right text is the nearest, from [N, 2, D]."""
-        first, second = F.normalize(pairs, dim=-1).unbind(1)
+        first, second = self.comparable(pairs).unbind(1)
         cosines = first @ second.mT
         losses, own = [], torch.arange(len(cosines), device=cosines.device)
         for scores, no_candidate in ((cosines, masked), (cosines.mT, masked.mT)):
@@ -178,12 +187,12 @@ class Contrastive(SentencePairs, OverBatch):
         total = (pairs.flatten(1) * slope).sum() / totals["examples"]
         count = ((batch["labels"] == self.config.positive) * batch["weights"]).sum()
         means = {"loss": (nll.sum(), count), "accuracy": (correct.sum(), count)}
-        return Loss(total, means, similarities(pairs.detach())[:, None])
+        return Loss(total, means, self.similarities(pairs.detach())[:, None])
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return {}
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
-        """The index of the label and the cosine."""
+        """The index of the label and the similarity."""
         for row, output in rows_with_outputs(predictions):
             yield {"label": row.label, "prediction": float(output[0])}

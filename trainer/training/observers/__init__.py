@@ -64,7 +64,7 @@ class Observer:
         """After a step that was counted; returns metrics for a row, which may be empty."""
         return {}
 
-    def heldout_scores(self) -> Mapping[str, float]:
+    def heldout_scores(self, phase: int) -> Mapping[str, float]:
         """Scores that an evaluation adds, equal on all ranks. The model is in eval mode."""
         return {}
 

@@ -74,7 +74,7 @@ class Retrieval:
         split: name of a file in qrels, such as dev.
         measures: scores, such as ndcg@10; see docs/retrieval.md.
         max_length: tokens of a text, special ones included; longer texts are truncated. None is the
-            number that the model reads.
+            number of the objective, or that the model reads.
     """
 
     path: str
