@@ -38,6 +38,8 @@ def inputs(tree: Tree) -> dict[str, str]:
     }
     if kind_of(tree, "strategy") in _WITH_FILE:
         found["strategy.config"] = _mapping(tree, "strategy").get("config")
+    retrieval = _mapping(_mapping(tree, "training"), "retrieval")
+    found["training.retrieval.path"] = retrieval.get("path")
     for name, probe in _mapping(tree, "probes").items():
         if isinstance(probe, dict):
             found[f"probes.{name}.path"] = probe.get("path")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,16 @@ import pytest
 import yaml
 
 from samestep.cli import main
+from tests import beir
 from tests.conformance.worker import run_once
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
+from trainer.inference.retrieval.sentences import SentenceEncoder
+from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.publish.export import export_weights
+from trainer.training.starting import load_experiment
+from trainer.training.weights.loading import load_weights
 
 STUDENT = {
     "kind": "bert",
@@ -115,6 +123,140 @@ def test_embeddings_are_learned_and_exported(
     assert "from sentence_transformers import SentenceTransformer" in card
 
 
+TEXTS = ["the fox", "over the lazy dog", "the quick brown fox and the dog " * 3]
+PROMPTS = {"query": "find ", "document": "text "}
+SHORT = ("training.evaluate_every=null", "schedule.warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def short_run(folder: Path) -> Path:
+    """A contrastive run of two steps."""
+    run = folder / "short"
+    settings = ("training.steps=2", f"output={run}", *SHORT)
+    pooling = ("objective.pool=weighted", "objective.max_length=20", f"objective.prompts={PROMPTS}")
+    assert main(["train", str(folder / "contrastive.yaml"), *settings, *pooling]) == 0
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {},
+        {"pool": "weighted", "prompts": PROMPTS, "max_length": 8},
+        {"pool": "first", "prompts": {"default": "text "}, "similarity": "dot"},
+        {"pool": "last", "normalize": False},
+        {"pool": "max", "normalize": True, "similarity": "dot"},
+    ],
+)
+def test_every_pooling_is_exported(
+    objective: dict[str, Any], short_run: Path, tmp_path: Path
+) -> None:
+    weights = replace(load_weights(short_run), objective={"pool": None, **objective})
+    export_weights(weights, str(short_run), str(tmp_path / "hf"))
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(tmp_path / "hf"), device="cpu")
+    ours = SentenceEncoder(str(tmp_path / "hf"))
+    longest = objective.get("max_length", 32)
+    assert ours.pooling == replace(Pooling.of_objective(objective), longest=longest)
+    assert theirs.max_seq_length == longest
+    assert theirs.similarity_fn_name == objective.get("similarity", "cosine")
+    expected = {
+        "query": theirs.encode_query(TEXTS),
+        "document": theirs.encode_document(TEXTS),
+        "default": theirs.encode(TEXTS),
+    }
+    for role, vectors in expected.items():
+        found = ours(ours.for_role(role, TEXTS))  # type: ignore[arg-type]
+        np.testing.assert_allclose(found, vectors, atol=2e-6)
+    lengths = np.linalg.norm(expected["default"], axis=1)
+    assert np.allclose(lengths, 1, atol=1e-5) == ours.pooling.normalize
+    if "prompts" in objective and "query" in objective["prompts"]:
+        assert not np.allclose(expected["query"], expected["document"])
+
+
+@pytest.mark.long
+def test_a_run_and_its_export_embed_alike_and_training_goes_on_from_both(
+    short_run: Path,
+    folder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores.json").write_text('{"queries": 9, "ndcg@10": 0.25}')
+    assert samestep("export", short_run, "hf", "--scores", "scores.json").code == 0
+    run, exported = SentenceEncoder(str(short_run)), SentenceEncoder("hf")
+    assert run.pooling == exported.pooling
+    assert (run.pooling.pool, run.pooling.query, run.pooling.longest) == ("weighted", "find ", 20)
+    np.testing.assert_array_equal(run(TEXTS), exported(TEXTS))
+
+    again = [f"output={tmp_path / 'again'}", "training.steps=1", *SHORT]
+    prompts = f"objective.prompts={PROMPTS}"
+    for start in (short_run, tmp_path / "hf"):
+        overrides = [*again, f"init_from={start}", prompts]
+        settings = load_experiment(folder / "contrastive.yaml", overrides)
+        found = settings.objective
+        assert (found.pool, found.max_length) == ("weighted", 20)
+        assert (found.normalize, found.similarity) == (True, "cosine")
+    refused = samestep("train", folder / "contrastive.yaml", *again, "init_from=hf")
+    assert refused.code == 2
+    assert "does not say whether its texts begin with them" in refused.message
+    assert samestep("train", folder / "contrastive.yaml", *again, "init_from=hf", prompts).code == 0
+    # A run that has begun does not ask its start again.
+    again[1] = "training.steps=2"
+    assert samestep("train", folder / "contrastive.yaml", *again, "init_from=hf").code == 0
+    assert SentenceEncoder("again").pooling == run.pooling
+
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "- sentence-similarity\n- feature-extraction\n" in card
+    for row in ("| pooling | weighted |", "scores:\n", "| ndcg@10 | 0.25 |", "length 1"):
+        assert row in card
+    (code,) = re.findall(r"```python\n(.*?)```\n", card, re.DOTALL)
+    assert "encode_query" in code
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {})
+    assert "tensor" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_regression_of_pairs_is_a_cross_encoder(
+    folder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its scores are the head's, and not squashed by a sigmoid."""
+    monkeypatch.chdir(tmp_path)
+    settings = ("objective={kind: regression}", "output=run", "training.steps=30")
+    assert samestep("train", folder / "cosine.yaml", *settings).code == 0
+    assert samestep("evaluate", "run", "--predictions", "predictions.jsonl").code == 0
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    predicted = np.array([json.loads(line)["prediction"] for line in lines])
+    assert predicted.max() > 1
+    assert samestep("export", "run", "hf").code == 0
+    assert samestep("export", "hf", "again").code == 0
+    from sentence_transformers import CrossEncoder
+
+    dev = [(row["a"], row["b"]) for row in pairs(60, 240)]
+    for name in ("hf", "again"):
+        model = CrossEncoder(name, device="cpu")
+        assert model.num_labels == 1
+        np.testing.assert_allclose(model.predict(dev), predicted, atol=1e-5)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "library_name: sentence-transformers\npipeline_tag: text-ranking\n" in card
+    assert "- cross-encoder\n" in card
+    assert "pip install torch transformers sentence-transformers\n" in card
+    assert "| spearman |" in card
+    (code,) = re.findall(r"```python\n(.*?)```\n", card, re.DOTALL)
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("[")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "{kind: deepspeed, stage: 3}"])
 def test_negatives_are_those_of_the_whole_batch_at_any_world_size(
@@ -150,3 +292,37 @@ def test_pairs_of_a_label_that_the_dataset_has_not_are_refused(
     assert result.code == 2
     assert "objective.positive is 2, and the dataset has the labels other, same" in result.message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_scores_of_retrieval_during_training_pool_as_the_objective_does(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Also of a task, whose best score is checked before the run begins."""
+    collection, run = beir.write(tmp_path / "set"), tmp_path / "run"
+    measures = ["ndcg@10", "recall@20"]
+    retrieval = {"path": str(collection), "measures": measures}
+    pooling = {"pool": "weighted", "max_length": 12, "prompts": {"query": "the ", "document": "a "}}
+    settings = (
+        *(f"objective.{name}={json.dumps(value)}" for name, value in pooling.items()),
+        *("training.steps=4", "training.evaluate_every=2", "checkpoint.every=2"),
+        f"training.retrieval={json.dumps(retrieval)}",
+        'training.best={metric: "ndcg@10"}',
+        *("schedule.warmup_steps=0", "optimizer.lr=0.03", f"output={run}"),
+        *("strategy=ddp", "--processes", 2),
+    )
+    assert samestep("train", folder / "contrastive.yaml", *settings).code == 0
+    rows = [row for row in tasks.rows_of(run) if "heldout/ndcg@10" in row]
+    assert [row["step"] for row in rows] == [2, 4]
+    file = tmp_path / "scores.json"
+    evaluate = ("--retrieval", collection, "--scores", file, "--measures", *measures)
+    found = []
+    for options in ((), ("--pool", "mean")):
+        for row in rows:
+            step = run / f"checkpoints/step-{row['step']:08}"
+            assert samestep("evaluate", step, *evaluate, *options).code == 0
+            scores = json.loads(file.read_text())
+            found.append([scores[name] for name in measures])
+    expected = [[row[f"heldout/{name}"] for name in measures] for row in rows]
+    assert found[:2] == [pytest.approx(each, abs=1e-6) for each in expected]
+    assert found[2:] != expected

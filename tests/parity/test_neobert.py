@@ -102,7 +102,7 @@ def test_the_export_has_the_names_and_rows_of_the_release(tmp_path: Path) -> Non
 def test_a_card_says_that_the_code_is_on_the_hub(tmp_path: Path) -> None:
     save(MaskedLM(SHAPE), tmp_path)
     weights = load_weights(tmp_path)
-    packages = model_card.packages(weights.config, tmp_path)
+    packages = model_card.packages(weights, tmp_path)
     card = model_card.write(weights, str(tmp_path), "mine", packages, "[MASK]")
     assert "pip install torch transformers xformers" in card
     assert "`trust_remote_code=True` runs the code of\n[chandar-lab/NeoBERT](https://" in card

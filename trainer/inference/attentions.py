@@ -18,7 +18,8 @@ from samestep.storage import write_text
 from samestep.terminal import Console
 from trainer.inference.attention_patterns import Patterns
 from trainer.inference.features import check_new, chosen_layers, new_array, tokenize
-from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.inference.hidden_states import TextEncoder, read_texts
+from trainer.models.text_inputs import batches
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from samestep.progress import Progress
 from samestep.storage import json_lines, shown
 from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.fill import join_by_masks, load_masked_lm
-from trainer.inference.hidden_states import batches
 from trainer.inference.resumable import resumable, with_sizes
 from trainer.models.inputs import Inputs
+from trainer.models.text_inputs import batches
 from trainer.vectors.corpus import MARKS
 
 logger = logging.getLogger(__name__)

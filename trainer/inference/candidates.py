@@ -28,7 +28,7 @@ from samestep.stored_json import JsonError, parse_json
 from samestep.terminal import Console
 from trainer.accelerators.detect import for_any_shapes
 from trainer.inference.fill import masked_lm_tokens
-from trainer.inference.hidden_states import batches, padded_inputs, special_tokens
+from trainer.models.text_inputs import batches, padded_inputs, special_tokens
 from trainer.training.weights.loading import Weights, load_weights
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -252,7 +252,7 @@ class CandidateScorer:
 
     def _scores(self, sequences: Sequence[_Sequence]) -> list[float]:
         """The score of each candidate of each sequence, in order."""
-        inputs = padded_inputs([torch.tensor(each.tokens) for each in sequences], self._device)
+        inputs = padded_inputs([np.array(each.tokens) for each in sequences], self._device)
         if self._fills_masks:
             read_at = [torch.tensor(each.at) for each in sequences]
             predicted = pad_sequence(read_at, batch_first=True).to(self._device)

@@ -15,7 +15,9 @@ from samestep.errors import EXIT_DONE, ConfigError
 from trainer.inference.retrieval.cli import add_pooling, pooling_of
 
 if TYPE_CHECKING:
+    from samestep.config import Tree
     from trainer.inference.evaluate import Step
+    from trainer.inference.retrieval.suite import Suite
     from trainer.metrics.per_class import ClassReport
     from trainer.training.experiment import Experiment
 
@@ -25,7 +27,11 @@ _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
     *("answer_exact_match", "answer_f1"),
 )
 
-_NEEDED = {"split": "retrieval", "measures": "retrieval", "columns": "sts"}
+_NEEDED = {
+    **dict.fromkeys(("split", "measures", "rerank"), "retrieval"),
+    "rerank_top": "rerank",
+    "columns": "sts",
+}
 _OF_RUNS = (
     *("step", "predictions", "encoder", "ensemble", "generate", "metrics", "pairs", "limit"),
     "processes",
@@ -99,11 +105,21 @@ def register(commands: Commands) -> None:
         "scores of embeddings; RUN may be any checkpoint, a Hugging Face folder or hf://NAME"
     )
     add = embedded.add_argument
-    help_ = "documents, queries and judgments in BEIR's layout: corpus.jsonl, queries.jsonl, qrels/"
-    add("--retrieval", type=Path, metavar="DIR", help=help_)
+    help_ = (
+        "documents, queries and judgments in BEIR's layout: corpus.jsonl, queries.jsonl, qrels/; "
+        "of several folders, also the mean"
+    )
+    add("--retrieval", type=Path, nargs="+", metavar="DIR", help=help_)
     add("--split", metavar="NAME", help="qrels/NAME.tsv (default: test)")
     help_ = "nDCG and others at k, such as ndcg@10 map@100 (default: six of them)"
     add("--measures", nargs="+", metavar="M@K", help=help_)
+    help_ = (
+        "also score the documents that are found by a model with one label that reads query and "
+        "document together, and their new order"
+    )
+    add("--rerank", metavar="CKPT", help=help_)
+    help_ = "documents of each query that are scored again (default: 100)"
+    add("--rerank-top", type=int, metavar="K", help=help_)
     help_ = "rows with two texts and a score of their similarity: .jsonl, .csv, .tsv or .parquet"
     add("--sts", metavar="FILE", help=help_)
     help_ = "columns of --sts (default: sentence1 sentence2 score)"
@@ -119,8 +135,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer.training.starting import stored_experiment
 
     for name, needed in _NEEDED.items():
-        if getattr(args, name) and not getattr(args, needed):
-            raise ConfigError(f"--{name} needs --{needed}. Add it, or leave --{name} out.")
+        if getattr(args, name) is not None and not getattr(args, needed):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} needs --{needed}. Add it, or leave {option} out.")
     if args.retrieval or args.sts:
         return _evaluate_embeddings(args)
     if pooling_of(args):
@@ -164,7 +181,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _evaluate_embeddings(args: argparse.Namespace) -> int:
-    from trainer.inference.retrieval import measures, scores
+    from trainer.inference.retrieval.scores import of_similarity
 
     if args.overrides:
         raise ConfigError("key=value does not go with --retrieval or --sts. Leave it out.")
@@ -172,16 +189,34 @@ def _evaluate_embeddings(args: argparse.Namespace) -> int:
         # --generate without a setting is [], and left out None.
         if getattr(args, name) not in (None, []) or (name == "generate" and args.generate == []):
             raise ConfigError(f"--{name} does not go with --retrieval or --sts. Leave it out.")
-    found: dict[str, float] = {}
-    given = pooling_of(args)
-    if args.retrieval:
-        wanted = args.measures or measures.MEASURES
-        settings = (args.retrieval, args.split or "test", wanted, given)
-        found |= scores.of_retrieval(args.run_folder, *settings)
+    pairs: dict[str, float] = {}
+    suite = _suite(args) if args.retrieval else None
     if args.sts:
         *texts, column = args.columns or ("sentence1", "sentence2", "score")
-        found |= scores.of_similarity(args.run_folder, args.sts, texts, column, given)
-    return _show_scores(found, args.scores)
+        pairs = of_similarity(args.run_folder, args.sts, texts, column, pooling_of(args))
+    if suite is None:
+        return _show_scores(pairs, args.scores)
+    only = suite.only
+    if only is not None and only.reranked is None:
+        return _show_scores({**only.size, **only.scores, **pairs}, args.scores)
+    _write_scores({**(suite if only is None else only).tree(), **pairs}, args.scores)
+    suite.show()
+    _print_scores(pairs)
+    suite.check()
+    return EXIT_DONE
+
+
+def _suite(args: argparse.Namespace) -> Suite:
+    from trainer.inference.retrieval.suite import Evaluator
+    from trainer.training.retrieval.measures import MEASURES
+
+    top = 100 if args.rerank_top is None else args.rerank_top
+    if top < 1:
+        raise ConfigError(f"--rerank-top must be at least 1, not {top}")
+    evaluator = Evaluator(
+        args.run_folder, pooling_of(args), args.measures or MEASURES, args.rerank, top
+    )
+    return evaluator(args.retrieval, args.split or "test")
 
 
 def _step(said: str | None, experiment: Experiment) -> Step:
@@ -204,13 +239,10 @@ def _show_scores(
     scores: Mapping[str, float], file: Path | None, classes: ClassReport | None = None
 ) -> int:
     if not environment.launcher_rank():
-        if file is not None:
-            from samestep.storage import write_text
-
-            of_classes = {} if classes is None else {"per_class": classes.tree()}
-            write_text(file, json.dumps({**scores, **of_classes}) + "\n")
-        for name, value in scores.items():
-            sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
+        _write_scores(
+            {**scores, **({} if classes is None else {"per_class": classes.tree()})}, file
+        )
+        _print_scores(scores)
         if classes is not None:
             from samestep.terminal import Console
             from trainer.inference.class_tables import tables
@@ -221,3 +253,15 @@ def _show_scores(
                 console.print()
                 console.print(table)
     return EXIT_DONE
+
+
+def _write_scores(scores: Tree, file: Path | None) -> None:
+    if file is not None:
+        from samestep.storage import write_text
+
+        write_text(file, json.dumps(scores) + "\n")
+
+
+def _print_scores(scores: Mapping[str, float]) -> None:
+    for name, value in scores.items():
+        sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")

@@ -24,15 +24,16 @@ from data_pipeline.format.shards import Tokens
 from samestep.errors import ConfigError, SamestepError, fix_of
 from samestep.progress import Progress
 from samestep.storage.local import temporary_name
-from trainer.inference import sentence_embedding
-from trainer.inference.hidden_states import TextEncoder, batches, read_texts
-from trainer.inference.sentence_embedding import Pooling, check_encoder
+from trainer.inference.hidden_states import TextEncoder, read_texts
+from trainer.models import pooling
+from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.models.text_inputs import batches
 from trainer.training.weights.loading import load_weights
 
 logger = logging.getLogger(__name__)
 
 Mix: TypeAlias = Literal["mean", "concat"]
-Pool: TypeAlias = sentence_embedding.Pool | Literal["none"]
+Pool: TypeAlias = pooling.Pool | Literal["none"]
 Shape: TypeAlias = tuple[int, ...]
 
 _TEXTS_AT_A_TIME = 1024  # tokenized
@@ -72,7 +73,7 @@ def run(
         pool = own.pool
         texts = map(own.with_default_prompt, texts)
         encoder.shorten(own.longest)
-        check_encoder(checkpoint, encoder.sees_all)
+        encoder.check_folder(checkpoint)
         logger.info("embedding as modules.json of %s says: %s", checkpoint, own)
     numbers = chosen_layers(encoder, layers, 0)
     encoder.check_pool(pool or "mean")
@@ -149,7 +150,7 @@ class Features:
         """[B, S, D] -> [B, D]; with pool "none", [T, D]."""
         if self.pool == "none":
             return hidden[real]
-        return sentence_embedding.pool(hidden, real, self.pool)
+        return pooling.pool(hidden, real, self.pool)
 
 
 def write(

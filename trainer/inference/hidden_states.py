@@ -8,27 +8,21 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.sources import BadRecord, Record, Source
 from data_pipeline.sources.files import read_records, uncompressed
 from data_pipeline.sources.kinds.jsonl import JsonLines, lines
 from samestep.errors import ConfigError, DataError
-from samestep.examples import Vocabulary
 from samestep.storage import shown
 from trainer.accelerators.detect import for_any_shapes
-from trainer.models import ModelConfig, Outputs
-from trainer.models.inputs import Inputs
+from trainer.models import Outputs
+from trainer.models.text_inputs import padded_inputs, prepare, special_tokens
 from trainer.training.weights.loading import Weights, load_weights
 
 logger = logging.getLogger(__name__)
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,52 +70,6 @@ def _parsed(source: Source) -> Iterator[str]:
         except BadRecord as error:
             place = f"{shown(source.files[0])}:{record.line}"
             raise DataError(f"{place}: {error}; correct or remove the line") from error
-
-
-def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
-    """Groups sequences of similar length into batches.
-
-    The longest come first, so that running out of memory shows at once.
-
-    Args:
-        lengths: int64 [N].
-        batch_tokens: positions of a batch, padding included. A longer sequence is a batch by
-            itself.
-
-    Yields:
-        The indices of a batch's sequences.
-    """
-    # Example: lengths 3 9 4 with 10 positions a batch give [1], which is 9 wide, and [2, 0], of
-    # 2 x 4 positions.
-    order = np.argsort(-lengths, kind="stable")
-    first = 0
-    while first < len(order):
-        count = max(1, batch_tokens // int(lengths[order[first]]))
-        yield order[first : first + count]
-        first += count
-
-
-def padded_inputs(sequences: Sequence[Tensor], device: torch.device) -> Inputs:
-    """Sequences of tokens, int [S] each, as rows of a batch; the shorter ones end with padding."""
-    tokens = pad_sequence(list(sequences), batch_first=True)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    positions = torch.arange(tokens.shape[1])
-    return Inputs(
-        tokens=tokens.to(device),
-        segments=(positions < lengths[:, None]).int().to(device),
-        positions=positions.expand_as(tokens).to(device),
-    )
-
-
-def special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> list[list[int]]:
-    """The special tokens before and after each text in training, where the tokenizer has them."""
-    cls, end = vocabulary.cls, vocabulary.end
-    before, after = cls, vocabulary.sep  # an encoder's: [CLS] text [SEP]
-    if config.reads_sources:
-        before, after = None, end
-    elif config.causal:
-        before, after = end if cls is None else cls, None
-    return [[] if token is None else [token] for token in (before, after)]
 
 
 class TextEncoder:
@@ -222,10 +170,23 @@ class TextEncoder:
                 "model reads from left to right; use --pool last or mean"
             )
 
+    def check_folder(self, checkpoint: str) -> None:
+        """Rejects a folder of sentence-transformers with a model that reads from left to right.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        if not self.sees_all:
+            # Which special tokens it puts around a text differs from model to model.
+            raise ConfigError(
+                f"{checkpoint} is a folder of sentence-transformers with a model that reads from "
+                "left to right, and its special tokens would be others. Remove modules.json to use "
+                "those of samestep, and name the pooling with --pool."
+            )
+
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the special tokens; a text that is too long for the model is truncated."""
-        before, after = (np.array(side, tokens.dtype) for side in (self._before, self._after))
-        return np.concatenate((before, tokens[: self.longest], after))
+        return prepare(tokens, self._before, self._after, self.longest)
 
     def warn_of_truncation(self, truncated: int, texts: int) -> None:
         """Logs how many of the texts were truncated, if any."""
@@ -284,9 +245,7 @@ class TextEncoder:
     def _run(self, texts: Sequence[Tokens], outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Which positions are not padding, bool [B, S], and the outputs of the model."""
         # Positions after a text are padding of token 0, which `segments` hides from attention.
-        # torch cannot pad the uint16 of shards.
-        sequences = [torch.from_numpy(text.astype(np.int64)) for text in texts]
-        inputs = padded_inputs(sequences, self.placed)
+        inputs = padded_inputs(texts, self.placed)
         assert inputs.segments is not None
         real = inputs.segments > 0
         if self._is_prefix:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from samestep.errors import ConfigError
 from samestep.terminal import Console
-from trainer.inference.hidden_states import TextEncoder, batches, read_texts
+from trainer.inference.hidden_states import TextEncoder, read_texts
+from trainer.models.text_inputs import batches
 from trainer.vectors.corpus import MARKS, WORD
 from trainer.vectors.folder import WordVectors, nearest
 

@@ -20,8 +20,8 @@ from samestep.examples import Examples, Vocabulary
 from trainer.accelerators import Precision
 from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint.meta import read_meta
-from trainer.inference.hidden_states import batches
 from trainer.models import Model, Outputs
+from trainer.models.text_inputs import batches
 from trainer.objectives.kinds import classification, question_answering, regression, tagging
 from trainer.objectives.rows import logits as logits_of
 from trainer.objectives.task_rows import PairTask, Pooled

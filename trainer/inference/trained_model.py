@@ -11,9 +11,10 @@ from torch import Tensor
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from samestep.errors import ConfigError
 from trainer.inference.fill import Candidate, check_masked_lm, fill_masks
-from trainer.inference.hidden_states import TextEncoder, batches
+from trainer.inference.hidden_states import TextEncoder
 from trainer.inference.predict import Prediction, Predictor, Text
 from trainer.models import Model
+from trainer.models.text_inputs import batches
 from trainer.training.weights.loading import load_weights
 
 

@@ -21,6 +21,7 @@ from trainer.training.compose import checkpoint_folder, open_loader
 from trainer.training.experiment import Experiment
 from trainer.training.model import build_model, build_objectives
 from trainer.training.observers.probe_rows import build_probes
+from trainer.training.observers.retrieval import read as read_retrieval
 from trainer.training.weights.loading import check_weights, load_config
 from trainer.training.weights.teacher import build_teacher
 from trainer.vectors.folder import check as check_vectors
@@ -90,6 +91,8 @@ def check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[in
         open_loader(experiment, dataset, Replica(0, number), phase, split).close()
     for number in devices:
         build_probes(experiment, dataset, Replica(0, number))
+    if experiment.training.retrieval is not None:
+        read_retrieval(experiment, dataset)
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -202,8 +202,10 @@ class ObjectiveConfig(ABC):
         writes_text: whether the model learns to write a text for each source.
         masked: whether its accuracy is of masked positions.
         target_length: maximum number of tokens of a target, if that is a setting.
+        embeds: whether it has the settings of `sentence_pairs.EmbeddingConfig`.
     """
 
+    embeds = False
     metrics: tuple[str, ...] = ()
     writes_text = False
     masked = False

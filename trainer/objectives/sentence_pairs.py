@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from trainer.models.inputs import Inputs
+from trainer.models.pooling import ROLES, Pool, Similarity, pool
 from trainer.objectives import ObjectiveConfig, Tensors
 from trainer.objectives.rows import Float32
 from trainer.objectives.task_rows import RowTask, single_labels
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig(ObjectiveConfig):
+    """Settings of an objective that embeds texts; `search`, `embed` and exports follow them.
+
+    null is the value of the weights in init_from: a run with such an objective, or a folder of
+    sentence-transformers. Elsewhere, it is the mean, cosines, and no prompts.
+
+    Attributes:
+        pool: how hidden states become an embedding: mean, first, last, max or weighted.
+        normalize: whether embeddings have length 1. null: they do if cosines compare them.
+        prompts: what the dataset's texts begin with, by role: query (first texts), document (all
+            others), default (both, where one has none). Training adds nothing to the texts.
+        max_length: maximum number of tokens of a text in use, special ones included; null is the
+            model's. In training, `data.sequence_length` limits all texts of a row together.
+    """
+
+    embeds = True
+    pool: Pool | None = None
+    normalize: bool | None = None
+    prompts: dict[str, str] | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := sorted({*(self.prompts or {})} - {*ROLES}):
+            raise ConfigError(
+                f"prompts has the role {unknown[0]!r}. Use {', '.join(ROLES)}, such as "
+                "prompts.query='query: '."
+            )
+        if self.max_length is not None and self.max_length < 3:
+            raise ConfigError(
+                f"max_length is {self.max_length}. Use 3 or more (with [CLS] and [SEP]), or null."
+            )
+
+    @property
+    def compares(self) -> Similarity:
+        """How two embeddings are compared."""
+        return "cosine"
 
 
 class SentencePairs(RowTask):
@@ -25,14 +65,14 @@ class SentencePairs(RowTask):
         labels: float32 [B], the number of the row, or the index of its class.
         weights: float32 [B], the weight of the example.
 
-    An embedding is the mean of the hidden states of a sequence, [CLS] and [SEP] included.
+    An embedding is pooled from the hidden states of a sequence, [CLS] and [SEP] included.
 
     Attributes:
         texts: T, the number of texts of each row.
     """
 
+    config: EmbeddingConfig
     texts = 2
-
     predicts = "embedding"
     needs = frozenset({"embedding"})
 
@@ -75,11 +115,14 @@ class SentencePairs(RowTask):
         hidden = model(Inputs.of(batch), frozenset({"embedding"}))["embedding"].float()
         segments = batch["segments"][:, None, :]
         number = torch.arange(1, self.texts + 1, device=segments.device)[:, None]
-        share: Any = (segments == number).float()
-        embedded: Tensor = (share / share.sum(-1, keepdim=True).clamp(min=1)) @ hidden
-        return embedded
+        return pool(hidden, segments == number, self.config.pool or "mean")
 
+    def comparable(self, embedded: Tensor) -> Tensor:
+        """Embeddings [..., D] as vectors whose products are their similarities."""
+        return F.normalize(embedded, dim=-1) if self.config.compares == "cosine" else embedded
 
-def similarities(pairs: Tensor) -> Tensor:
-    """The cosine of the first two embeddings of each row: [B, T, D] -> [B]."""
-    return torch.cosine_similarity(pairs[:, 0], pairs[:, 1], dim=-1)
+    def similarities(self, pairs: Tensor) -> Tensor:
+        """The similarity of the first two embeddings of each row: [B, T, D] -> [B]."""
+        if self.config.compares == "cosine":
+            return torch.cosine_similarity(pairs[:, 0], pairs[:, 1], dim=-1)
+        return (pairs[:, 0] * pairs[:, 1]).sum(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from samestep.command import Commands, add_command
 from samestep.errors import EXIT_DONE
@@ -56,6 +57,14 @@ def register_export(commands: Commands) -> None:
         help="a run (its newest checkpoint), RUN/best, or a step's folder or address; or hf://NAME",
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
+    export.add_argument(
+        "--scores",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        default=[],
+        help="files of samestep evaluate --scores, which become tables of the model card",
+    )
     instead = export.add_mutually_exclusive_group()
     instead.add_argument(
         "--adapter",
@@ -74,9 +83,9 @@ def _export(args: argparse.Namespace) -> int:
     from trainer.publish.export import export, export_adapter
 
     if args.adapter:
-        export_adapter(args.checkpoint, args.folder)
+        export_adapter(args.checkpoint, args.folder, args.scores)
     else:
-        export(args.checkpoint, args.folder, args.part)
+        export(args.checkpoint, args.folder, args.part, scores=args.scores)
     return EXIT_DONE
 
 

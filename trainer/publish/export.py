@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from samestep.storage.hub import name_and_revision
 from trainer.checkpoint import huggingface
 from trainer.models import ModelConfig
 from trainer.models.codecs import codec_of
+from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card, sentence_transformers
 from trainer.publish import tokenizer as exported_tokenizer
@@ -26,7 +28,13 @@ from trainer.training.weights.loading import Weights, load_weights, warn_of_not_
 logger = logging.getLogger(__name__)
 
 
-def export(checkpoint: str, folder: str, part: str | None = None, name: str | None = None) -> None:
+def export(
+    checkpoint: str,
+    folder: str,
+    part: str | None = None,
+    name: str | None = None,
+    scores: Sequence[Path] = (),
+) -> None:
     """Exports a checkpoint to Hugging Face format: weights, tokenizer and a model card.
 
     LoRA is merged into the weights.
@@ -34,11 +42,14 @@ def export(checkpoint: str, folder: str, part: str | None = None, name: str | No
     Args:
         part: a model inside of the checkpoint's, as ELECTRA's `generator`; None: the model.
         name: of the model in its card; None: the folder's.
+        scores: files of `samestep evaluate --scores`, for tables of the card.
 
     Raises:
         ConfigError: `transformers` has no such model, or there is no such part.
+        DataError: a file of scores is no JSON of that form.
     """
-    export_weights(load_weights(checkpoint), checkpoint, folder, part, name)
+    measured = model_card.measured(scores)
+    export_weights(load_weights(checkpoint), checkpoint, folder, part, name, measured)
 
 
 def export_weights(
@@ -47,6 +58,7 @@ def export_weights(
     folder: str,
     part: str | None = None,
     name: str | None = None,
+    measured: model_card.Scores = MappingProxyType({}),
 ) -> None:
     """Exports weights that were loaded from `checkpoint`; see `export`."""
     whole = weights
@@ -81,20 +93,21 @@ def export_weights(
         tensors = codec.export_tensors(parameters) | codec.export_spare(whole.spare)
         warn_of_not_finite(tensors, checkpoint)
         config = codec.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
+        config |= sentence_transformers.cross_encoder(weights)
         more = None
         if whole.step is None and isinstance(whole.folder, Path):
             more = sentence_transformers.stored(whole.folder)
         if more is None and ours.head == "embedding":
-            length = sys.maxsize if ours.max_positions is None else ours.max_positions
-            more = sentence_transformers.files(ours, length)
+            pooling = Pooling.of_objective(whole.objective)
+            more = sentence_transformers.files(ours, pooling)
         name = name or Path(folder).absolute().name
-        packages = model_card.packages(weights.config, Path(files))
-        card = model_card.write(weights, checkpoint, name, packages, mask)
+        packages = model_card.packages(weights, Path(files))
+        card = model_card.write(weights, checkpoint, name, packages, mask, measured=measured)
         huggingface.save_folder(Path(folder), config, tensors, Path(files), card, more=more)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
 
-def export_adapter(checkpoint: str, folder: str) -> None:
+def export_adapter(checkpoint: str, folder: str, scores: Sequence[Path] = ()) -> None:
     """Exports an adapter for the `peft` library, with the tokenizer and a model card.
 
     A base model that is a checkpoint of samestep has to be exported as well.
@@ -102,6 +115,7 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     Raises:
         ConfigError: the model has no adapter, or `peft` has no such kind.
     """
+    measured = model_card.measured(scores)
     weights = load_weights(checkpoint)
     if weights.config.peft is None or weights.base is None:
         raise ConfigError(f"{checkpoint} is a whole model without an adapter; leave --adapter out")
@@ -124,8 +138,10 @@ def export_adapter(checkpoint: str, folder: str) -> None:
             exported_tokenizer.adapt(
                 Path(files), weights.config, tokenizer.vocabulary, weights.generates_targets
             )
-        packages = model_card.packages(weights.config, Path(files), adapter=True)
-        card = model_card.write(weights, checkpoint, own_name, packages, base=base)
+        packages = model_card.packages(weights, Path(files), adapter=True)
+        card = model_card.write(
+            weights, checkpoint, own_name, packages, base=base, measured=measured
+        )
         huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
     logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
     if base.step is not None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 import jinja2
 import yaml
@@ -19,14 +21,15 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.reading.dataset import load_manifest
 from samestep import __version__
 from samestep.config import Tree
-from samestep.errors import SamestepError
+from samestep.errors import DataError, SamestepError
 from samestep.storage import shown
 from samestep.storage.hub import name_and_revision
 from samestep.storage.urls import is_hub_path
+from samestep.stored_json import damage_of, read_json
 from samestep.tasks import facts_of_head
 from trainer.checkpoint.meta import read_meta
-from trainer.models import ModelConfig
 from trainer.models.codecs import codec_of
+from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.training.weights.loading import Weights
 
@@ -40,17 +43,22 @@ _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def packages(model: ModelConfig, tokenizer: Path, adapter: bool = False) -> list[str]:
+Scores: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Tables of scores by heading."""
+
+
+def packages(weights: Weights, tokenizer: Path, adapter: bool = False) -> list[str]:
     """Returns the packages that load an exported model or adapter.
 
     Args:
         tokenizer: folder of its tokenizer.
         adapter: whether it is an adapter for the `peft` library.
     """
+    model = weights.config
     names = ["torch", "transformers", *codec_of(model).packages]
     if adapter:
         names.append("peft")
-    if model.head == "embedding":
+    if not adapter and (model.head == "embedding" or _ranks(weights)):
         names.append("sentence-transformers")
     # Without tokenizer.json, transformers converts the SentencePiece model by these two.
     if not (tokenizer / "tokenizer.json").is_file():
@@ -65,6 +73,7 @@ def write(
     packages: Sequence[str],
     mask: str | None = None,
     base: Weights | None = None,
+    measured: Scores = MappingProxyType({}),
 ) -> str:
     """Returns the card of an exported model or adapter.
 
@@ -75,6 +84,7 @@ def write(
         packages: that load it.
         mask: the mask token, if there is one.
         base: the model that an exported adapter belongs to; None for a whole model.
+        measured: further scores.
     """
     model = weights.config
     # A plain dict: what a checkpoint does not say, such as a custom loop's, is left out.
@@ -89,6 +99,8 @@ def write(
         pipeline = "feature-extraction"
     if model.head == "embedding":
         pipeline = "sentence-similarity"
+    elif base is None and _ranks(weights):
+        pipeline = "text-ranking"
     elif facts is not None:
         pipeline = facts.pipeline
     elif model.encoder_decoder:
@@ -133,9 +145,46 @@ def write(
         hub_datasets=hub_datasets(known[each].source for each in digests if each in known),
         version=__version__,
         init_from=origin,
-        scores=_scores(weights, source),
+        scores={**_scores(weights, source), **measured},
+        pooling=Pooling.of_objective(weights.objective),
         configuration=configuration(tree),
     )
+
+
+def measured(files: Sequence[Path]) -> Scores:
+    """Tables from files of `samestep evaluate --scores`, each under the file's name.
+
+    Raises:
+        DataError: a file is missing, or has no scores.
+    """
+    tables: dict[str, dict[str, float]] = {}
+    for file in files:
+        with damage_of(file, DataError, "Write it again with samestep evaluate --scores."):
+            found = dict(_tables(file.stem, read_json(file, dict[str, object])))
+        if not found:
+            raise DataError(f"{file} has no scores. Name a file of samestep evaluate --scores.")
+        tables |= found
+    return tables
+
+
+def _tables(name: str, tree: Mapping[str, object]) -> Iterator[tuple[str, dict[str, float]]]:
+    """The numbers of an object under its name, and objects in it under both names."""
+    numbers = {key: float(value) for key, value in tree.items() if isinstance(value, int | float)}
+    if numbers:
+        yield name, numbers
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _tables(f"{name}, {key}", value)
+
+
+def _ranks(weights: Weights) -> bool:
+    """Whether it gives one score to a pair of texts, as CrossEncoder of sentence-transformers."""
+    model = weights.config
+    if weights.step is None or model.head != "classification" or len(model.labels) != 1:
+        return False
+    manifests = manifests_of(dict(read_meta(weights.folder)))
+    is_of_pairs = any(len(manifest.source.get("texts", ())) == 2 for manifest in manifests)
+    return weights.objective.get("kind") == "ranking" or is_of_pairs
 
 
 def manifests_of(meta: Tree) -> Iterator[Manifest]:

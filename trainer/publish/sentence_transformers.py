@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
 from samestep.untrusted import inside, is_plain
 from trainer.models import ModelConfig
+from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.models.pooling import ROLES, Pool
+from trainer.training.weights.loading import Weights
 
 FILES = (
     "modules.json",
@@ -19,6 +23,16 @@ FILES = (
 _MODULES = "sentence_transformers.models."
 _KEPT = ["Transformer", "Pooling", "Normalize"]
 _LIST, *_SETTINGS, _POOLING = FILES
+_FLAGS: Mapping[str, Pool | None] = {
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": None,
+    "pooling_mode_weightedmean_tokens": "weighted",
+    "pooling_mode_lasttoken": "last",
+}
+_ACTIVATIONS = ("sentence_transformers", "sbert_ce_default_activation_function")
+"""Keys of `config.json`, since version 4 and before."""
 
 
 def stored(folder: Path) -> Mapping[str, object] | None:
@@ -57,26 +71,44 @@ def stored(folder: Path) -> Mapping[str, object] | None:
     return found
 
 
-def files(config: ModelConfig, length: int) -> Mapping[str, object]:
-    """The content of `FILES`: an encoder, and the mean of its hidden states.
-
-    Args:
-        length: maximum number of tokens of a text.
-    """
-    parts = (("", "Transformer"), ("1_Pooling", "Pooling"))
+def files(config: ModelConfig, pooling: Pooling) -> Mapping[str, object]:
+    """The content of `FILES` for an encoder that embeds texts."""
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    if pooling.normalize:
+        parts.append(("2_Normalize", "Normalize"))
+    length = config.max_positions if pooling.longest is None else pooling.longest
+    prompts = {role: getattr(pooling, role) for role in ROLES}
+    prompts = {role: prompt for role, prompt in prompts.items() if prompt}
+    default = "default" if "default" in prompts else None
     contents: tuple[object, ...] = (
         [
             {"idx": number, "name": str(number), "path": path, "type": f"{_MODULES}{kind}"}
             for number, (path, kind) in enumerate(parts)
         ],
-        {"max_seq_length": length, "do_lower_case": False},
-        {"similarity_fn_name": "cosine"},
+        {"max_seq_length": sys.maxsize if length is None else length, "do_lower_case": False},
+        {
+            "prompts": prompts,
+            "default_prompt_name": default,
+            "similarity_fn_name": pooling.similarity,
+        },
         {
             "word_embedding_dimension": config.width,
-            "pooling_mode_cls_token": False,
-            "pooling_mode_mean_tokens": True,
-            "pooling_mode_max_tokens": False,
-            "pooling_mode_mean_sqrt_len_tokens": False,
+            **{flag: how == pooling.pool for flag, how in _FLAGS.items()},
         },
     )
     return dict(zip(FILES, contents, strict=True))
+
+
+def cross_encoder(weights: Weights) -> Mapping[str, object]:
+    """What `config.json` says to CrossEncoder, so that it returns the head's output as it is.
+
+    By default, it would squash the score of a model with one label by a sigmoid.
+    """
+    if weights.step is None and isinstance(weights.folder, Path):
+        file = inside(weights.folder, "config.json")
+        with damage_of(file, CheckpointError, "Copy the folder again."):
+            content = read_json(file, dict[str, object])
+        return {name: content[name] for name in _ACTIVATIONS if name in content}
+    if weights.config.head != "classification" or len(weights.config.labels) != 1:
+        return {}
+    return {_ACTIVATIONS[0]: {"activation_fn": "torch.nn.modules.linear.Identity"}}

@@ -205,12 +205,14 @@ def check_best(experiment: Experiment, objectives: Sequence[Objective]) -> None:
     Raises:
         ConfigError: names the scores.
     """
-    best = experiment.training.best
+    best, retrieval = experiment.training.best, experiment.training.retrieval
+    added = () if retrieval is None else retrieval.measures
     for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True):
         # A distilled task has further scores, which depend on the teacher.
         own = phase.objective.task is phase.objective
         if best is not None and isinstance(objective, Task) and own:
-            best.check(tuple(dict.fromkeys((*objective.mean_names, *objective.score_names))))
+            known = (*objective.mean_names, *objective.score_names, *added)
+            best.check(tuple(dict.fromkeys(known)))
 
 
 def check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:

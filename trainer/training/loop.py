@@ -353,7 +353,10 @@ class Trainer:
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
-        """Scores the model on the held-out documents, in examples of the phase's length."""
+        """Scores the model on the held-out documents, in examples of the phase's length.
+
+        Observers may add scores on other data.
+        """
         from trainer.training.evaluation import score
 
         scores = score(
@@ -364,6 +367,8 @@ class Trainer:
             self.config.evaluate_batches,
             self._graph_name("evaluation", phase),
         ).scores
+        for observer in self.observers:
+            scores |= observer.heldout_scores(phase.index)
         self.model.train()
         return scores
 

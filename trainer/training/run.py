@@ -83,6 +83,11 @@ def train(experiment: Experiment) -> int:
             )
             if experiment.training.evaluate_every is not None:
                 _check_evaluations(experiment, trainer)
+            if experiment.training.retrieval is not None:
+                from trainer.training.observers.retrieval import build_retrieval
+
+                scores = build_retrieval(experiment, dataset, trainer.model, strategy)
+                trainer.observers += (scores,)
             if experiment.probes:
                 from trainer.training.observers.probe_rows import build_probes
                 from trainer.training.observers.probes import Probes

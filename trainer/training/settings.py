@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from samestep.errors import ConfigError
 from trainer.accelerators import Precision
-from trainer.training.observers.settings import Best, Faults
+from trainer.training.observers.settings import Best, Faults, Retrieval
 from trainer.training.phases import MicroBatchSize, check_micro_batch_size
 from trainer.training.preemption import Config as PreemptionConfig
 
@@ -49,6 +49,8 @@ class Config:
         evaluate_batches: global batches of an evaluation; None takes all held-out documents.
         best: by which score of these evaluations the best checkpoint is kept, and early stopping;
             None keeps no best checkpoint.
+        retrieval: a folder of queries and documents that these evaluations score as well; None has
+            none.
         collective_timeout: seconds that ranks wait for each other before they give up.
         hang_timeout: seconds without any progress after which the run ends, with a line about the
             rank to blame; None never ends it. The default is longer than the retries of an object
@@ -76,6 +78,7 @@ class Config:
     evaluate_every: int | None = None
     evaluate_batches: int | None = None
     best: Best | None = None
+    retrieval: Retrieval | None = None
     collective_timeout: float = 600.0
     hang_timeout: float | None = 480.0
     verify_state_every: int | None = 100
@@ -104,11 +107,12 @@ class Config:
                 f"fp8 is true and precision is {self.precision}. Set precision to bf16, or fp8 to "
                 "false."
             )
-        if self.best is not None and self.evaluate_every is None:
-            raise ConfigError(
-                "best needs evaluations, and evaluate_every is null. Set it to a number of steps, "
-                "or best to null."
-            )
+        for name in ("best", "retrieval"):
+            if getattr(self, name) is not None and self.evaluate_every is None:
+                raise ConfigError(
+                    f"{name} needs evaluations, and evaluate_every is null. Set it to a number of "
+                    f"steps, or {name} to null."
+                )
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             raise ConfigError(
                 f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}"

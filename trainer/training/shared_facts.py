@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = re.compile(
     r"output|tracking\..*|checkpoint\.folder|accelerator\.threads"
     r"|data\.(path|sources\.\d+\.path|cache|cache_size|threads|prefetch)"
-    r"|probes\.[^.]+\.path|init_from|init_embeddings|objective\.teacher"
+    r"|(probes\.[^.]+|training\.retrieval)\.path|init_from|init_embeddings|objective\.teacher"
     r"|training\.(collective_timeout|hang_timeout|preemption\..*)"
 )
 _DESCRIPTIONS = ("config.json", "adapter_config.json")
@@ -106,6 +106,9 @@ def _contents(
         yield f"data.sources.{number}.path", _dataset, source.path
     for name, probe in experiment.probes.items():
         yield f"probes.{name}.path", _dataset, probe.path
+    if (retrieval := experiment.training.retrieval) is not None:
+        judged = partial(_collection, retrieval.split)
+        yield "training.retrieval.path", judged, retrieval.path
     if experiment.objective.teacher_path is not None:
         yield "objective.teacher", _weights, experiment.objective.teacher_path
     starts = {"init_from": experiment.init_from, "init_embeddings": experiment.init_embeddings}
@@ -126,6 +129,13 @@ def _dataset(location: str) -> str:
     manifest = load_manifest(location.rstrip("/"))
     labels = None if manifest.task is None else manifest.task.labels
     return _hash(json.dumps([manifest.digest, labels]))
+
+
+def _collection(split: str, folder: str) -> str:
+    """A digest of documents, queries and judgments."""
+    from trainer.training.retrieval.collection import files_of
+
+    return _sampled(*files_of(Path(folder), split))
 
 
 def _weights(location: str) -> str:

@@ -74,7 +74,13 @@ def load_experiment(
             return replace(placeholder, model=Config(changes))
         # The dataset's labels, or init_from, may have changed since the run began.
         tree = {**tree, "model": merge(begun.get("model") or model_of(tree), changes)}
-    return decode(Experiment, tree)
+    experiment: Experiment = decode(Experiment, tree)
+    objectives = (experiment.objective, *(phase.objective for phase in experiment.phases))
+    if any(objective.embeds for objective in objectives if objective is not None) and not elsewhere:
+        from trainer.training.weights.pooling import with_pooling
+
+        experiment = with_pooling(experiment, begun)
+    return experiment
 
 
 def _with_dropout_of(begun: Tree, tree: Tree) -> Tree:

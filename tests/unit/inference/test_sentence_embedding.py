@@ -12,7 +12,7 @@ import transformers
 
 from samestep.errors import CheckpointError, ConfigError, SamestepError
 from trainer.inference import features
-from trainer.inference.sentence_embedding import Pooling
+from trainer.models.codecs.sentence_transformers import Pooling
 
 THEIRS = "sentence_transformers.models."
 KINDS = ("Transformer", "Pooling", "Normalize")

@@ -328,7 +328,50 @@ def test_texts_have_numbers_of_their_own() -> None:
     assert len({*map(tuple, found.tolist())}) == len({*lengths})
 
 
+@pytest.mark.parametrize("how", ["mean", "first", "last", "max", "weighted"])
+def test_poolings_of_packed_texts_are_those_of_texts_alone(how: Any) -> None:
+    objective: Any = cosine.Config(pool=how).build(VOCABULARY)
+    examples, texts = rows(objective, 3)
+    built = model()
+    found = objective.embed(built, tensors(objective.collate(examples, LENGTH)))
+    for row, both in enumerate(texts):
+        for column, text in enumerate(both):
+            tokens = torch.tensor([[1, *text.tolist(), 2]])
+            positions = torch.arange(tokens.shape[1])[None]
+            inputs = Inputs(tokens, positions=positions)
+            hidden = built(inputs, frozenset({"embedding"}))["embedding"][0]
+            count = torch.arange(1, len(hidden) + 1)[:, None]
+            expected = {
+                "mean": hidden.mean(0),
+                "first": hidden[0],
+                "last": hidden[-1],
+                "max": hidden.amax(0),
+                "weighted": (hidden * count).sum(0) / count.sum(),
+            }[how]
+            torch.testing.assert_close(found[row, column], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_embeddings_of_any_length() -> None:
+    pairs = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    products = pairs[:, 0] @ pairs[:, 1].mT
+    dot = contrastive.Config(similarity="dot", temperature=1.0)
+    value, _ = over_batch(dot, pairs)
+    torch.testing.assert_close(value, F.cross_entropy(products, torch.arange(5)))
+    objective: Any = dot.build(VOCABULARY)
+    torch.testing.assert_close(objective.similarities(pairs), products.diagonal())
+    # Of embeddings of length 1, products are cosines.
+    cosines, _ = over_batch(contrastive.Config(temperature=1.0), pairs)
+    both, _ = over_batch(
+        contrastive.Config(similarity="dot", normalize=True, temperature=1.0), pairs
+    )
+    assert both == cosines != value
+
+
 def test_wrong_settings_and_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prompts has the role 'passage'. Use query, document"):
+        contrastive.Config(prompts={"passage": "passage: "})
+    with pytest.raises(ConfigError, match=r"max_length is 2. Use 3 or more"):
+        cosine.Config(max_length=2)
     with pytest.raises(ConfigError, match=r"temperature is 0. Use a number above 0, such as 0.05"):
         contrastive.Config(temperature=0)
     with pytest.raises(ConfigError, match=r"positive is -1. Use the index of a label"):

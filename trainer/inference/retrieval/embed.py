@@ -10,9 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.files import read_records, uncompressed
 from data_pipeline.sources.kinds.jsonl import lines, load_json, text_of
@@ -20,11 +17,11 @@ from samestep.errors import ConfigError, DataError
 from samestep.progress import Progress
 from samestep.storage import shown
 from samestep.stored_json import JsonError, checked
-from trainer.inference.retrieval import search as exact
 from trainer.inference.retrieval.jobs import alone, processes
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Number, Vectors
-from trainer.inference.sentence_embedding import Pooling
+from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.training.retrieval import search as exact
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +164,8 @@ def search(
         texts = encoder.for_role("query", [text for _, text in group])
         found = encoder(texts).to(encoder.placed)
         # The blocks are read again for each group: vectors need not fit into memory.
-        products, rows = exact.top(*comparable(vectors.similarity, found, vectors.blocks()), k)
+        pairs = exact.comparable(vectors.similarity, found, vectors.blocks())
+        products, rows = exact.top(*pairs, k)
         for (name, _), scores, places in zip(group, products, rows, strict=True):
             # Six digits: the last ones of fp32 differ between devices.
             hits = [
@@ -175,15 +173,6 @@ def search(
                 for score, place in zip(scores, places, strict=True)
             ]
             yield {"query": name, "hits": hits}
-
-
-def comparable(
-    similarity: str, queries: Tensor, blocks: Iterator[tuple[int, Tensor]]
-) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
-    """Vectors whose products are the similarities of the given ones."""
-    if similarity == "dot":
-        return queries, blocks
-    return F.normalize(queries), ((first, F.normalize(block)) for first, block in blocks)
 
 
 def named_texts(file: str, field: str | None) -> Iterator[tuple[str, str]]:

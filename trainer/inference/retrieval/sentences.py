@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -13,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.inference.hidden_states import TextEncoder, batches
-from trainer.inference.sentence_embedding import Pooling, check_encoder, pool
+from trainer.inference.hidden_states import TextEncoder
+from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.models.pooling import pool
+from trainer.models.text_inputs import BATCH_TOKENS, batches
 from trainer.training.weights.loading import load_weights
+from trainer.training.weights.pooling import pooling_of
 
 Given: TypeAlias = Mapping[str, Any]
 """Attributes of `Pooling` that options have set."""
@@ -30,7 +32,7 @@ class SentenceEncoder:
         identity: digest of the weights.
         device: description of the device.
         placed: the device.
-        truncated: number of texts so far that were longer than the model reads.
+        truncated: number of texts that were longer than the model reads, until they are logged.
 
     Args:
         checkpoint: see `trainer.training.weights.loading.load_weights`.
@@ -50,21 +52,18 @@ class SentenceEncoder:
     ) -> None:
         weights = load_weights(checkpoint)
         self.identity = weights.identity()
-        found = None
-        if weights.step is None and isinstance(weights.folder, Path):
-            instead = given.get("pool") or (stored.pool if stored else None)
-            found = Pooling.of(weights.folder, instead)
+        found = pooling_of(weights, given.get("pool") or (stored.pool if stored else None))
         self.pooling = replace(stored or found or Pooling(), **given)
         self._encoder = encoder = TextEncoder(weights)
         self.width, self.device, self.placed = encoder.width, encoder.device, encoder.placed
         self.truncated = 0
-        if found is not None:
-            check_encoder(checkpoint, encoder.sees_all)
+        if found is not None and weights.step is None:
+            encoder.check_folder(checkpoint)
         encoder.check_pool(self.pooling.pool)
         encoder.shorten(self.pooling.longest)
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[str], batch_tokens: int = 8192) -> Tensor:
+    def __call__(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> Tensor:
         """Makes the vectors of texts: fp32 [N, D] on the CPU.
 
         Args:
@@ -88,8 +87,9 @@ class SentenceEncoder:
         return vectors
 
     def warn_of_truncation(self, texts: int) -> None:
-        """Logs how many of the texts so far were truncated, if any."""
+        """Logs how many of the texts since the last call were truncated, if any."""
         self._encoder.warn_of_truncation(self.truncated, texts)
+        self.truncated = 0
 
     def for_role(
         self, role: Literal["query", "document", "default"], texts: Sequence[str]

@@ -11,11 +11,12 @@ function chartsOf(data) {
   const named = word => (data.task ? `${data.task}: ${word.toLowerCase()}` : word);
   const measured = [...new Set(data.runs.flatMap(run => Object.keys(run.series)))];
   const probes = measured.filter(name => name.startsWith("probe/")).sort();
-  const scores = !data.of_task ? [] : measured.filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name)).sort();
+  // Those of retrieval, such as heldout/ndcg@10, may be of any run.
+  const scores = measured.filter(name => name.startsWith("heldout/") && !["heldout/loss", "heldout/accuracy"].includes(name) && (data.of_task || name.includes("@"))).sort();
   return [
     [named("Loss"), data.of_task ? "of the task" : "nats per prediction", ["train/loss", "heldout/loss"]],
     [named("Accuracy"), data.masked ? "of masked predictions" : data.of_task ? "of the rows" : "of predictions", ["train/accuracy", "heldout/accuracy"]],
-    ...scores.map(name => [named(name.slice("heldout/".length).replaceAll("_", " ")), "held-out rows", [name]]),
+    ...scores.map(name => [named(name.slice("heldout/".length).replaceAll("_", " ")), name.includes("@") ? "mean over queries" : "held-out rows", [name]]),
     ...probes.map(name => [`Probe ${name.slice("probe/".length).replaceAll("/", ": ").replaceAll("_", " ")}`, "held-out rows", [name]]),
     ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
     ["Model FLOPs utilization", "share of the devices' peak", ["perf/mfu"]],

@@ -25,21 +25,24 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, PackSpec, Parts, Vocabulary
-from trainer.objectives import Loss, ObjectiveConfig, OverBatch, Predictions, Task, Tensors
+from trainer.models.pooling import Similarity
+from trainer.objectives import Loss, OverBatch, Predictions, Task, Tensors
 from trainer.objectives.ranking_losses import Distill
 from trainer.objectives.rows import Float32
-from trainer.objectives.sentence_pairs import SentencePairs, similarities
+from trainer.objectives.sentence_pairs import EmbeddingConfig, SentencePairs
 from trainer.objectives.task_rows import labels_of, rows_with_outputs
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig):
+class Config(EmbeddingConfig):
     """Contrastive learning, from rows of kind `retrieval`, or `classification` with two texts.
 
     Attributes:
         positive: index of the label whose pairs belong together: 0 for MNLI's entailment, 1 for
             MRPC's equivalent. The second texts of rows with other labels are negatives only.
-        temperature: divides the cosines.
+        similarity: what compares two embeddings: cosine, or dot, the product of vectors of any
+            length, unless `normalize` is set. null: as `pool`.
+        temperature: divides the similarities.
         symmetric: also finds the first text of each second one; the loss is the mean of both.
         mask_equal: a text is no negative where it equals the row's first or second text, or
             belongs to an equal first text.
@@ -58,6 +61,7 @@ class Config(ObjectiveConfig):
     """
 
     positive: int = 0
+    similarity: Similarity | None = None
     temperature: float = 0.05
     symmetric: bool = False
     mask_equal: bool = True
@@ -69,6 +73,7 @@ class Config(ObjectiveConfig):
     distill: Distill | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.temperature > 0:
             raise ConfigError(
                 f"temperature is {self.temperature}. Use a number above 0, such as 0.05."
@@ -90,6 +95,10 @@ class Config(ObjectiveConfig):
                     f"{name} is {length}. Use at least 3: a token and one on either side."
                 )
 
+    @property
+    def compares(self) -> Similarity:
+        return "dot" if self.similarity == "dot" and not self.normalize else "cosine"
+
     def check_labels(self, labels: Sequence[str]) -> None:
         # Without a pair that belongs together, a run would train nothing. Retrieval has no labels.
         if labels and self.positive >= len(labels):
@@ -109,8 +118,8 @@ class Config(ObjectiveConfig):
 class Contrastive(SentencePairs, OverBatch):
     """Cross-entropy of the right text among all texts but the first ones of a global batch.
 
-    A row has T = 2 + `negatives` texts. The outputs are the cosines of the rows' own pairs, [B, 1].
-    To the rows of `SentencePairs` it adds:
+    A row has T = 2 + `negatives` texts. The outputs are the similarities of the rows' own pairs,
+    [B, 1]. To the rows of `SentencePairs` it adds:
         texts: int32 [B, 2 T], two numbers below 2^24 that tell each text from others.
         scores: float32 [B, M], with `distill`: a teacher's, of the texts after the first.
     """
@@ -229,7 +238,7 @@ class Contrastive(SentencePairs, OverBatch):
     def _of_width(self, pairs: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each row and whether its right text is the nearest, from [N, T, D]."""
         rows = len(pairs)
-        first, *others = F.normalize(pairs, dim=-1).unbind(1)
+        first, *others = self.comparable(pairs).unbind(1)
         second = first @ others[0].mT
         cosines = second
         if len(others) > 1:
@@ -258,19 +267,19 @@ class Contrastive(SentencePairs, OverBatch):
         anchor = (batch["labels"] == self.config.positive) * batch["weights"]
         count, distance = anchor.sum(), torch.zeros_like(nll)
         if (distill := self.config.distill) is not None:
-            query, *passages = F.normalize(pairs, dim=-1).unbind(1)
+            query, *passages = self.comparable(pairs).unbind(1)
             found = torch.stack([(query * passage).sum(-1) for passage in passages], 1)
             distance = distill(found, batch["scores"], self.config.temperature) * anchor
             total = total + distance.sum() / totals["examples"]
         value = (nll + distance.detach()).sum()
         means = {"loss": (value, count), "accuracy": (correct.sum(), count)}
-        return Loss(total, means, similarities(pairs.detach())[:, None])
+        return Loss(total, means, self.similarities(pairs.detach())[:, None])
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         return {}
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
-        """The index of the label, if there are labels, and the cosine."""
+        """The index of the label, if there are labels, and the similarity."""
         for row, output in rows_with_outputs(predictions):
             label = {} if row.label is None else {"label": row.label}
             yield {**label, "prediction": float(output[0])}

@@ -11,13 +11,13 @@ from samestep.errors import ConfigError
 from samestep.examples import Vocabulary
 from samestep.tasks import TASKS
 from trainer.metrics import check_names
-from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
-from trainer.objectives.sentence_pairs import SentencePairs, similarities
+from trainer.objectives import Loss, Predictions, Task, Tensors
+from trainer.objectives.sentence_pairs import EmbeddingConfig, SentencePairs
 from trainer.objectives.task_rows import number_predictions, number_scores
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig):
+class Config(EmbeddingConfig):
     """Cosine similarity, from rows of kind `regression`. A row's length counts both texts.
 
     Attributes:
@@ -29,6 +29,7 @@ class Config(ObjectiveConfig):
     metrics: tuple[str, ...] = ("spearman", "pearson")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_names(self.metrics, TASKS["regression"].metrics)
         if not self.highest > 0:
             raise ConfigError(
@@ -47,7 +48,7 @@ class Cosine(SentencePairs):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """Squared error in float32, over totals["examples"]."""
-        found = similarities(self.embed(model, batch))
+        found = self.similarities(self.embed(model, batch))
         weights = batch["weights"]
         error = (found - batch["labels"] / self.config.highest).square()
         error = (error * weights).sum()

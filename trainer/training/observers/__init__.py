@@ -64,6 +64,10 @@ class Observer:
         """After a step that was counted; returns metrics for a row, which may be empty."""
         return {}
 
+    def heldout_scores(self, phase: int) -> Mapping[str, float]:
+        """Scores that an evaluation adds, equal on all ranks. The model is in eval mode."""
+        return {}
+
     def evaluated(self, step: int, scores: Mapping[str, float], scored: object) -> None:
         """After an evaluation; scores with another `scored` (as JSON) cannot be compared."""
 

@@ -1,4 +1,4 @@
-"""Settings of observers and of faults: training.best and .faults, probes, tracking.profile."""
+"""Settings of observers and of faults: training.best, .retrieval, .faults, probes, profiles."""
 
 from __future__ import annotations
 
@@ -63,6 +63,30 @@ class Best:
                 f"training.best.metric is {self.metric}, and evaluations give {', '.join(known)}; "
                 "name one of these"
             )
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Scores of retrieval in each evaluation: all documents of a folder are ranked for each query.
+
+    Attributes:
+        path: a folder in the layout of BEIR: corpus.jsonl, queries.jsonl, qrels/.
+        split: name of a file in qrels, such as dev.
+        measures: scores, such as ndcg@10; see docs/retrieval.md.
+        max_length: tokens of a text, special ones included; longer texts are truncated. None is the
+            number of the objective, or that the model reads.
+    """
+
+    path: str
+    split: str = "test"
+    measures: tuple[str, ...] = ("ndcg@10", "mrr@10", "recall@100")
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if "://" in self.path:
+            raise ConfigError(f"path is {self.path}. Copy the folder to this machine, and name it.")
+        if not self.measures:
+            raise ConfigError("measures is empty. Name at least one, such as ndcg@10.")
 
 
 @dataclass(frozen=True)

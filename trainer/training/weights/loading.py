@@ -261,7 +261,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         tokenizer = root / "tokenizer"
         if not (tokenizer / "tokenizer_config.json").exists():
             tokenizer = root.parent / "tokenizer"
-    objective = _objective(meta["config"], step)
+    objective = objective_of(meta["config"], step)
     return Weights(
         config,
         tensors,
@@ -275,7 +275,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     )
 
 
-def _objective(config: Tree, step: int) -> Tree:
+def objective_of(config: Tree, step: int) -> Tree:
     """Returns the settings of the objective of the phase that ended at `step`, or later."""
     end = 0
     for phase in config.get("phases", ()):

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict, TypeVar, cast, get_args
-
-import torch
-from torch import Tensor
+from typing import Any, TypedDict, TypeVar, cast, get_args
 
 from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
 from samestep.untrusted import inside
+from trainer.models.pooling import ROLES, Pool, Similarity
 
-Pool: TypeAlias = Literal["mean", "first", "last", "max", "weighted"]
-Similarity: TypeAlias = Literal["cosine", "dot"]
 T = TypeVar("T")
 
 _MODULES = ["Transformer", "Pooling", "Normalize"]
@@ -52,8 +48,7 @@ class Pooling:
     """How the hidden states of a text become its vector.
 
     Attributes:
-        pool: `mean` of all tokens; the `first` or `last` one; their `max`, number by number; or
-            `weighted`, a mean in which the token at position i, from 1, counts i times.
+        pool: see `trainer.models.pooling`.
         normalize: whether vectors have length 1.
         longest: maximum number of tokens, special ones included; None is the model's.
         query, document: prepended to texts of these roles.
@@ -125,41 +120,34 @@ class Pooling:
             cast(Similarity, similarity),
         )
 
+    @classmethod
+    def of_objective(cls, settings: Mapping[str, Any]) -> Pooling:
+        """How texts are embedded by a model that an objective with these settings has trained."""
+        similarity: Similarity = settings.get("similarity") or "cosine"
+        normalize = settings.get("normalize")
+        return cls(
+            settings.get("pool") or "mean",
+            similarity == "cosine" if normalize is None else normalize,
+            settings.get("max_length"),
+            similarity=similarity,
+            **(settings.get("prompts") or {}),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of an objective that continues this pooling."""
+        prompts = {role: getattr(self, role) for role in ROLES}
+        return {
+            "pool": self.pool,
+            "normalize": self.normalize,
+            "prompts": {role: prompt for role, prompt in prompts.items() if prompt},
+            "max_length": self.longest,
+            "similarity": self.similarity,
+        }
+
     def with_default_prompt(self, text: str) -> str:
         """A text as it is read without a role."""
         text = self.default + text
         return text.lower() if self.lower else text
-
-
-def check_encoder(checkpoint: str, sees_all: bool) -> None:
-    """Refuses a folder with a model that reads from left to right.
-
-    Raises:
-        ConfigError: with what to do.
-    """
-    if not sees_all:
-        # Which special tokens it puts around a text differs from model to model.
-        raise ConfigError(
-            f"{checkpoint} is a folder of sentence-transformers with a model that reads from left "
-            "to right, and its special tokens would be others. Remove modules.json to use those of "
-            "samestep, and name the pooling with --pool."
-        )
-
-
-def pool(hidden: Tensor, real: Tensor, how: Pool) -> Tensor:
-    """[B, S, D] -> [B, D]; real: bool [B, S], False for the padding after each text."""
-    if how == "first":
-        return hidden[:, 0]
-    if how == "last":
-        return hidden[torch.arange(len(hidden), device=hidden.device), real.sum(1) - 1]
-    # Padding must not count: the maximum of a padded position could be the highest.
-    if how == "max":
-        return hidden.masked_fill(~real[..., None], -torch.inf).amax(1)
-    shares = real.to(hidden.dtype)
-    if how == "weighted":
-        # 3 tokens have the shares 1/6, 2/6, 3/6.
-        shares = shares * torch.arange(1, real.shape[1] + 1, device=real.device)
-    return (hidden * shares[..., None]).sum(1) / shares.sum(1, keepdim=True)
 
 
 def _pool(file: Path, instead: Pool | None) -> Pool:

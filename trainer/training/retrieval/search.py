@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from samestep.errors import SamestepError
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 Float32: TypeAlias = npt.NDArray[np.float32]
+Blocks: TypeAlias = Iterator[tuple[int, Tensor]]
+"""The number of the first row, and fp32 [N, D], in ascending order."""
+
+BLOCK = 4096
+"""Documents that are embedded and compared at a time."""
 
 
-def top(queries: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -> tuple[Float32, Int64]:
+def comparable(similarity: str, queries: Tensor, blocks: Blocks) -> tuple[Tensor, Blocks]:
+    """Vectors with products that are the similarities of the given ones."""
+    if similarity == "dot":
+        return queries, blocks
+    return F.normalize(queries), ((first, F.normalize(block)) for first, block in blocks)
+
+
+def nearest(
+    similarity: str, queries: Tensor, blocks: Blocks, names: Sequence[str], k: int
+) -> list[list[str]]:
+    """The names of the k rows that are most similar to each query; see `top`."""
+    _, rows = top(*comparable(similarity, queries, blocks), k)
+    return [[names[row] for row in of_query] for of_query in rows]
+
+
+def top(queries: Tensor, blocks: Blocks, k: int) -> tuple[Float32, Int64]:
     """Finds the k rows with the highest products with each query.
 
     Of rows with equal products, the earlier one counts as higher, whatever the blocks.
 
     Args:
         queries: fp32 [Q, D], on the device that computes.
-        blocks: the number of the first row, and fp32 [N, D], in ascending order.
 
     Returns:
         The products [Q, k] and the rows [Q, k], from the highest on; fewer than k if there are
         fewer rows.
+
+    Raises:
+        SamestepError: a product is not finite.
     """
     best = torch.empty(len(queries), 0)
     rows = torch.empty(len(queries), 0, dtype=torch.int64)
@@ -37,6 +62,12 @@ def top(queries: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -> tuple[
         order = best.argsort(dim=1, descending=True, stable=True)[:, :k]
         # So k candidates for each query are held, whatever the number of blocks.
         best, rows = best.gather(1, order), rows.gather(1, order)
+    # NaN sorts as the highest number, so one anywhere in a row is found here.
+    if not best.isfinite().all():
+        raise SamestepError(
+            "a similarity of two vectors is not finite, so the weights are useless. Use an earlier "
+            "checkpoint; of a run, lower optimizer.lr."
+        )
     return best.numpy(), rows.numpy()
 
 

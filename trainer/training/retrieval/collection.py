@@ -9,7 +9,8 @@ The JSON Lines may be compressed (.gz, .zst).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -19,6 +20,9 @@ from data_pipeline.sources.kinds.jsonl import lines
 from samestep.errors import DataError
 from samestep.stored_json import JsonError, parse_json
 from samestep.untrusted import inside, read_regular
+from trainer.training.retrieval.measures import scores
+
+logger = logging.getLogger(__name__)
 
 _HEADER = ("query-id", "corpus-id", "score")
 _MOST_RELEVANT = 2**31
@@ -60,9 +64,8 @@ class Collection:
             DataError: a file is missing or damaged, an id comes twice, a query is empty,
                 or a judgment names no document or query.
         """
-        documents = _texts(_one_of(folder, "corpus.jsonl"))
-        queries = _texts(_one_of(folder, "queries.jsonl"))
-        file = inside(folder, f"qrels/{split}.tsv")
+        corpus, asked, file = files_of(folder, split)
+        documents, queries = _texts(corpus), _texts(asked)
         if without := [name for name, text in queries.items() if not text]:
             raise DataError(
                 f"the query {without[0]!r} of {folder} has an empty text. Remove it, and its "
@@ -93,6 +96,37 @@ class Collection:
             len(queries) - len(judged),
             sum(not text for text in documents.values()),
         )
+
+    def scores(
+        self, measures: Sequence[str], rankings: Sequence[Sequence[str]]
+    ) -> dict[str, float]:
+        """The mean of each measure over the queries; see `measures.scores`."""
+        judgments = [self.judgments[query] for query in self.queries]
+        found = scores(measures, rankings, judgments)
+        return {name: float(values.mean()) for name, values in found.items()}
+
+    def log_gaps(self) -> None:
+        """Logs how many queries are left out, and how many documents have no text."""
+        if self.unjudged:
+            logger.info("%d queries have no relevant document; left out", self.unjudged)
+        if self.empty:
+            logger.warning("%d documents have no text", self.empty)
+
+
+def files_of(folder: Path, split: str) -> tuple[Path, Path, Path]:
+    """The files of documents, queries and judgments.
+
+    Raises:
+        DataError: one is missing.
+    """
+    texts = _one_of(folder, "corpus.jsonl"), _one_of(folder, "queries.jsonl")
+    judgments = inside(folder, f"qrels/{split}.tsv")
+    if not judgments.is_file():
+        there = ", ".join(sorted(path.stem for path in folder.glob("qrels/*.tsv"))) or "none"
+        raise DataError(
+            f"{folder} has no qrels/{split}.tsv. Name the split of another file; there: {there}."
+        )
+    return (*texts, judgments)
 
 
 def _one_of(folder: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ import pytrec_eval
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from samestep.errors import ConfigError
-from trainer.inference.retrieval.measures import scores
+from trainer.training.retrieval.measures import scores
 
 MEASURES = ("ndcg@10", "mrr@5", "map@100", "recall@10", "precision@3", "accuracy@2")
 DOCUMENTS = [f"d{number:03}" for number in range(150)]

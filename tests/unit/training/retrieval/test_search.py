@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.inference.retrieval.search import top
+from trainer.training.retrieval.search import top
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 50])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import DataError
-from trainer.inference.retrieval.collection import Collection
+from trainer.training.retrieval.collection import Collection
 
 DOCUMENTS = [
     {"_id": "b", "title": "Heat", "text": "conduction"},
@@ -59,5 +59,5 @@ def test_what_is_wrong_is_named(change: dict[str, list[str]], message: str, tmp_
 def test_another_folder_or_split_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no corpus.jsonl. Name a folder in BEIR's layout"):
         Collection.read(tmp_path, "test")
-    with pytest.raises(DataError, match=r"cannot read .*qrels/dev.tsv"):
+    with pytest.raises(DataError, match=r"has no qrels/dev.tsv. .* there: test"):
         Collection.read(written(tmp_path), "dev")

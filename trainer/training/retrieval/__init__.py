@@ -1,0 +1,1 @@
+"""Scores of retrieval: collections in BEIR's layout, exact search, measures of rankings."""
