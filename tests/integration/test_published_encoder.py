@@ -65,6 +65,55 @@ def test_features_export_and_fill(folder: Path, tmp_path: Path, samestep: Samest
     np.testing.assert_allclose(theirs, published, atol=1e-5)
 
 
+def test_its_embeddings_are_trained_further(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """With its pooling, normalization and length, which the export has as well."""
+    pair = {"a": "{} cats", "b": "Number {} is a cat.", "label": "same"}
+    rows = [{key: text.format(number) for key, text in pair.items()} for number in range(8)]
+    tasks.write(tmp_path / "rows.jsonl", rows)
+    source = {"kind": "classification", "texts": ["a", "b"], "labels": ["same", "other"]}
+    data = {
+        "source": {**source, "paths": [str(tmp_path / "rows.jsonl")]},
+        "tokenizer": {"path": str(folder)},
+        "heldout_fraction": 0,
+        "workers": 1,
+        "output": str(tmp_path / "data"),
+    }
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
+    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
+    experiment = {
+        "init_from": str(folder),
+        "data": {
+            "path": str(tmp_path / "data"),
+            "sequence_length": 64,
+            "packing": "padded",
+            "lanes": 4,
+        },
+        "objective": {"kind": "contrastive"},
+        "optimizer": {"kind": "adamw", "lr": 1e-5},
+        "training": {"steps": 1, "global_batch_size": 4, "evaluate_every": None},
+        "accelerator": "cpu",
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    result = samestep("train", tmp_path / "experiment.yaml")
+    assert result.code == 0
+    said = "pool 'mean', normalize True, max_length 256, similarity 'cosine'"
+    assert f"texts are embedded as {folder} does: {said}" in result.err
+    assert samestep("export", tmp_path / "run", tmp_path / "hf").code == 0
+    from sentence_transformers import SentenceTransformer
+
+    before, after = (
+        SentenceTransformer(str(place), device="cpu") for place in (folder, tmp_path / "hf")
+    )
+    assert after.max_seq_length == before.max_seq_length == 256
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    assert [type(module).__name__ for module in after] == kinds
+    first, second = before.encode(list(TEXTS)), after.encode(list(TEXTS))
+    assert 0 < np.abs(first - second).max() < 0.05
+
+
 def test_it_is_trained_further_and_fine_tuned(
     folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -626,6 +626,60 @@ def test_architectures_of_t5_train(
     assert [row["step"] for row in rows] == [1, 2]
 
 
+EMBEDDINGS = {
+    "minilm": Promise(
+        # Tokens, positions, types and their norm; attention, FFN and both norms of 6 layers.
+        (30_522 + 512 + 2 + 2) * 384
+        + 6 * (4 * 384 * (384 + 1) + 2 * 384 * 1536 + 1536 + 384 + 4 * 384),
+        ((100_000, 1024, 2 * 128),),
+        decay(2e-5, 500, 100_000),
+        decay=0.0,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True},
+    ),
+    "gte_modernbert": Promise(
+        149_014_272,  # ModernBertModel
+        ((50_000, 16_384, 2 * 128),),
+        decay(2e-4, 2500, 50_000),
+        optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
+    ),
+    "ettin_reranker_150m": Promise(
+        149_014_272 + 768 * 768 + 768 + 768 + 1,
+        ((math.ceil(143_393_475 / 192), 192, 512),),
+        decay(1.5e-5, math.ceil(0.03 * 746_842), 746_842),
+        decay=0.0,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
+    ),
+}
+
+
+@pytest.mark.long
+def test_recipes_of_embeddings_are_as_published() -> None:
+    folder = FOLDER.parent / "embeddings"
+    assert sorted(EMBEDDINGS) == sorted(path.stem for path in folder.glob("*.yaml"))
+    for name, promise in EMBEDDINGS.items():
+        experiment = load(Experiment, folder / f"{name}.yaml")
+        with torch.device("meta"):
+            model = experiment.model.build()
+        assert sum(each.numel() for each in model.parameters()) == promise.parameters
+        (phase,) = experiment.resolved_phases()
+        found = (phase.end, phase.global_batch_size, phase.sequence_length)
+        assert (found,) == promise.batches
+        lr = experiment.optimizer.lr
+        for step in (1, 100, found[0] // 20, found[0] // 2, found[0] - 1):
+            assert lr * phase.lr_fraction(step) == pytest.approx(promise.rate(step), rel=1e-5)
+        settings = {"kind": kind_name(experiment.optimizer), **vars(experiment.optimizer)}
+        expected = {**promise.optimizer, "weight_decay": promise.decay}
+        assert {key: settings[key] for key in expected} == expected
+        assert experiment.training.max_grad_norm == promise.clip == 1.0
+    minilm, gte = (
+        vars(load(Experiment, folder / f"{name}.yaml").objective)
+        for name in ("minilm", "gte_modernbert")
+    )
+    assert 1 / minilm["temperature"] == pytest.approx(20)  # scale=20 of its train_script.py
+    assert (minilm["symmetric"], minilm["pool"], minilm["normalize"]) == (True, "mean", True)
+    assert (gte["temperature"], gte["pool"], gte["max_length"]) == (0.01, "first", 8192)
+
+
 FINE_TUNING = FOLDER.parent / "finetune"
 
 

@@ -92,19 +92,6 @@ def write(
     tree: Tree = meta.get("config", {})
     # A Hugging Face folder without training of our own is its own origin.
     origin = source if weights.step is None else tree.get("init_from")
-    facts = facts_of_head(model.head)
-    # The Hub's name of the task that the model is for, by its head.
-    pipeline = "text-generation" if model.causal else "fill-mask"
-    if model.predicts == "replaced":  # a discriminator writes no tokens
-        pipeline = "feature-extraction"
-    if model.head == "embedding":
-        pipeline = "sentence-similarity"
-    elif base is None and _ranks(weights):
-        pipeline = "text-ranking"
-    elif facts is not None:
-        pipeline = facts.pipeline
-    elif model.encoder_decoder:
-        pipeline = "text2text-generation"
     base_model = origin if base is None else base.hub
     hub_name = revision = ""
     if base_model is not None and is_hub_path(base_model):
@@ -133,8 +120,8 @@ def write(
         code=codec_of(model).code,
         meta=meta,
         config=tree,
-        facts=facts,
-        pipeline=pipeline,
+        facts=facts_of_head(model.head),
+        pipeline=_pipeline(weights, base is not None),
         packages=packages,
         mask=mask,
         base=base,
@@ -149,6 +136,22 @@ def write(
         pooling=Pooling.of_objective(weights.objective),
         configuration=configuration(tree),
     )
+
+
+def _pipeline(weights: Weights, adapter: bool) -> str:
+    """The Hub's name of the task that the model is for, by its head."""
+    model = weights.config
+    if model.head == "embedding":
+        return "sentence-similarity"
+    if not adapter and _ranks(weights):
+        return "text-ranking"
+    if (facts := facts_of_head(model.head)) is not None:
+        return facts.pipeline
+    if model.encoder_decoder:
+        return "text2text-generation"
+    if model.predicts == "replaced":  # a discriminator writes no tokens
+        return "feature-extraction"
+    return "text-generation" if model.causal else "fill-mask"
 
 
 def measured(files: Sequence[Path]) -> Scores:

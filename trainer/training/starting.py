@@ -55,7 +55,8 @@ def load_experiment(
         elsewhere: the run's folders are on other machines. If one of them is needed to find out
             the model, the experiment has a placeholder instead.
         offline: checkpoints in an object store are not asked for; the run has begun if there is a
-            config.yaml in its output folder.
+            config.yaml in its output folder. Settings of pooling that come from an address stay
+            null.
 
     Raises:
         ConfigError: the configuration is invalid, or init_from's model cannot have such a head.
@@ -76,7 +77,8 @@ def load_experiment(
         tree = {**tree, "model": merge(begun.get("model") or model_of(tree), changes)}
     experiment: Experiment = decode(Experiment, tree)
     objectives = (experiment.objective, *(phase.objective for phase in experiment.phases))
-    if any(objective.embeds for objective in objectives if objective is not None) and not elsewhere:
+    embeds = any(objective.embeds for objective in objectives if objective is not None)
+    if embeds and not elsewhere and not (offline and is_url(experiment.init_from or "")):
         from trainer.training.weights.pooling import with_pooling
 
         experiment = with_pooling(experiment, begun)

@@ -97,7 +97,8 @@ def _prompts(experiment: Experiment, stored: dict[str, str] | None) -> dict[str,
     Args:
         stored: prompts of `init_from`.
     """
-    given = getattr(experiment.objective, "prompts", None)
+    objective = experiment.objective
+    given = objective.prompts if isinstance(objective, EmbeddingConfig) else None
     sources = [each.manifest.source for each in named_sources(experiment.data.open()).values()]
     # Builds of retrieval put prompts before texts; other rows have them in their files, or not.
     known = [
