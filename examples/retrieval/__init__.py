@@ -1,0 +1,1 @@
+"""Retrieval beside other libraries, and what fine-tuning a published model yields."""
