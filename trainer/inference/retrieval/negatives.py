@@ -21,10 +21,10 @@ from samestep.errors import ConfigError, DataError
 from samestep.examples import TaskRow
 from samestep.hashing import combine, name_key
 from trainer.inference.label import Labeler
-from trainer.inference.retrieval import search
 from trainer.inference.retrieval.pairs import Pairs, Row
 from trainer.inference.retrieval.sentences import SentenceEncoder
 from trainer.inference.retrieval.vectors import Vectors
+from trainer.training.retrieval import search
 
 BATCH_TOKENS = 8192
 """Of the encoder. No option: the last digits of vectors depend on it."""

@@ -15,8 +15,8 @@ from data_pipeline.sources.kinds.jsonl import lines
 from samestep.errors import DataError
 from samestep.storage import shown
 from samestep.stored_json import JsonError, parse_json
-from trainer.inference.retrieval.collection import Collection
 from trainer.inference.retrieval.embed import named_texts
+from trainer.training.retrieval.collection import Collection
 
 logger = logging.getLogger(__name__)
 
