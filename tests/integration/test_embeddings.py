@@ -208,8 +208,9 @@ def test_retrieval_is_learned_and_its_ledger_verified(
     assert samestep("replay", run, 10, "--exact").code == 0
     shown = samestep("data", "show", retrieval.parent / "data", "--objective", retrieval).out
     assert shown.count("[0 ") == 3 * shown.count("[1 ") > 0
-    few = samestep("train", retrieval, f"output={tmp_path / 'few'}", "objective.negatives=5")
-    assert few.code == 2
+    more = ("objective.negatives=5", "data.sequence_length=112")
+    few = samestep("train", retrieval, f"output={tmp_path / 'few'}", *more)
+    assert few.code == 1
     assert "the row has 4 negatives and the objective reads 5" in few.message
 
 

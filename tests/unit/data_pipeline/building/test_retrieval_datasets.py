@@ -16,6 +16,7 @@ import pytest
 from data_pipeline.building import pool
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
+from data_pipeline.building.export import export
 from data_pipeline.building.slices import Slice
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
@@ -163,7 +164,8 @@ def test_each_epoch_has_one_positive_and_other_negatives(built: Path) -> None:
             assert len({*negatives}) == 2
         labels = examples.labels
         assert labels is not None
-        assert labels.ranks
+        assert labels.ranks is not None
+        assert labels.ranks.all()
         assert labels.values.reshape(ROWS, 3).tolist() == [[1, 0, 0]] * ROWS
         assert labels.document.tolist() == list(range(ROWS))
         chosen.append(found)
@@ -399,6 +401,11 @@ def test_a_strangers_number_of_a_passage_is_refused(built: Path) -> None:
     shard.passages[0] = 30  # of 0 to 29
     with pytest.raises(CorruptError, match="names passage 30 of 30"):
         dataset.passages.check(shard, "train-000000.tar")
+
+
+def test_rows_without_texts_are_not_exported(built: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has rows that name passages by numbers"):
+        export(str(built), str(tmp_path / "exported"))
 
 
 def test_passages_are_fetched_whole_before_the_first_step(built: Path, tmp_path: Path) -> None:
