@@ -141,7 +141,7 @@ class Labels:
         document: int64 [B], number of the row in its split.
         begin: int64 [B], first token of the example's last chunk, counted through the row's texts.
         examples: int64 [B], number of examples that the whole row has become.
-        ranks: whether they are rows of retrieval.
+        ranks: bool [B], whether each is a row of retrieval; None if none is.
     """
 
     values: npt.NDArray[np.float32]
@@ -149,7 +149,7 @@ class Labels:
     document: npt.NDArray[np.int64]
     begin: npt.NDArray[np.int64]
     examples: npt.NDArray[np.int64]
-    ranks: bool = False
+    ranks: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class _Build:
                 claim.stay(self.digest, alone)
             if self.config.dedup is not None:
                 self._find_duplicates(self.config.dedup)
-            if getattr(self.source, "kind", None) == "retrieval":
+            if self.settings.get("task", {}).get("target") == "retrieval":
                 self._number_passages()
             meter = self._build_units()
             with claim.door():

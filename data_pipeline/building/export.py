@@ -59,6 +59,11 @@ def export(location: str, target: str) -> None:
         )
     dataset = Dataset.open(location)
     manifest, tokenizer = dataset.manifest, dataset.tokenizer
+    if manifest.task is not None and manifest.task.kind == "retrieval":
+        raise DataError(
+            f"{dataset.name} has rows that name passages by numbers, and samples hold texts. "
+            "Export another dataset."
+        )
     record = _record(manifest)
     # Before anything is written: another export's shards would be mixed with these.
     present = _check_target(target, record)

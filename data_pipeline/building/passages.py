@@ -104,6 +104,8 @@ def number(
     by_key = keys[order]
     is_first = np.ones(len(keys), dtype=np.bool_)
     is_first[1:] = by_key[1:] != by_key[:-1]
+    # Numbers go by the first place of each passage, and the table is sorted by key: the places
+    # [4, 0, 2] of three sorted keys give the numbers [2, 0, 1].
     places = order[is_first]
     numbers = np.empty(len(places), dtype=np.int64)
     numbers[np.argsort(places)] = np.arange(len(places))
@@ -205,6 +207,7 @@ class RetrievalWriter(UnitWriter):
     def _documents(self, record: Record) -> list[Parsed]:
         if self._rows.source.is_passage(record):
             key, text = self._rows.passage(record)
+            # Numbers follow the order of first places, so an earlier number is of an earlier line.
             if self._number([key])[0] != self._next:
                 raise BadRecord(f"duplicate id: {self._rows.source.parse_passage(record)[0]!r}")
             return [self._passage(record, text)]
@@ -228,6 +231,7 @@ class RetrievalWriter(UnitWriter):
     def _number(self, keys: list[bytes]) -> Int64:
         """The numbers of passages; -1 where there is none."""
         wanted = np.array(keys, f"S{_KEY_BYTES}")
+        # Beyond the last key, any place will do: its key differs.
         place = np.minimum(np.searchsorted(self._keys, wanted), max(0, len(self._keys) - 1))
         if not len(self._keys):
             return np.full(len(keys), -1)

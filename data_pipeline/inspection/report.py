@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 from rich.table import Table
 
-from data_pipeline.format.manifest import ShardInfo
+from data_pipeline.format.manifest import PASSAGES, ShardInfo
 from data_pipeline.packing import Int64, task_rows, text_pairs
 from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
@@ -64,7 +64,8 @@ class Inspection:
             lengths in [2**(i-1), 2**i).
         forecasts: for documents, one for each sequence length and policy.
         text_lengths: for text pairs, tokens of each source and of each target; for rows of a task,
-            of each first text, each second one, ...; else empty.
+            of each first text, each second one, ...; of retrieval, of queries and of all passages;
+            else empty.
         labels: number of rows with each class, or of words with each tag; None for other datasets.
     """
 
@@ -138,6 +139,9 @@ def inspect(dataset: Dataset) -> Inspection:
         names[number] if is_pairs else f"text {number + 1}": np.concatenate(column)
         for number, column in columns.items()
     }
+    if passages := manifest.splits.get(PASSAGES):
+        found = [dataset.read_index(info).length for info in passages]
+        text_lengths = {"query": text_lengths["text 1"], "passage": np.concatenate(found)}
     histogram = np.trim_zeros(histogram, "b")
     labels = count_labels(dataset)
     return Inspection(dataset, split, histogram, forecasts, text_lengths, labels)

@@ -38,6 +38,7 @@ def choose(shards: Sequence[PackedShard], index: Int64, key: U64, negatives: int
         key: uint64 [B], which differs from epoch to epoch.
     """
     places = zip(shards, (2 * index).tolist(), strict=True)
+    # Of each row: the first positive, the first negative, and the end.
     starts = np.array([shard.passage_start[first : first + 3] for shard, first in places])
     counts = np.diff(starts).reshape(-1, 2)
     found = zip(shards, starts[:, 0].tolist(), starts[:, 2].tolist(), strict=True)
@@ -117,6 +118,7 @@ def complete(
     chosen = choose(shards, index, queries.key, parts.negatives)
     length = np.concatenate((queries.length[:, None], passages.length[chosen.number]), axis=1)
     layout = _lay_out(length.astype(np.int64), spec)
+    # Tokens of queries and of passages come from two arrays, and are merged chunk by chunk.
     is_query = layout.text == 0
     query_start = np.cumsum(queries.length) - queries.length
     number = np.take_along_axis(chosen.number, np.maximum(layout.text - 1, 0), axis=1)
@@ -139,7 +141,7 @@ def complete(
             values=_scores(chosen, labels.values, labels.count).reshape(-1),
             count=ones * chosen.slot.shape[1],
             begin=0 * ones,
-            ranks=True,
+            ranks=ones > 0,
         ),
     )
 

@@ -105,6 +105,9 @@ def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
     if not parts:
         return None
     count = np.concatenate([each.count for each in parts])
+    ranks = [
+        np.zeros(len(each.count), np.bool_) if each.ranks is None else each.ranks for each in parts
+    ]
     values = ranges((np.cumsum(count) - count)[by_row], count[by_row])
     return Labels(
         values=np.concatenate([each.values for each in parts])[values],
@@ -112,5 +115,5 @@ def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
         document=np.concatenate([each.document for each in parts])[by_row],
         begin=np.concatenate([each.begin for each in parts])[by_row],
         examples=np.concatenate([each.examples for each in parts])[by_row],
-        ranks=parts[0].ranks,
+        ranks=np.concatenate(ranks)[by_row] if any(each.any() for each in ranks) else None,
     )

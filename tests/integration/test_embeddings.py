@@ -275,6 +275,87 @@ def test_negatives_are_those_of_the_whole_batch_at_any_world_size(
     np.testing.assert_allclose(found, one, rtol=2e-6)
 
 
+@pytest.fixture(scope="module")
+def retrieval(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An experiment on rows with hard negatives, a smaller model, and dropout."""
+    folder = tmp_path_factory.mktemp("retrieval")
+    found = pairs(240)
+    rows = [
+        {
+            "query": row["a"],
+            "positive": row["b"],
+            "negatives": [found[(number + step) % 240]["b"] for step in (5, 9, 31, 77)],
+        }
+        for number, row in enumerate(found)
+        if row["label"] == "same"
+    ]
+    tasks.write(folder / "train.jsonl", rows[:120])
+    tasks.write(folder / "dev.jsonl", rows[120:])
+    data = {
+        "source": {
+            "kind": "retrieval",
+            "paths": [str(folder / "train.jsonl")],
+            "heldout": [str(folder / "dev.jsonl")],
+        },
+        "tokenizer": {"path": str(dataset_folder / "tokenizer")},
+        "workers": 1,
+        "output": str(folder / "data"),
+    }
+    (folder / "data.yaml").write_text(yaml.safe_dump(data))
+    assert main(["data", "build", str(folder / "data.yaml")]) == 0
+    file = tasks.write_experiment("regression", folder, finished_run)
+    tree = yaml.safe_load(file.read_text())
+    del tree["init_from"]
+    tree["model"] = STUDENT
+    tree["data"] |= {"path": str(folder / "data"), "sequence_length": 80}
+    lengths = {"query_length": 14, "passage_length": 16}
+    tree["objective"] = {"kind": "contrastive", "negatives": 3, **lengths}
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "{kind: deepspeed, stage: 2}"])
+def test_hard_negatives_are_the_same_at_any_world_size_and_after_a_resume(
+    strategy: str, retrieval: Path, tmp_path: Path
+) -> None:
+    """Two processes take eight steps of 12 rows, and three go on after the fourth."""
+    file = str(retrieval)
+    settings = ["training.evaluate_every=null", "checkpoint.every=4"]
+    settings += ["training.global_batch_size=12", "training.steps=8"]
+    alone = [*settings, "strategy=single", f"output={tmp_path / 'one'}"]
+    (one,) = run_ranks(1, run_once, file, alone)
+    shared = [*settings, f"strategy={strategy}", f"output={tmp_path / 'run'}"]
+    two = run_ranks(2, run_once, file, [*shared, "training.micro_batch_size=4"])[0]
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+    resumed = [*shared, "training.micro_batch_size=3"]
+    three = run_ranks(3, run_once, file, resumed, 4)[0]
+    np.testing.assert_allclose(three, one[4:], rtol=1e-5)
+
+
+@pytest.mark.long
+def test_retrieval_is_learned_and_its_ledger_verified(
+    retrieval: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    run = tmp_path / "run"
+    settings = (f"output={run}", "training.steps=60", "training.evaluate_every=30")
+    assert samestep("train", retrieval, *settings).code == 0
+    values = list(losses(run).values())
+    assert np.mean(values[-10:]) < 0.9 * np.mean(values[:10])
+    scored = [row for row in tasks.rows_of(run) if "heldout/loss" in row][-1]
+    assert 0 < scored["heldout/accuracy"] <= 1
+    assert samestep("ledger", "verify", run).code == 0
+    assert samestep("replay", run, 10, "--exact").code == 0
+    shown = samestep("data", "show", retrieval.parent / "data", "--objective", retrieval).out
+    assert shown.count("[0 ") == 3 * shown.count("[1 ") > 0
+    more = ("objective.negatives=5", "data.sequence_length=112")
+    few = samestep("train", retrieval, f"output={tmp_path / 'few'}", *more)
+    assert few.code == 1
+    assert "the row has 4 negatives and the objective reads 5" in few.message
+
+
 def test_a_model_with_another_head_is_refused(
     folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -214,7 +214,12 @@ def retrieval(negatives: int, count: int = 6) -> tuple[Examples, list[Any]]:
         weight=np.ones(count, dtype=np.float32),
         isolated=False,
         labels=Labels(
-            scores.reshape(-1), ones * (1 + negatives), np.arange(count), zeros, ones, ranks=True
+            scores.reshape(-1),
+            ones * (1 + negatives),
+            np.arange(count),
+            zeros,
+            ones,
+            ranks=ones > 0,
         ),
     )
     return examples, texts

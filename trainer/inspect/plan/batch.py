@@ -98,7 +98,7 @@ def _chunks(spec: PackSpec) -> tuple[list[int], list[int]]:
 def _labels(experiment: Experiment, parts: Parts, tokens: int) -> Labels:
     """Returns the labels of one example: zeros, which are valid for every kind of task."""
     soft = experiment.objective.task.reads_probabilities
-    ranks = parts.kind == "retrieval"
+    ranks = np.array([True]) if parts.kind == "retrieval" else None
     classes = len(experiment.model.labels) if soft else 1 + parts.negatives
     count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[parts.kind].labeled]
     values, zeros = np.zeros(count, dtype=np.float32), np.zeros(1, dtype=np.int64)

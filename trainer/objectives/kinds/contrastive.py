@@ -156,9 +156,13 @@ class Contrastive(SentencePairs, OverBatch):
         return replace(super().pack_spec(sequence_length), of_retrieval=self._of_retrieval)
 
     def labels(self, examples: Examples) -> Float32:
-        if labels_of(examples).ranks:  # each row has a pair that belongs together
-            return np.full(examples.key.size, self.config.positive, dtype=np.float32)
-        return super().labels(examples)
+        labels = labels_of(examples)
+        if labels.ranks is None:
+            return super().labels(examples)
+        # Each row of retrieval has a pair that belongs together. Without hard negatives, a mixture
+        # may have rows of both kinds.
+        first = labels.values[np.cumsum(labels.count) - labels.count]
+        return np.where(labels.ranks, self.config.positive, first).astype(np.float32)
 
     def weights(self, batch: Any) -> dict[str, float]:
         positive = batch["labels"] == self.config.positive

@@ -16,17 +16,20 @@ import pytest
 from data_pipeline.building import pool
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
+from data_pipeline.building.export import export
 from data_pipeline.building.slices import Slice
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
 from data_pipeline.format.writing import write_shard
+from data_pipeline.inspection.report import inspect
 from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.sources.beir import Folder
 from data_pipeline.sources.kinds import retrieval
+from data_pipeline.sources.table import HubDataset
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import ConfigError, CorruptError, DataError
 from samestep.examples import Examples, PackSpec, Parts
@@ -108,7 +111,7 @@ def in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def config_of(folder: Path, output: Path, source: Any = None, **changes: Any) -> Config:
     if source is None:
         paths = (str(folder / "train.jsonl"),), (str(folder / "dev.jsonl"),)
-        source = retrieval.Config(*paths, query_prompt="query: ", passage_prompt="passage: ")
+        source = retrieval.Config(*paths, **PROMPTS)
     settings = {"workers": 1, "shard_bytes": 2000, **changes}
     return Config(source, TokenizerConfig(str(folder / "tokenizer")), str(output), **settings)
 
@@ -151,6 +154,8 @@ def test_each_epoch_has_one_positive_and_other_negatives(built: Path) -> None:
     passages = sum(shard.documents for shard in manifest.splits["passages"])
     assert (passages, manifest.documents_in) == (30, ROWS + HELDOUT)
     assert len(manifest.splits["train"]) > 2
+    lengths = inspect(Dataset.open(built)).text_lengths
+    assert {name: len(each) for name, each in lengths.items()} == {"query": ROWS, "passage": 30}
     rows = [with_texts(row(number)) for number in range(ROWS)]
     chosen = []
     for epoch in range(3):
@@ -163,7 +168,8 @@ def test_each_epoch_has_one_positive_and_other_negatives(built: Path) -> None:
             assert len({*negatives}) == 2
         labels = examples.labels
         assert labels is not None
-        assert labels.ranks
+        assert labels.ranks is not None
+        assert labels.ranks.all()
         assert labels.values.reshape(ROWS, 3).tolist() == [[1, 0, 0]] * ROWS
         assert labels.document.tolist() == list(range(ROWS))
         chosen.append(found)
@@ -192,39 +198,59 @@ def test_an_example_depends_on_its_row_and_epoch_alone(built: Path) -> None:
     assert other.tokens.tolist() != everything.tokens.tolist()
 
 
-def test_ids_folders_of_beir_and_tables_give_the_same_examples(
-    folder: Path, tmp_path: Path
-) -> None:
-    prompts = {"query_prompt": "query: ", "passage_prompt": "passage: "}
-    ids = (str(folder / "ids-train.jsonl"),), (str(folder / "ids-dev.jsonl"),)
-    corpus = (str(folder / "beir" / "corpus.jsonl"),)
-    lines = [with_texts(row(number)) for number in range(ROWS + HELDOUT)]
-    for name, part in (("train", lines[:ROWS]), ("dev", lines[ROWS:])):
-        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
-            table = csv.DictWriter(file, ["query", "positive", "negatives"])
-            table.writeheader()
-            for each in part:
-                cells = {side: json.dumps(each[side]) for side in ("positive", "negatives")}
-                table.writerow({**each, **cells})
-    tables = (str(tmp_path / "train.csv"),), (str(tmp_path / "dev.csv"),)
-    beir = Folder(str(folder / "beir"), heldout="dev")
-    sources = {
-        "texts": None,
-        "ids": retrieval.Config(*ids, passages=corpus, **prompts),
-        "beir": retrieval.Config(beir=beir, **prompts),
-        "csv": retrieval.Config(*tables, **prompts),
-    }
+PROMPTS = {"query_prompt": "query: ", "passage_prompt": "passage: "}
+
+
+def assert_same(folder: Path, tmp_path: Path, sources: dict[str, Any]) -> None:
+    """Builds a dataset of each source, and of the rows with texts, and compares examples."""
     found = {}
-    for name, source in sources.items():
+    for name, source in {"texts": None, **sources}.items():
         build(config_of(folder, tmp_path / name, source))
         found[name] = [read(tmp_path / name, 1), read(tmp_path / name, 0, split="heldout")]
     for name in sources:
         for one, other in zip(found["texts"], found[name], strict=True):
             assert one.tokens.tolist() == other.tokens.tolist(), name
             assert one.column.tolist() == other.column.tolist(), name
+
+
+def test_ids_and_folders_of_beir_give_the_same_examples(folder: Path, tmp_path: Path) -> None:
+    ids = (str(folder / "ids-train.jsonl"),), (str(folder / "ids-dev.jsonl"),)
+    corpus = (str(folder / "beir" / "corpus.jsonl"),)
+    beir = Folder(str(folder / "beir"), heldout="dev")
+    sources = {
+        "ids": retrieval.Config(*ids, passages=corpus, **PROMPTS),
+        "beir": retrieval.Config(beir=beir, **PROMPTS),
+    }
+    assert_same(folder, tmp_path, sources)
     assert Dataset.open(tmp_path / "ids").passages.length.shape == (30,)
     rows = Dataset.open(tmp_path / "beir").rows("heldout")
     assert rows[0].texts == (f"query: {row(ROWS)['query']}",)
+
+
+@pytest.mark.long
+def test_tables_give_the_same_examples(folder: Path, tmp_path: Path) -> None:
+    """CSV, Parquet, and a dataset of Hugging Face."""
+    datasets = pytest.importorskip("datasets")
+    lines = [with_texts(row(number)) for number in range(ROWS + HELDOUT)]
+    splits = {"train": lines[:ROWS], "dev": lines[ROWS:]}
+    for name, part in splits.items():
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            table = csv.DictWriter(file, ["query", "positive", "negatives"])
+            table.writeheader()
+            for each in part:
+                cells = {side: json.dumps(each[side]) for side in ("positive", "negatives")}
+                table.writerow({**each, **cells})
+        datasets.Dataset.from_list(part).to_parquet(tmp_path / f"{name}.parquet")
+    saved = {name: datasets.Dataset.from_list(part) for name, part in splits.items()}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
+    sources = {
+        ending: retrieval.Config(
+            (str(tmp_path / f"train.{ending}"),), (str(tmp_path / f"dev.{ending}"),), **PROMPTS
+        )
+        for ending in ("csv", "parquet")
+    }
+    hub = HubDataset(str(tmp_path / "saved"), heldout="dev")
+    assert_same(folder, tmp_path, {**sources, "hub": retrieval.Config(dataset=hub, **PROMPTS)})
 
 
 def test_triples(folder: Path, tmp_path: Path) -> None:
@@ -401,6 +427,11 @@ def test_a_strangers_number_of_a_passage_is_refused(built: Path) -> None:
         dataset.passages.check(shard, "train-000000.tar")
 
 
+def test_rows_without_texts_are_not_exported(built: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has rows that name passages by numbers"):
+        export(str(built), str(tmp_path / "exported"))
+
+
 def test_passages_are_fetched_whole_before_the_first_step(built: Path, tmp_path: Path) -> None:
     expected = read(built, 1)
     with closing(WebServer(built)) as web:
@@ -430,8 +461,7 @@ def test_workers_slices_and_interruptions_do_not_matter(folder: Path, tmp_path: 
     source = retrieval.Config(
         (str(file),),
         (str(folder / "dev.jsonl"),),
-        query_prompt="query: ",
-        passage_prompt="passage: ",
+        **PROMPTS,
     )
     assert build(config_of(folder, tmp_path / "resumed", source), part=Slice(2, 2)) is None
     write(file, rows)
