@@ -61,12 +61,10 @@ class TaskLabels:
         kind: of the task.
         labels: names of classes or tags, or the name of a regression's number; empty for multiple
             choice and question answering.
-        scored: whether a teacher has scored the passages of retrieval.
     """
 
     kind: TaskKind
     labels: tuple[str, ...]
-    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,7 @@ class Manifest:
         duplicates: number of documents with the text of an earlier one; None: not counted.
         small_files: all other files of the folder by name, such as tokenizer/tokenizer.json, but
             for the cache; None: an earlier version has built it and did not hash them.
+        scored: whether a teacher has scored the passages of retrieval.
     """
 
     format: int
@@ -103,6 +102,7 @@ class Manifest:
     settings: Tree = field(default_factory=dict)
     duplicates: Count | None = None
     small_files: dict[str, Digest] | None = None
+    scored: bool = False
 
     # Cached: every shard of an open dataset asks for it, and it covers all shards.
     @cached_property
@@ -134,10 +134,7 @@ class Manifest:
     def task(self) -> TaskLabels | None:
         """The labels, if the documents are rows of a task."""
         stored = self.settings.get("task")
-        if stored is None:
-            return None
-        scored = stored.get("scored", False)
-        return TaskLabels(stored["target"], tuple(stored["labels"]), scored)
+        return None if stored is None else TaskLabels(stored["target"], tuple(stored["labels"]))
 
     @property
     def shards(self) -> tuple[ShardInfo, ...]:
@@ -147,8 +144,11 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Writes `manifest.json` atomically; equal manifests have equal bytes."""
         tree = dataclasses.asdict(self)
-        if self.small_files is None:  # the bytes of older manifests never change
+        # The bytes of older manifests never change.
+        if self.small_files is None:
             del tree["small_files"]
+        if not self.scored:
+            del tree["scored"]
         tree["checksum"] = _checksum(tree)
         write_text(folder / MANIFEST, json.dumps(tree, indent=1, sort_keys=True) + "\n")
 

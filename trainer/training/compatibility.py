@@ -266,12 +266,11 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's, and an objective that needs others."""
     model = experiment.model
     for index, source in enumerate(named_sources(dataset).values()):
-        task = source.manifest.task
-        labels = () if task is None else task.labels
+        labels = () if source.manifest.task is None else source.manifest.task.labels
         for phase in experiment.resolved_phases():
             objective = phase.objective.task
             objective.check_labels(labels)
-            if objective.needs_scores and not (task and task.scored):
+            if objective.needs_scores and not source.manifest.scored:
                 raise ConfigError(
                     f"{objective.needs_scores} compares with a teacher's scores, and "
                     f"{source.name} has none. Build it from rows with scores, or leave it out."

@@ -160,9 +160,12 @@ class Ranking(PooledTask):
         return {name: float(each.mean()) for name, each in zip(_SCORES, found, strict=True)}
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, object]]:
-        """The positive's rank among the row's passages, and the scores, of the positive first."""
+        """The positive's rank, and the scores: its own, then the negatives' from the highest."""
+        # The order of the negatives is a hash, from which no reader could tell their texts.
         for _, scores in rows_with_outputs(predictions):
-            yield {"rank": int(ranks(scores[None])[0]), "scores": scores.tolist()}
+            positive, *negatives = scores.tolist()
+            rank = int(ranks(scores[None])[0])
+            yield {"rank": rank, "scores": [positive, *sorted(negatives, reverse=True)]}
 
 
 def ranks(scores: Float32) -> Int64:
