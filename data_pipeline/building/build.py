@@ -412,6 +412,7 @@ class _Build:
             settings=self.settings,
             duplicates=self._count_duplicates(),
             small_files=small_files(self.folder),
+            scored=self.passages is not None and self.passages.scored,
         )
 
     def _count_duplicates(self) -> int | None:

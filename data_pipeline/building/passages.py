@@ -52,10 +52,12 @@ class Numbers:
     Attributes:
         first: int64 [units], number of distinct passages in the units before each.
         digest: of all of them, in order.
+        scored: whether rows have a teacher's scores.
     """
 
     first: Int64
     digest: str
+    scored: bool
 
     def before(self, unit: Unit) -> Unit:
         """The unit, with what it needs to know about earlier ones."""
@@ -96,7 +98,7 @@ def number(
             found[unit.index] = each
             meter.advance(unit.share, unit.size, len(unit.records))
     ordered = [found[index] for index in range(len(found))]
-    _check_scores(source, ordered)
+    scored = _check_scores(source, ordered)
     sizes = [len(each.keys) for each in ordered]
     keys = np.concatenate([np.zeros(0, f"S{_KEY_BYTES}"), *(each.keys for each in ordered)])
     # Of equal keys, a stable sort has the earliest one first.
@@ -115,10 +117,10 @@ def number(
             np.save(file, array)
     first = np.searchsorted(np.sort(places), np.cumsum(sizes) - sizes)
     digest = hashlib.blake2b(keys.tobytes() + np.array(sizes).tobytes(), digest_size=16)
-    return Numbers(first, digest.hexdigest())
+    return Numbers(first, digest.hexdigest(), scored)
 
 
-def _check_scores(source: Source, found: Iterable[_Found]) -> None:
+def _check_scores(source: Source, found: Iterable[_Found]) -> bool:
     scored = next((each.scored for each in found if each.scored), None)
     bare = next((each.bare for each in found if each.bare), None)
     if scored and bare:
@@ -127,6 +129,7 @@ def _check_scores(source: Source, found: Iterable[_Found]) -> None:
             "{}: the row has no scores, and {} has. Give all rows scores, or set source.scores to "
             "null.".format(*places)
         )
+    return scored is not None
 
 
 class _Rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from data_pipeline.format.manifest import Manifest
 from samestep import NumberPrediction, load_model
 from samestep.cli import main
 from tests.integration import tasks
@@ -19,7 +17,7 @@ from tests.integration.commands import Samestep, Start, losses
 from tests.parity.test_predict import folder_of
 
 NEGATIVES = 2
-SOURCE = "tests.integration.ranked_rows"
+SOURCE = "retrieval"
 
 
 def rows(count: int, begin: int = 0) -> list[dict[str, Any]]:
@@ -141,7 +139,6 @@ def test_a_student_learns_a_teachers_scores(
             )
         files.append(tasks.write(tmp_path / f"{name}.jsonl", scored))
     build(*files, dataset_folder / "tokenizer", tmp_path / "data")
-    replace(Manifest.load(tmp_path / "data"), scored=True).save(tmp_path / "data")
     run = tmp_path / "run"
     settings = (f"output={run}", f"data.path={tmp_path / 'data'}", f"objective.loss={loss}")
     assert samestep("train", folder / "ranking.yaml", *settings, "training.steps=60").code == 0
@@ -210,3 +207,35 @@ def test_a_head_with_several_scores_and_rows_without_a_teacher_are_refused(
     result = samestep("train", folder / "ranking.yaml", *settings)
     assert result.code == 2
     assert "model.labels is a, b, and a passage has one score" in result.message
+
+
+@pytest.mark.long
+def test_embeddings_learn_a_teachers_scores_at_any_world_size(
+    folder: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep, start: Start
+) -> None:
+    scored = [{**row, "scores": [3.0, 1.0, -1.0]} for row in rows(120)]
+    files = (tasks.write(tmp_path / f"{name}.jsonl", scored) for name in ("train", "dev"))
+    build(*files, dataset_folder / "tokenizer", tmp_path / "data")
+    objective = {
+        "kind": "contrastive",
+        "negatives": 2,
+        "query_length": 16,
+        "passage_length": 16,
+        "temperature": 0.5,
+        "distill": {"loss": "kl", "weight": 2.0},
+    }
+    tree = yaml.safe_load((folder / "ranking.yaml").read_text()) | {"objective": objective}
+    tree["data"] |= {"path": str(tmp_path / "data"), "sequence_length": 64}
+    file = tmp_path / "distill.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    settings = ("training.steps=12", "training.evaluate_every=null")
+    run = tmp_path / "run"
+    assert samestep("train", file, f"output={run}", *settings).code == 0
+    values = list(losses(run).values())
+    assert values[-1] < values[0]
+    settings = (*settings, "training.micro_batch_size=2")
+    tasks.assert_same_in_three_processes(start, file, run, tmp_path / "three", *settings)
+    plain = (f"output={tmp_path / 'plain'}", "objective.distill=null", *settings)
+    assert samestep("train", file, *plain).code == 0
+    (first, *_) = losses(tmp_path / "plain").values()
+    assert first < values[0] - 0.1
