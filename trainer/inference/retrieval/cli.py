@@ -201,7 +201,7 @@ def _mine(args: argparse.Namespace) -> int:
     from trainer.elastic import agent
     from trainer.elastic.cli import processes_to_start
     from trainer.inference.retrieval.jobs import processes as joined
-    from trainer.inference.retrieval.mine import mine
+    from trainer.inference.retrieval.mine import Output, mine
     from trainer.inference.retrieval.negatives import Choice
     from trainer.inference.retrieval.pairs import Pairs
 
@@ -236,13 +236,10 @@ def _mine(args: argparse.Namespace) -> int:
         mine(
             args.checkpoint,
             pairs,
-            args.output,
+            Output(args.output, args.scores, args.teacher, args.fewer),
             choice,
-            scores=args.scores,
-            teacher=args.teacher,
-            fewer=args.fewer,
-            given=given,
-            world=world,
+            given,
+            world,
         )
     return EXIT_DONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
 
@@ -32,6 +32,23 @@ _DIGITS = 6
 _LISTED = 20
 
 
+@dataclass(frozen=True)
+class Output:
+    """What is written.
+
+    Attributes:
+        file: a new file of JSON Lines; until it is complete, there is a folder beside it.
+        scores: whether similarities are written.
+        teacher: a cross-encoder whose scores are written instead.
+        fewer: what to do with queries that have fewer negatives.
+    """
+
+    file: Path
+    scores: bool
+    teacher: str | None
+    fewer: Fewer
+
+
 class _Mined(TypedDict):
     query_id: str
     negative_ids: list[str]
@@ -40,12 +57,8 @@ class _Mined(TypedDict):
 def mine(
     checkpoint: str,
     pairs: Pairs,
-    output: Path,
+    output: Output,
     choice: Choice,
-    *,
-    scores: bool,
-    teacher: str | None,
-    fewer: Fewer,
     given: Given,
     world: World,
 ) -> None:
@@ -54,10 +67,6 @@ def mine(
     Part i of the passages and of the queries is computed by process i modulo their number.
 
     Args:
-        output: a new file of JSON Lines; until it is complete, there is a folder beside it.
-        scores: write them.
-        teacher: a cross-encoder that makes the scores.
-        fewer: what to do with queries that have fewer negatives.
         given: see `SentenceEncoder`.
         world: of `jobs.processes`.
 
@@ -66,10 +75,10 @@ def mine(
             passages; or queries have fewer negatives.
         DataError: a file that an earlier call has written is damaged.
     """
-    json_lines.check_new(output, "--output")
+    json_lines.check_new(output.file, "--output")
     encoder = SentenceEncoder(checkpoint, given)
-    cross_encoder = None if teacher is None else CrossEncoder(teacher)
-    work = output.with_name(f"{output.name}.work")
+    teacher = None if output.teacher is None else CrossEncoder(output.teacher)
+    work = output.file.with_name(f"{output.file.name}.work")
     make_folder(work)
     with alone(work, world):
         passages, rows = pairs.digests()
@@ -89,10 +98,10 @@ def mine(
         meet(world, "passages")
 
         # Other settings get a folder of their own, and need no new vectors.
-        settings = [asdict(choice), rows, scores, cross_encoder and cross_encoder.identity]
+        settings = [asdict(choice), rows, output.scores, teacher and teacher.identity]
         folder = work / f"negatives-{json_hash(settings)[:16]}"
         parts = [folder / f"{part:05}.jsonl" for part in range(-(-len(pairs.rows) // _QUERIES))]
-        miner = Miner(pairs, vectors, encoder, cross_encoder, choice)
+        miner = Miner(pairs, vectors, encoder, teacher, choice)
         own = range(world.rank, len(parts), world.size)
         missing = [part for part in own if not parts[part].is_file()]
         if there := len(own) - len(missing):
@@ -100,14 +109,15 @@ def mine(
         with Progress("mining", len(missing)) as progress:
             for part in missing:
                 mined = miner(pairs.rows[part * _QUERIES :][:_QUERIES])
-                has_scores = scores or cross_encoder is not None
+                has_scores = output.scores or teacher is not None
+                # A part appears once it is complete, so a kill leaves none that is half written.
                 json_lines.write(parts[part], (_line(pairs, row, has_scores) for row in mined))
                 progress.advance(1)
         meet(world, "queries")
         if world.rank == 0:
             # Another job may have written it since this one began.
-            json_lines.check_new(output, "--output")
-            _join(parts, output, choice.negatives, fewer)
+            json_lines.check_new(output.file, "--output")
+            _join(parts, output, choice.negatives)
             shutil.rmtree(work)
 
 
@@ -129,12 +139,13 @@ def _line(pairs: Pairs, mined: Chosen, scores: bool) -> dict[str, object]:
     return line
 
 
-def _join(parts: Sequence[Path], output: Path, negatives: int, fewer: Fewer) -> None:
+def _join(parts: Sequence[Path], output: Output, negatives: int) -> None:
     """Writes the lines of all parts into one file.
 
     Raises:
-        ConfigError: `fewer` is "error", and a query has fewer negatives.
+        ConfigError: `output.fewer` is "error", and a query has fewer negatives.
     """
+    # Read twice, here and below, as all rows of a large set need not fit into memory.
     found = [(row["query_id"], len(row["negative_ids"])) for row in _mined(parts)]
     lacking = [f"{query}: {count}" for query, count in found if count < negatives]
     if lacking:
@@ -143,17 +154,19 @@ def _join(parts: Sequence[Path], output: Path, negatives: int, fewer: Fewer) -> 
             f"{len(lacking)} queries have fewer than {negatives} negatives ("
             f"{', '.join(lacking[:_LISTED])}{more})"
         )
-        if fewer == "error":
+        if output.fewer == "error":
             raise ConfigError(
                 f"{listed}. Widen --range, narrow a margin, or add --fewer keep or --fewer skip; "
                 "the passages need not be embedded again."
             )
-        logger.warning("%s: %s", listed, "left out" if fewer == "skip" else "kept")
+        logger.warning("%s: %s", listed, "left out" if output.fewer == "skip" else "kept")
         logger.debug("queries with fewer negatives: %s", ", ".join(lacking))
-    least = negatives if fewer == "skip" else 0
-    json_lines.write(output, (row for row in _mined(parts) if len(row["negative_ids"]) >= least))
+    least = negatives if output.fewer == "skip" else 0
+    json_lines.write(
+        output.file, (row for row in _mined(parts) if len(row["negative_ids"]) >= least)
+    )
     rows = sum(count >= least for _, count in found)
-    logger.info("wrote %s: %d queries", output, rows)
+    logger.info("wrote %s: %d queries", output.file, rows)
 
 
 def _mined(parts: Sequence[Path]) -> Iterator[_Mined]:

@@ -113,6 +113,7 @@ class Pairs:
                 raise DataError(f"{place} has an empty positive. Name one, or remove the line.")
             numbers = []
             for text in positives:
+                # As an id first: a corpus may have the text "7" and, elsewhere, the id "7".
                 number = found.get(text, pairs.number(text))
                 if number is None and passages is None:
                     number = pairs._add(str(len(pairs.texts) + 1), text)
@@ -130,6 +131,8 @@ class Pairs:
 
     def positives(self) -> dict[str, set[int]]:
         """The positives of all rows with a query, by its text."""
+        # Rows of one query and one positive each are frequent: what is a positive in one of them
+        # must not become a negative in another.
         found: dict[str, set[int]] = {}
         for row in self.rows:
             found.setdefault(row.query, set()).update(row.positives)
