@@ -101,6 +101,12 @@ def register(commands: Commands) -> None:
     help_ = "files of pairs in the format of the run's dataset (default: its held-out split)"
     generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
     generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")
+    _add_embeddings(evaluate)
+    add_pooling(evaluate)
+    add_processes(evaluate)
+
+
+def _add_embeddings(evaluate: argparse.ArgumentParser) -> None:
     embedded = evaluate.add_argument_group(
         "scores of embeddings; RUN may be any checkpoint, a Hugging Face folder or hf://NAME"
     )
@@ -124,8 +130,6 @@ def register(commands: Commands) -> None:
     add("--sts", metavar="FILE", help=help_)
     help_ = "columns of --sts (default: sentence1 sentence2 score)"
     add("--columns", nargs=3, metavar="NAME", help=help_)
-    add_pooling(evaluate)
-    add_processes(evaluate)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

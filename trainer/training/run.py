@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -83,17 +83,7 @@ def train(experiment: Experiment) -> int:
             )
             if experiment.training.evaluate_every is not None:
                 _check_evaluations(experiment, trainer)
-            if experiment.training.retrieval is not None:
-                from trainer.training.observers.retrieval import build_retrieval
-
-                scores = build_retrieval(experiment, dataset, trainer.model, strategy)
-                trainer.observers += (scores,)
-            if experiment.probes:
-                from trainer.training.observers.probe_rows import build_probes
-                from trainer.training.observers.probes import Probes
-
-                readers = build_probes(experiment, dataset, strategy.replica, strategy.largest)
-                trainer.observers += (Probes(readers, trainer.model, strategy),)
+            trainer.observers += tuple(_readers(experiment, dataset, trainer))
             if found is not None:
                 changes = trainer.restore_found(found)
                 changed = f" with {changes}" if changes else ""
@@ -142,6 +132,21 @@ def _report_end(experiment: Experiment, step: int, observers: Iterable[Observer]
     early = f"stopped early at step {step}: " if best.ends_run else ""
     checkpoint = f"{experiment.output}/best"
     logger.info("finished     %s%s; its checkpoint is %s", early, best, checkpoint)
+
+
+def _readers(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> Iterator[Observer]:
+    """Yields the observers that read data of their own."""
+    strategy = trainer.strategy
+    if experiment.training.retrieval is not None:
+        from trainer.training.observers.retrieval import build_retrieval
+
+        yield build_retrieval(experiment, dataset, trainer.model, strategy)
+    if experiment.probes:
+        from trainer.training.observers.probe_rows import build_probes
+        from trainer.training.observers.probes import Probes
+
+        readers = build_probes(experiment, dataset, strategy.replica, strategy.largest)
+        yield Probes(readers, trainer.model, strategy)
 
 
 def _check_evaluations(experiment: Experiment, trainer: Trainer) -> None:

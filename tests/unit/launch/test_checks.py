@@ -320,7 +320,7 @@ def test_tpus_of_kubernetes_need_their_accelerator(project: Path) -> None:
 def test_sections_of_any_type_are_read() -> None:
     for odd in (None, 3, "x", [], [3], {"kind": 3}, {"path": 3, "sources": 3}):
         sections = ("data", "checkpoint", "objective", "phases", "source", "tokenizer", "strategy")
-        sections += ("probes",)
+        sections += ("probes", "training")
         tree = dict.fromkeys(sections, odd)
         assert set(experiment.inputs(tree)) <= {"init_from"}
         assert experiment.own_modules(tree) == {}
@@ -346,11 +346,13 @@ def test_held_out_files_and_the_teacher_of_a_phase_are_read() -> None:
 def test_data_of_probes_files_of_strategies_and_folders_of_the_hub_are_read() -> None:
     tree = {
         "probes": {"rte": {"path": "datasets/rte"}, "odd": 3},
+        "training": {"retrieval": {"path": "beir/nq"}},
         "strategy": {"kind": "accelerate", "config": "accelerate.yaml"},
     }
     assert experiment.inputs(tree) == {
         "strategy.config": "accelerate.yaml",
         "probes.rte.path": "datasets/rte",
+        "training.retrieval.path": "beir/nq",
     }
     assert experiment.inputs({"strategy": {"kind": "own.strategy", "config": "fast"}}) == {}
     for path in ("/corpora/x", "./x", "../x", "~/x"):

@@ -13,6 +13,7 @@ import pytest
 
 from samestep.config import decode, load
 from samestep.errors import UnreachableError
+from tests import beir
 from tests.processes import run_ranks
 from trainer.training import shared_facts
 from trainer.training.compose import open_strategy
@@ -146,3 +147,13 @@ def start_with_own_seed(file: str) -> None:
     experiment: Experiment = load(Experiment, file, [f"seed={rank}", "output=run", "strategy=ddp"])
     with open_strategy(experiment):
         pass
+
+
+def test_a_collection_is_compared_by_content(tmp_path: Path) -> None:
+    folders = [beir.write(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    same, copy, other = (
+        experiment(training={"evaluate_every": 5, "retrieval": {"path": str(folder)}})
+        for folder in folders
+    )
+    assert changed(same, copy, tmp_path) == set()
+    assert changed(same, other, tmp_path) == {"content of training.retrieval.path"}

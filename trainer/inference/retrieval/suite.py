@@ -153,22 +153,23 @@ class Evaluator:
         depth = depth_of(self.measures)
         names = _names(folders)
         reranker = None if self.rerank is None else Reranker(self.rerank)
-        encoder: SentenceEncoder | None = None
+        # A single folder is read first: if it is damaged, no model needs to be loaded.
+        encoder = SentenceEncoder(self.checkpoint, self.given) if len(folders) > 1 else None
         suite = Suite({}, {})
         for name, folder in zip(names, folders, strict=True):
+            if len(folders) > 1:
+                logger.info("scoring %s", name)
+            # The others are scored in spite of a damaged folder: a suite may take hours.
             try:
                 collection = Collection.read(folder, split)
+                collection.log_gaps()
+                encoder = encoder or SentenceEncoder(self.checkpoint, self.given)
+                suite.scored[name] = self._scored(collection, encoder, reranker, depth)
             except DataError as error:
                 if len(folders) == 1:
                     raise
-                logger.error("%s", error)
+                logger.warning("%s has no scores: %s", name, error)
                 suite.failed[name] = str(error)
-                continue
-            collection.log_gaps()
-            if len(folders) > 1:
-                logger.info("scoring %s", name)
-            encoder = encoder or SentenceEncoder(self.checkpoint, self.given)
-            suite.scored[name] = self._scored(collection, encoder, reranker, depth)
         return suite
 
     def _scored(
@@ -178,6 +179,7 @@ class Evaluator:
         reranker: Reranker | None,
         depth: int,
     ) -> Scored:
+        # Documents are embedded block by block, as `nearest` asks for them, and not kept.
         queries = encoder(encoder.for_role("query", list(collection.queries.values())))
         queries = queries.to(encoder.placed)
         blocks = _embedded(encoder, list(collection.documents.values()))

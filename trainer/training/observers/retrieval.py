@@ -87,6 +87,7 @@ class RetrievalScores(Observer):
     def heldout_scores(self, phase: int) -> Mapping[str, float]:
         of_phase, accelerator = self._texts[phase], self._strategy.accelerator
         queries, documents = self._embed(of_phase, of_phase.queries), of_phase.documents
+        # A device that compiles would compile for each width of a block; the host ranks instead.
         if not accelerator.compiles:
             queries = queries.to(accelerator.device)
         blocks = (
@@ -135,6 +136,8 @@ class RetrievalScores(Observer):
         """The vectors of a batch: fp32 [B, D] on the device."""
         width = of_phase.longest if self._is_static else 0
         batch = self._strategy.to_device(padded_columns(texts, width))
+        # Segments stay, unlike in training, where full rows leave them out: with them, attention
+        # adds in the order in which the command adds.
         real = batch["segments"] > 0
         if self._is_prefix:
             batch["prefix"] = real

@@ -345,6 +345,7 @@ def test_differences_name_the_keys_that_changed() -> None:
         ("checkpoint.folder=~/x", "checkpoint.folder"),
         ("objective.teacher=~/x", "objective.teacher"),
         ("probes.a.path=~/x", "probes.a.path"),
+        ("training.retrieval.path=~/x", "training.retrieval.path"),
     ],
 )
 def test_a_folder_is_not_named_by_the_tilde_of_a_shell(
