@@ -185,6 +185,11 @@ def test_a_run_and_its_export_embed_alike_and_training_goes_on_from_both(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.json").write_text("[]")
+    refused = samestep("export", short_run, "refused", "--scores", "none.json")
+    assert refused.code != 0
+    assert "Write it again with samestep evaluate --scores" in refused.message
+    assert not (tmp_path / "refused").exists()
     (tmp_path / "scores.json").write_text('{"queries": 9, "ndcg@10": 0.25}')
     assert samestep("export", short_run, "hf", "--scores", "scores.json").code == 0
     run, exported = SentenceEncoder(str(short_run)), SentenceEncoder("hf")
@@ -218,6 +223,20 @@ def test_a_run_and_its_export_embed_alike_and_training_goes_on_from_both(
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})
     assert "tensor" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_lora_is_exported_in_the_weights_only(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    run = tmp_path / "run"
+    lora = (f"output={run}", "training.steps=1", *SHORT, "model.peft={kind: lora, rank: 4}")
+    assert samestep("train", folder / "contrastive.yaml", *lora).code == 0
+    refused = samestep("export", run, tmp_path / "adapter", "--adapter")
+    assert (refused.code, "merges LoRA into the weights" in refused.message) == (2, True)
+    assert samestep("export", run, tmp_path / "hf").code == 0
+    ours, exported = (SentenceEncoder(str(place))(TEXTS) for place in (run, tmp_path / "hf"))
+    np.testing.assert_allclose(exported, ours, atol=1e-5)
 
 
 @pytest.mark.long
