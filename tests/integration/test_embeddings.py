@@ -226,6 +226,30 @@ def test_a_run_and_its_export_embed_alike_and_training_goes_on_from_both(
 
 
 @pytest.mark.long
+def test_prompts_of_a_dataset_are_exported(
+    folder: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    rows = [{"query": row["a"], "positive": row["b"]} for row in pairs(60)]
+    tasks.write(tmp_path / "rows.jsonl", rows)
+    prompts = {"query_prompt": "find ", "passage_prompt": "text "}
+    data = {
+        "source": {"kind": "retrieval", "paths": [str(tmp_path / "rows.jsonl")], **prompts},
+        "tokenizer": {"path": str(dataset_folder / "tokenizer")},
+        "workers": 1,
+        "output": str(tmp_path / "data"),
+    }
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
+    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
+    run = ("training.steps=1", *SHORT, f"data.path={tmp_path / 'data'}", f"output={tmp_path / 'r'}")
+    assert samestep("train", folder / "contrastive.yaml", *run, "objective.positive=0").code == 0
+    assert samestep("export", tmp_path / "r", tmp_path / "hf").code == 0
+    settings = json.loads((tmp_path / "hf" / "config_sentence_transformers.json").read_text())
+    assert settings["prompts"] == PROMPTS
+    found = SentenceEncoder(str(tmp_path / "r")).pooling
+    assert (found.query, found.document) == ("find ", "text ")
+
+
+@pytest.mark.long
 def test_lora_is_exported_in_the_weights_only(
     folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
