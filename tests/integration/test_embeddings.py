@@ -186,6 +186,11 @@ def test_a_run_and_its_export_embed_alike_and_training_goes_on_from_both(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.json").write_text("[]")
+    refused = samestep("export", short_run, "refused", "--scores", "none.json")
+    assert refused.code != 0
+    assert "Write it again with samestep evaluate --scores" in refused.message
+    assert not (tmp_path / "refused").exists()
     (tmp_path / "scores.json").write_text('{"queries": 9, "ndcg@10": 0.25}')
     assert samestep("export", short_run, "hf", "--scores", "scores.json").code == 0
     run, exported = SentenceEncoder(str(short_run)), SentenceEncoder("hf")
@@ -219,6 +224,44 @@ def test_a_run_and_its_export_embed_alike_and_training_goes_on_from_both(
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})
     assert "tensor" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_prompts_of_a_dataset_are_exported(
+    folder: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    rows = [{"query": row["a"], "positive": row["b"]} for row in pairs(60)]
+    tasks.write(tmp_path / "rows.jsonl", rows)
+    prompts = {"query_prompt": "find ", "passage_prompt": "text "}
+    data = {
+        "source": {"kind": "retrieval", "paths": [str(tmp_path / "rows.jsonl")], **prompts},
+        "tokenizer": {"path": str(dataset_folder / "tokenizer")},
+        "workers": 1,
+        "output": str(tmp_path / "data"),
+    }
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
+    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
+    run = ("training.steps=1", *SHORT, f"data.path={tmp_path / 'data'}", f"output={tmp_path / 'r'}")
+    assert samestep("train", folder / "contrastive.yaml", *run, "objective.positive=0").code == 0
+    assert samestep("export", tmp_path / "r", tmp_path / "hf").code == 0
+    settings = json.loads((tmp_path / "hf" / "config_sentence_transformers.json").read_text())
+    assert settings["prompts"] == PROMPTS
+    found = SentenceEncoder(str(tmp_path / "r")).pooling
+    assert (found.query, found.document) == ("find ", "text ")
+
+
+@pytest.mark.long
+def test_lora_is_exported_in_the_weights_only(
+    folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    run = tmp_path / "run"
+    lora = (f"output={run}", "training.steps=1", *SHORT, "model.peft={kind: lora, rank: 4}")
+    assert samestep("train", folder / "contrastive.yaml", *lora).code == 0
+    refused = samestep("export", run, tmp_path / "adapter", "--adapter")
+    assert (refused.code, "merges LoRA into the weights" in refused.message) == (2, True)
+    assert samestep("export", run, tmp_path / "hf").code == 0
+    ours, exported = (SentenceEncoder(str(place))(TEXTS) for place in (run, tmp_path / "hf"))
+    np.testing.assert_allclose(exported, ours, atol=1e-5)
 
 
 @pytest.mark.long

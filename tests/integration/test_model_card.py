@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import yaml
 from safetensors import safe_open
@@ -221,6 +222,26 @@ MODELS: dict[str, Any] = {
     "text-generation": gpt2.Config(**{**SMALL, "ffn_width": 64}, max_positions=64),
     "text2text-generation": t5.Config(**SMALL, head_width=8),
 }
+
+
+@pytest.mark.parametrize(
+    ("datasets", "query"),
+    [
+        ([("digest", {"source": {"query_prompt": "find "}})], "'find A query.'"),
+        ([("digest", None)], "'A query.'"),
+        ([], "'A query.'"),
+    ],
+)
+def test_the_example_of_a_reranker_has_the_prompts_of_its_dataset(
+    datasets: list[Any], query: str
+) -> None:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(model_card.__file__).with_name("templates")),
+        undefined=jinja2.ChainableUndefined,
+    )
+    environment.filters |= {"fenced": model_card._fenced, "repr": repr}
+    template = environment.get_template("text-ranking.md.jinja")
+    assert f"query = {query}\n" in template.render(name="mine", datasets=datasets)
 
 
 @pytest.mark.parametrize("task", MODELS)

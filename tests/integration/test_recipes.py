@@ -678,6 +678,8 @@ def test_recipes_of_embeddings_are_as_published() -> None:
     assert 1 / minilm["temperature"] == pytest.approx(20)  # scale=20 of its train_script.py
     assert (minilm["symmetric"], minilm["pool"], minilm["normalize"]) == (True, "mean", True)
     assert (gte["temperature"], gte["pool"], gte["max_length"]) == (0.01, "first", 8192)
+    for settings in (minilm, gte):
+        assert settings["query_length"] == settings["passage_length"] == 128
 
 
 FINE_TUNING = FOLDER.parent / "finetune"

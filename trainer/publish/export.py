@@ -119,6 +119,12 @@ def export_adapter(checkpoint: str, folder: str, scores: Sequence[Path] = ()) ->
     weights = load_weights(checkpoint)
     if weights.config.peft is None or weights.base is None:
         raise ConfigError(f"{checkpoint} is a whole model without an adapter; leave --adapter out")
+    if weights.config.head == "embedding":
+        # The names in adapters are of models with a head; AutoModel has others.
+        raise ConfigError(
+            f"{checkpoint} embeds texts, and peft cannot add its adapter to a model without a "
+            "head. Leave --adapter out: the export merges LoRA into the weights."
+        )
     base = weights.base
     # A run that started from another adapter went on training it: take the plain model below.
     while base.base is not None and base.config.peft is not None:
