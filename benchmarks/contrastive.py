@@ -116,10 +116,10 @@ def theirs(job: Job, turns: sides.Turns, loss: str) -> None:
 def measure(job: Job, steps: int, repeats: int) -> Comparison:
     """All sides in turns of some steps."""
     build_pairs(job.pairs, job.model, Path(job.folder))
-    losses = ("CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss")
     all_sides: Mapping[str, sides.Serve] = {
         "samestep": sides.ours,
-        **{loss: partial(theirs, loss=loss) for loss in losses},
+        "their cached loss": partial(theirs, loss="CachedMultipleNegativesRankingLoss"),
+        "their plain loss": partial(theirs, loss="MultipleNegativesRankingLoss"),
     }
     title = (
         f"Contrastive training: {job.batch} pairs per step, micro-batches of {job.micro_batch}, "

@@ -170,7 +170,7 @@ def versions() -> str:
     """Python and the packages that matter here, as far as they are installed."""
     packages = (
         *("torch", "triton", "numpy", "tokenizers", "transformers", "accelerate", "datasets"),
-        *("webdataset", "litdata"),
+        *("sentence-transformers", "webdataset", "litdata"),
     )
     found = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return ", ".join(

@@ -126,6 +126,7 @@ class Gain:
                 "path": str(dataset),
                 "sequence_length": options.length * texts,
                 "packing": "padded",
+                "lanes": min(options.rows, 64),  # small datasets do not fill more
                 "group_by_length": options.rows,
             },
             "objective": objective,

@@ -7,6 +7,7 @@ JOB is a JSON file; its environment needs the library of `job["library"]`, and n
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -76,6 +77,9 @@ def step(job: dict[str, Any], case: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    found = [step(job, case) for case in job["cases"]]
+    found = []
+    for case in job["cases"]:
+        found.append(step(job, case))
+        gc.collect()  # a trainer and its model hold each other
     if os.environ["RANK"] == "0":
         Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")

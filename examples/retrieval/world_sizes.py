@@ -12,7 +12,7 @@ gradients. The exit code is 1 if samestep's figures differ by more than 1e-5 bet
 
 PyLate needs other versions of the libraries than samestep's tools:
 
-    python -m venv pylate && pylate/bin/pip install torch pylate
+    python -m venv pylate && pylate/bin/pip install pylate
     python -m examples.retrieval.world_sizes pairs.jsonl --pylate pylate/bin/python
 """
 
