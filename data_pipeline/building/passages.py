@@ -184,6 +184,7 @@ class _Finder:
                 row = self._rows.row(record)
             except BadRecord:  # the second pass reports it
                 continue
+            # One row with scores and one without are enough to reject a source.
             if row.scores:
                 scored = scored or (record.file, record.line)
             else:
@@ -221,6 +222,8 @@ class RetrievalWriter(UnitWriter):
         row = replace(row, numbers=tuple(numbers.tolist()))
         split = self._split(record, row.texts[0])
         documents = [Parsed(record.file, record.line, split, list(row.texts), row)]
+        # A passage is new where its number is the next one: earlier units, or earlier rows of this
+        # one, have stored the others.
         if self._rows.source.corpus is None:
             for text, place in zip(row.passages, row.numbers, strict=True):
                 if place == self._next:

@@ -58,6 +58,7 @@ class Passages:
 
     def read(self, number: Int64, length: Int64) -> npt.NDArray[np.int32]:
         """The first tokens of passages, end to end: int32 [sum of `length`]."""
+        # Shards with 3, 2 and 4 passages begin at 0, 3 and 5; passage 4 is in the second one.
         shard = np.searchsorted(self.first, number, side="right") - 1
         begin = self.start[number]
         files = (self.tokens[each] for each in shard.tolist())

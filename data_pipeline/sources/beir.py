@@ -108,6 +108,7 @@ def judged(files: tuple[str, ...], splits: int, columns: tuple[str, str, str]) -
             texts[name] = text(row, "text")
         except BadRecord as error:
             yield Record(len(files) - 1, record.line, b"", 0.0, str(error))
+    # Judgments of a query need not follow each other, so a split is read whole before its rows.
     for split in range(splits):
         first: dict[str, int] = {}
         scores: dict[str, dict[str, int]] = {}

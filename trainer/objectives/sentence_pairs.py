@@ -94,6 +94,8 @@ class SentencePairs(RowTask):
         first = examples.column.reshape(-1, self.texts) - 1
         place = np.arange(sequence_length)
         used = np.greater(batch["segments"], 0)
+        # Texts that begin at 0, 4 and 9 have the positions 0-3, 4-8 and the rest: their numbers
+        # count the later texts that have begun.
         number = (place >= first[:, 1:, None]).sum(axis=1)
         tokens = batch["tokens"].astype(np.int32)
         np.put_along_axis(tokens, first, self._rows.begin, axis=1)

@@ -155,6 +155,7 @@ class Retrieval(TableSource, TaskSource):
             return judged(self.files, self._row_files, names)
         if self.corpus is None:
             return super().records()
+        # The files of passages come behind, in an order of their own.
         files = self.files[: self._row_files]
         return dataclasses.replace(self, files=files, corpus=None).records()
 

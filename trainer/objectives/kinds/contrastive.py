@@ -140,6 +140,7 @@ class Contrastive(SentencePairs, OverBatch):
             passage_length=lengths[1],
         )
         self._of_retrieval: Parts | None = of_retrieval
+        # Only retrieval has such rows; with neither, the dataset decides.
         if config.negatives or lengths != (None, None):
             self._parts, self._of_retrieval = of_retrieval, None
 

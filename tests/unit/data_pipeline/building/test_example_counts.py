@@ -68,10 +68,10 @@ def indices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read, lock = [], threading.Lock()
     read_index = Dataset.read_index
 
-    def counted(self: Dataset, info, sentences: bool = False):
+    def counted(self: Dataset, info, sentences: bool = False, labels: bool = False):
         with lock:
             read.append(info.name)
-        return read_index(self, info, sentences)
+        return read_index(self, info, sentences, labels)
 
     monkeypatch.setattr(Dataset, "read_index", counted)
     return read

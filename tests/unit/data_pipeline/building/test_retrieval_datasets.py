@@ -225,6 +225,13 @@ def test_ids_and_folders_of_beir_give_the_same_examples(folder: Path, tmp_path: 
     assert Dataset.open(tmp_path / "ids").passages.length.shape == (30,)
     rows = Dataset.open(tmp_path / "beir").rows("heldout")
     assert rows[0].texts == (f"query: {row(ROWS)['query']}",)
+    # A tokenizer learns from all passages, and from the queries.
+    for config in sources.values():
+        source = config.build()
+        texts = [source.parse(each) for each in (*source.passages(), *source.records())]
+        assert texts[0] == f"passage: {text(100)}"
+        assert texts[30] == f"query: {row(0)['query']}"
+        assert len(texts) == 30 + ROWS + HELDOUT
 
 
 @pytest.mark.long
