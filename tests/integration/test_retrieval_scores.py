@@ -187,3 +187,24 @@ def test_scores_need_evaluations_and_a_best_score_that_exists(
     train = ("train", experiment_file, *settings(collection), f"output={tmp_path / 'run'}")
     never = "training.evaluate_every=null"
     assert "retrieval needs evaluations" in samestep(*train, never).message
+
+
+@pytest.mark.long
+def test_a_run_of_pairs_with_scores_is_a_reranker(
+    finished_run: Path, dataset_folder: Path, collection: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    steps = ("training.steps=7", "training.evaluate_every=7")
+    tasks.tune("regression", tmp_path, finished_run, dataset_folder / "tokenizer", *steps)
+    retrieval = (
+        "--retrieval",
+        collection,
+        "--rerank-top",
+        30,
+        "--measures",
+        "ndcg@10",
+        "recall@30",
+    )
+    rerank = ("--rerank", tmp_path / "run-regression")
+    found = evaluated(samestep, tmp_path, finished_run, *retrieval, *rerank)
+    assert found["reranked"]["recall@30"] == found["recall@30"]
+    assert found["reranked"]["ndcg@10"] != found["ndcg@10"]
