@@ -194,7 +194,9 @@ def test_a_run_of_pairs_with_scores_is_a_reranker(
     finished_run: Path, dataset_folder: Path, collection: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
     steps = ("training.steps=7", "training.evaluate_every=7")
-    tasks.tune("regression", tmp_path, finished_run, dataset_folder / "tokenizer", *steps)
+    tuned = tasks.tune("regression", tmp_path, finished_run, dataset_folder / "tokenizer", *steps)
+    refused = samestep("train", tuned, f"training.retrieval.path={collection}")
+    assert "embeddings, and this model has a head for classification" in refused.message
     retrieval = (
         "--retrieval",
         collection,

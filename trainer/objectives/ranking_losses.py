@@ -144,11 +144,6 @@ class Distill:
         """The teacher's scores of each row's passages: float32 [B, M]."""
         assert examples.labels is not None, "the examples are no rows of a task"
         scores: Float32 = examples.labels.values.reshape(examples.key.size, -1)
-        if scores.shape[1] == 1 and self.loss != "mse":
-            raise ConfigError(
-                f"distill.loss is {self.loss}, which compares passages, and rows have one. Set "
-                "objective.negatives to 1 or more, or distill.loss to mse."
-            )
         return scores
 
     def __call__(self, similarities: Tensor, scores: Tensor, temperature: float) -> Tensor:

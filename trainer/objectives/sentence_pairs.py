@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
+from trainer.accelerators.kernels import without_autocast
 from trainer.models.inputs import Inputs
 from trainer.models.pooling import ROLES, Pool, Similarity, pool
 from trainer.objectives import ObjectiveConfig, Tensors
@@ -117,7 +118,9 @@ class SentencePairs(RowTask):
         hidden = model(Inputs.of(batch), frozenset({"embedding"}))["embedding"].float()
         segments = batch["segments"][:, None, :]
         number = torch.arange(1, self.texts + 1, device=segments.device)[:, None]
-        return pool(hidden, segments == number, self.config.pool or "mean")
+        # Under autocast the mean, a matrix product, would have 8 bits.
+        with without_autocast(hidden.device):
+            return pool(hidden, segments == number, self.config.pool or "mean")
 
     def comparable(self, embedded: Tensor) -> Tensor:
         """Embeddings [..., D] as vectors whose products are their similarities."""

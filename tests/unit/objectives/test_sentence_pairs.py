@@ -292,8 +292,14 @@ def test_the_lengths_of_both_sides_must_fit() -> None:
     config = contrastive.Config(negatives=2, query_length=8, passage_length=16)
     objective: Any = config.build(VOCABULARY)
     assert objective.pack_spec(56).parts.passage_length == 16
-    with pytest.raises(ConfigError, match=r"sequence_length is 55, .* take 56. Raise it to that"):
+    with pytest.raises(ConfigError, match=r"sequence_length is 55, .* take 56 with"):
         objective.pack_spec(55)
+    # A text without a length of its own needs three positions.
+    for lengths, least in (({"query_length": 50}, 56), ({"passage_length": 26}, 55), ({}, 12)):
+        some: Any = contrastive.Config(negatives=1 + (not lengths), **lengths).build(VOCABULARY)
+        some.pack_spec(least)
+        with pytest.raises(ConfigError, match=f"take {least} with"):
+            some.pack_spec(least - 1)
     with pytest.raises(ConfigError, match=r"passage_length is 2. Use at least 3"):
         contrastive.Config(passage_length=2)
     with pytest.raises(ConfigError, match=r"negatives is -1. Use 0 or more"):
@@ -356,6 +362,16 @@ def test_poolings_of_packed_texts_are_those_of_texts_alone(how: Any) -> None:
             torch.testing.assert_close(found[row, column], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_embeddings_have_fp32_under_autocast() -> None:
+    objective: Any = cosine.Config().build(VOCABULARY)
+    batch = tensors(objective.collate(rows(objective, 3)[0], LENGTH))
+    hidden = torch.randn(3, LENGTH, 8, generator=torch.Generator().manual_seed(0))
+    expected = objective.embed(lambda *_: {"embedding": hidden}, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = objective.embed(lambda *_: {"embedding": hidden}, batch)
+    assert torch.equal(found, expected)
+
+
 def test_products_of_embeddings_of_any_length() -> None:
     pairs = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
     products = pairs[:, 0] @ pairs[:, 1].mT
@@ -383,6 +399,9 @@ def test_wrong_settings_and_rows_are_refused() -> None:
         contrastive.Config(positive=-1)
     with pytest.raises(ConfigError, match=r"margin is -1"):
         contrastive.Config(margin=-1)
+    with pytest.raises(ConfigError, match=r"margin is a cosine, and similarity is dot"):
+        contrastive.Config(margin=0.1, similarity="dot")
+    contrastive.Config(margin=0.1, similarity="dot", normalize=True)
     with pytest.raises(ConfigError, match=r"widths are \[4, 4\]"):
         contrastive.Config(widths=(4, 4))
     wide: Any = contrastive.Config(widths=(4, 32)).build(VOCABULARY)

@@ -87,8 +87,15 @@ class Config(EmbeddingConfig):
                 f"widths are {list(self.widths)}. Use different numbers of at least 1, such as "
                 "[64, 128, 256]."
             )
+        if self.margin is not None and self.compares == "dot":
+            raise ConfigError("margin is a cosine, and similarity is dot. Set one of them to null.")
         if self.negatives < 0:
             raise ConfigError(f"negatives is {self.negatives}. Use 0 or more.")
+        if self.distill is not None and self.distill.loss != "mse" and not self.negatives:
+            raise ConfigError(
+                f"distill.loss is {self.distill.loss}, which compares passages, and rows have one. "
+                "Set negatives to 1 or more, or distill.loss to mse."
+            )
         for name in ("query_length", "passage_length"):
             if (length := getattr(self, name)) is not None and length < 3:
                 raise ConfigError(
@@ -145,15 +152,15 @@ class Contrastive(SentencePairs, OverBatch):
             self._parts, self._of_retrieval = of_retrieval, None
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
-        query, passage = self.config.query_length, self.config.passage_length
-        if query is not None and passage is not None:
-            needed = query + (self.texts - 1) * passage
-            if needed > sequence_length:
-                raise ConfigError(
-                    f"data.sequence_length is {sequence_length}, and a query of {query} positions "
-                    f"and {self.texts - 1} passages of {passage} take {needed}. Raise it to that, "
-                    "or lower objective.passage_length."
-                )
+        # [CLS], a token and [SEP]: the least that a text without a length of its own needs.
+        query, passage = self.config.query_length or 3, self.config.passage_length or 3
+        needed = query + (self.texts - 1) * passage
+        if self._of_retrieval is None and needed > sequence_length:
+            raise ConfigError(
+                f"data.sequence_length is {sequence_length}, and a query of {query} positions and "
+                f"passages of {passage} take {needed} with objective.negatives={self.texts - 2}. "
+                "Raise it to that, or lower objective.passage_length."
+            )
         return replace(super().pack_spec(sequence_length), of_retrieval=self._of_retrieval)
 
     def labels(self, examples: Examples) -> Float32:
@@ -212,14 +219,15 @@ class Contrastive(SentencePairs, OverBatch):
         with torch.enable_grad():
             pairs = embedded.detach().view(len(table), self.texts, -1).requires_grad_()
             masked = self._masked(texts, weights)
-            found = [
-                self._of_width(pairs[..., :width], masked)
-                for width in sorted(self.config.widths) or (pairs.shape[-1],)
-            ]
+            found = [self._of_width(beginning, masked) for beginning in self._beginnings(pairs)]
             nll = torch.stack([each for each, _ in found]).sum(0) * anchor
             (slope,) = torch.autograd.grad(nll.sum(), pairs)
         correct = found[-1][1] * anchor  # of the largest width
         return torch.cat((slope.flatten(1), nll.detach()[:, None], correct[:, None]), 1)
+
+    def _beginnings(self, pairs: Tensor) -> list[Tensor]:
+        """Embeddings [N, T, D] at each of the widths, ascending."""
+        return [pairs[..., :width] for width in sorted(self.config.widths) or (pairs.shape[-1],)]
 
     def _masked(self, texts: Tensor, weights: Tensor) -> Tensor:
         """bool [N, (T - 1) N], True where the text of a column is no candidate for a row.
@@ -272,9 +280,11 @@ class Contrastive(SentencePairs, OverBatch):
         anchor = (batch["labels"] == self.config.positive) * batch["weights"]
         count, distance = anchor.sum(), torch.zeros_like(nll)
         if (distill := self.config.distill) is not None:
-            query, *passages = self.comparable(pairs).unbind(1)
-            found = torch.stack([(query * passage).sum(-1) for passage in passages], 1)
-            distance = distill(found, batch["scores"], self.config.temperature) * anchor
+            for beginning in self._beginnings(pairs):
+                query, *passages = self.comparable(beginning).unbind(1)
+                found = torch.stack([(query * passage).sum(-1) for passage in passages], 1)
+                term = distill(found, batch["scores"], self.config.temperature)
+                distance = distance + term * anchor
             total = total + distance.sum() / totals["examples"]
         value = (nll + distance.detach()).sum()
         means = {"loss": (value, count), "accuracy": (correct.sum(), count)}

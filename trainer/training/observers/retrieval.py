@@ -178,6 +178,11 @@ def read(
     config, settings = experiment.training.retrieval, experiment.model
     assert config is not None
     depth_of(config.measures)
+    if experiment.model.head not in ("language_model", "embedding"):
+        raise ConfigError(
+            "training.retrieval compares embeddings, and this model has a head for "
+            f"{experiment.model.head}. Set it to null; samestep evaluate --rerank scores rerankers."
+        )
     with torch.device("meta"):
         model = experiment.build_model()
     if f"layer.{settings.layers}" not in model.offers:
