@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests wait for a third of their time, so there are more workers than cores.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-gpu check docs conformance chaos fuzz bench bench-gpu bench-scale clean
+.PHONY: help install demo test test-long test-all test-exhaustive test-kernels test-kernels-all test-images test-slurm test-xla test-xla-all test-tpu-compiler test-gpu check docs conformance chaos fuzz bench bench-gpu bench-scale clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -80,6 +80,9 @@ test-xla: install $(XLA_ENV)/.installed  ## the tests of TPUs' code, on XLA's CP
 
 test-xla-all: test-xla  ## the same for every family and option
 	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla -m exhaustive
+
+test-tpu-compiler: install $(XLA_ENV)/.installed  ## whole training steps with the compiler of TPUs: memory and traffic beside samestep plan (half an hour; resumes)
+	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m benchmarks.tpu_compiler $(OPTIONS)
 
 $(XLA_ENV)/.installed:
 	@echo "installing torch 2.9 and torch-xla into $(XLA_ENV) (some minutes)"

@@ -11,6 +11,7 @@ import tokenizers
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.writing import write_shard
 from data_pipeline.tokenizers.huggingface import HuggingFace
+from data_pipeline.tokenizers.sentences import splitter_version
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 
 VOCAB_SIZE = 30_522
@@ -22,12 +23,14 @@ def write_dataset(
     lengths: Sequence[int] = (2**18,) * 16,
     vocab_size: int = VOCAB_SIZE,
     sentinels: int = 0,
+    sentence: int | None = None,
 ) -> None:
     """Writes documents of random words of a made-up vocabulary, all in one shard.
 
     Args:
         lengths: tokens of each document.
         sentinels: number of T5's sentinels in the vocabulary; with any, it has </s> as well.
+        sentence: tokens of a sentence; None stores no sentences.
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(["</s>"] if sentinels else [])]
     words = [f"w{i}" for i in range(vocab_size - len(special) - sentinels)]
@@ -41,7 +44,10 @@ def write_dataset(
     values = np.random.default_rng(0).integers(first, after, sum(lengths), dtype=np.uint16)
     origin = np.array([(0, i) for i in range(len(lengths))], dtype=np.uint32)
     documents = np.split(values, np.cumsum(lengths)[:-1])
-    shard = write_shard(folder / "train-000000.tar", documents, origin, values.dtype)
+    sentences = None
+    if sentence is not None:
+        sentences = [np.arange(0, length, sentence) for length in lengths]
+    shard = write_shard(folder / "train-000000.tar", documents, origin, values.dtype, sentences)
     Manifest(
         format=FORMAT,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -52,4 +58,5 @@ def write_dataset(
         documents_in=len(lengths),
         documents_rejected={},
         splits={"train": (shard,), "heldout": ()},
+        settings={} if sentence is None else {"sentences": splitter_version("rules")},
     ).save(folder)
