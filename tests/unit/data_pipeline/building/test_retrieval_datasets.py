@@ -198,6 +198,13 @@ def test_an_example_depends_on_its_row_and_epoch_alone(built: Path) -> None:
     assert other.tokens.tolist() != everything.tokens.tolist()
 
 
+def test_held_out_rows_have_the_same_passages_for_every_seed(built: Path) -> None:
+    first, other = (read(built, 0, split="heldout", seed=seed) for seed in (5, 6))
+    assert first.tokens.tolist() == other.tokens.tolist()
+    assert first.key.tolist() != other.key.tolist(), "masks and dropout are the seed's"
+    assert {each.size for each in (first.key, other.key)} == {HELDOUT}
+
+
 PROMPTS = {"query_prompt": "query: ", "passage_prompt": "passage: "}
 
 
