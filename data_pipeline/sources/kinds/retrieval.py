@@ -200,6 +200,7 @@ class Retrieval(TableSource, TaskSource):
             raise BadRecord(f"no {config.positive}")
         named = (name for name in config.negatives if name in self.columns or name in row)
         negatives = [each for name in named for each in self._passages(row, name)]
+        _check_distinct(positives, negatives)
         scores = self._scores(row, len(positives) + len(negatives))
         return RetrievalRow(
             (config.query_prompt + query,),
@@ -239,3 +240,12 @@ class Retrieval(TableSource, TaskSource):
         if not np.isfinite(scores).all():
             raise BadRecord(f"{name} holds what is no finite number: {brief(values)}")
         return tuple(scores.tolist())
+
+
+def _check_distinct(positives: list[str], negatives: list[str]) -> None:
+    if both := set(positives) & set(negatives):
+        raise BadRecord(f"a negative equals a positive: {brief(min(both))}")
+    for name, side in (("positive", positives), ("negative", negatives)):
+        if len(set(side)) < len(side):
+            again = next(each for index, each in enumerate(side) if each in side[:index])
+            raise BadRecord(f"a {name} comes twice: {brief(again)}")

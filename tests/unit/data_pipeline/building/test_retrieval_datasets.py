@@ -27,6 +27,7 @@ from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.packed_split import PackedSplit
+from data_pipeline.sources import BadRecord
 from data_pipeline.sources.beir import Folder
 from data_pipeline.sources.kinds import retrieval
 from data_pipeline.sources.table import HubDataset
@@ -343,6 +344,12 @@ BAD: dict[str, tuple[Any, str]] = {
         "scores holds what is no finite number",
     ),
     "large score": ({**GOOD, "scores": [1e39]}, "scores holds what is no finite number"),
+    "both": ({**GOOD, "negatives": ["a", "the dog"]}, "a negative equals a positive: 'the dog'"),
+    "positive twice": ({**QUERY, "positive": ["a", "a"]}, "a positive comes twice: 'a'"),
+    "negative twice": (
+        {**GOOD, "negatives": ["b", "a"], "negative": "a"},
+        "a negative comes twice: 'a'",
+    ),
     "no tokens": ({**GOOD, "negatives": ["\u200b"]}, "no tokens in a positive or negative"),
 }
 
@@ -362,6 +369,14 @@ def test_bad_rows_are_named(name: str, folder: Path, tmp_path: Path) -> None:
     assert sum(manifest.documents_rejected.values()) == 1
     spec = PackSpec(48, 1, 1, parts=Parts("retrieval", between=2))
     assert len(read(tmp_path / "data", 0, spec).key) == 2
+
+
+def test_an_id_that_comes_twice_in_a_row_is_named(tmp_path: Path) -> None:
+    passages = (write(tmp_path / "passages.jsonl", [{"_id": 1, "text": "a fox"}]),)
+    file = write(tmp_path / "rows.jsonl", [{**QUERY, "positive": 1, "negatives": ["1"]}])
+    source = retrieval.Config((file,), passages=passages).build()
+    with pytest.raises(BadRecord, match="a negative equals a positive: '1'"):
+        source.parse_row(next(source.records()))
 
 
 def test_scores_of_some_rows_only(folder: Path, tmp_path: Path) -> None:
