@@ -21,6 +21,7 @@ from data_pipeline.sources.columns import (
     column,
     items,
     label_text,
+    listed,
     nested,
     number,
     row_of,
@@ -33,6 +34,7 @@ from samestep.tasks import TaskKind
 
 _NEGATIVES = ("negatives", "negative")
 _SCORES = "scores"
+_COLUMNS = ("query", "positive", "negatives", "scores")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class Config(TableConfig):
             raise ConfigError(
                 f"beir is {self.beir.path}, which has rows and passages. Leave paths, heldout, "
                 "dataset, header and passages out."
+            )
+        elif any(getattr(self, name) != getattr(Config, name) for name in _COLUMNS):
+            raise ConfigError(
+                f"beir is {self.beir.path}, whose rows have columns of their own. Leave "
+                f"{listed(_COLUMNS)} out."
             )
 
     def build(self) -> Retrieval:
@@ -151,8 +158,7 @@ class Retrieval(TableSource, TaskSource):
 
     def records(self) -> Iterator[Record]:
         if self.config.beir is not None:
-            names = (self.config.query, self.config.positive, self.config.negatives[0])
-            return judged(self.files, self._row_files, names)
+            return judged(self.files, self._row_files)
         if self.corpus is None:
             return super().records()
         # The files of passages come behind, in an order of their own.

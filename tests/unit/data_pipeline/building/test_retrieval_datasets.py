@@ -429,6 +429,9 @@ def test_bad_folders_of_beir_are_named(name: str, folder: Path, tmp_path: Path) 
 def test_wrong_settings_of_the_source() -> None:
     with pytest.raises(ConfigError, match="beir is x, which has rows and passages"):
         retrieval.Config(("a.jsonl",), beir=Folder("x"))
+    for name, value in (("negatives", ()), ("query", "q"), ("positive", "p"), ("scores", None)):
+        with pytest.raises(ConfigError, match="beir is x, whose rows have columns of their own"):
+            retrieval.Config(beir=Folder("x"), **{name: value})
     with pytest.raises(ConfigError, match=r"beir.split and beir.heldout are both 'dev'"):
         Folder("x", "dev", "dev")
     with pytest.raises(ConfigError, match=r"nowhere has no queries.jsonl"):
