@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.building import pool
+from data_pipeline.building import decontamination, pool
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
 from data_pipeline.building.export import export
 from data_pipeline.building.slices import Slice
+from data_pipeline.building.units import CONTAMINATED
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
@@ -29,7 +30,7 @@ from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.packed_split import PackedSplit
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.beir import Folder
-from data_pipeline.sources.kinds import retrieval
+from data_pipeline.sources.kinds import jsonl, retrieval
 from data_pipeline.sources.table import HubDataset
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import ConfigError, CorruptError, DataError
@@ -436,6 +437,34 @@ def test_wrong_settings_of_the_source() -> None:
         Folder("x", "dev", "dev")
     with pytest.raises(ConfigError, match=r"nowhere has no queries.jsonl"):
         Folder("nowhere").queries()
+
+
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_rows_with_a_passage_of_the_test_are_left_out(
+    by_ids: bool, folder: Path, tmp_path: Path
+) -> None:
+    test = decontamination.Config(jsonl.Config((write(tmp_path / "t.jsonl", [{"text": TEXT}]),)))
+    texts = {"1": TEXT, "2": "a dog", "3": "a fox"}
+    corpus = [{"_id": name, "text": each} for name, each in texts.items()]
+    rows = [("who", "2", ["1"]), ("what", "3", ["2"]), ("why", "1", ["3"])]
+    names = {name: name for name in texts} if by_ids else texts
+    lines = [
+        {"query": query, "positive": names[positive], "negatives": [names[n] for n in negatives]}
+        for query, positive, negatives in rows
+    ]
+    passages = (write(tmp_path / "corpus.jsonl", corpus),) if by_ids else ()
+    source = retrieval.Config((write(tmp_path / "rows.jsonl", lines),), passages=passages)
+    settings = {"heldout_fraction": 0.0, "decontaminate": test}
+    manifest = build(config_of(folder, tmp_path / "data", source, **settings))
+    assert manifest is not None
+    assert manifest.documents_rejected == {CONTAMINATED: 2 + by_ids}
+    spec = PackSpec(48, 1, 1, parts=Parts("retrieval", between=2, negatives=1))
+    found = read(tmp_path / "data", 0, spec)
+    assert texts_of(found, tmp_path / "data") == [["what", "a fox", "a dog"]]
+    if by_ids:
+        write(tmp_path / "rows.jsonl", [*lines, {"query": "who", "positive": "4"}])
+        with pytest.raises(DataError, match=r"rows.jsonl:4: no passage has this id: '4'"):
+            build(config_of(folder, tmp_path / "again", source, **settings))
 
 
 def test_numbers_of_passages_are_exact(tmp_path: Path) -> None:
