@@ -372,6 +372,23 @@ def test_bad_rows_are_named(name: str, folder: Path, tmp_path: Path) -> None:
     assert len(read(tmp_path / "data", 0, spec).key) == 2
 
 
+def test_scores_that_a_loss_is_not_defined_for_are_named(folder: Path, tmp_path: Path) -> None:
+    """When shards are counted, and not with cached counts of a loss that takes any."""
+    rows = [{**GOOD, "query": f"fox {number}", "scores": [0.5]} for number in range(3)]
+    file = write(tmp_path / "rows.jsonl", [*rows, {**GOOD, "scores": [1.5]}])
+    config = config_of(folder, tmp_path / "data", retrieval.Config((file,)), heldout_fraction=0.0)
+    build(config)
+
+    def split(score_range: tuple[float, float] | None) -> PackedSplit:
+        parts = Parts("retrieval", score_range=score_range)
+        spec = PackSpec(48, 1, 1, parts=parts)
+        return PackedSplit(Dataset.open(tmp_path / "data"), "train", spec, "padded", 5)
+
+    assert split(None).counts.sum() == split((0, 64)).counts.sum() == 4
+    with pytest.raises(DataError, match=rf"{file}:4: the row has the score 1.5, .* from 0 to 1;"):
+        split((0, 1))
+
+
 def test_an_id_that_comes_twice_in_a_row_is_named(tmp_path: Path) -> None:
     passages = (write(tmp_path / "passages.jsonl", [{"_id": 1, "text": "a fox"}]),)
     file = write(tmp_path / "rows.jsonl", [{**QUERY, "positive": 1, "negatives": ["1"]}])
