@@ -59,6 +59,7 @@ class Parts:
         negatives: of retrieval: the number of a row's negatives that an example has.
         query_length, passage_length: of retrieval: positions of a text with the special tokens
             around it; a longer text is truncated. None is limited by `sequence_length` alone.
+        score_range: of retrieval: the least and the highest score that a loss is defined for.
     """
 
     kind: TaskKind
@@ -70,6 +71,7 @@ class Parts:
     negatives: int = 0
     query_length: int | None = None
     passage_length: int | None = None
+    score_range: tuple[float, float] | None = None
 
     @property
     def layout(self) -> Layout:

@@ -41,6 +41,7 @@ from samestep.errors import DataError
 from samestep.hashing import U64
 from samestep.storage import atomic_write, shown
 
+_MISSING, _LEFT_OUT = -1, -2  # instead of a number
 _KEY_BYTES = 16  # of a passage's hash: two texts never share one
 Keys = npt.NDArray[np.bytes_]
 
@@ -68,9 +69,13 @@ class Numbers:
 
 
 class _Found(NamedTuple):
-    """The distinct passages of a unit, and places of a row with scores and of one without."""
+    """The distinct passages of a unit, and places of a row with scores and of one without.
+
+    Passages of the test are in `left_out` if rows may name them by ids.
+    """
 
     keys: Keys
+    left_out: Keys
     scored: tuple[int, int] | None
     bare: tuple[int, int] | None
 
@@ -83,7 +88,7 @@ def number(
     Args:
         units: all of the source.
         folder: of the dataset in the making.
-        test: passages that it matches are left out.
+        test: passages that it matches are left out, and so are the rows that name them.
 
     Raises:
         DataError: some rows have scores and others do not.
@@ -111,12 +116,20 @@ def number(
     places = order[is_first]
     numbers = np.empty(len(places), dtype=np.int64)
     numbers[np.argsort(places)] = np.arange(len(places))
-    arrays = {_path(folder, "keys"): by_key[is_first], _path(folder, "numbers"): numbers}
+    left_out = np.setdiff1d(np.concatenate([keys[:0], *(each.left_out for each in ordered)]), keys)
+    table = by_key[is_first]
+    at = np.searchsorted(table, left_out)
+    arrays = {
+        _path(folder, "keys"): np.insert(table, at, left_out),
+        _path(folder, "numbers"): np.insert(numbers, at, _LEFT_OUT),
+    }
     for path, array in arrays.items():
         with atomic_write(path) as file:
             np.save(file, array)
     first = np.searchsorted(np.sort(places), np.cumsum(sizes) - sizes)
-    digest = hashlib.blake2b(keys.tobytes() + np.array(sizes).tobytes(), digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (keys, np.array(sizes), left_out):
+        digest.update(array.tobytes())
     return Numbers(first, digest.hexdigest(), scored)
 
 
@@ -143,7 +156,6 @@ class _Rows:
         """Returns the key and the text of a passage with an id."""
         name, text = self.source.parse_passage(record)
         self._check(text, "passage")
-        self._check_test(text)
         return _key(name), text
 
     def row(self, record: Record) -> RetrievalRow:
@@ -153,7 +165,7 @@ class _Rows:
         if self.source.corpus is None:
             for text in row.passages:
                 self._check(text, "positive or negative")
-        self._check_test("\n".join((*row.texts, *row.passages)))
+        self.check_test("\n".join((*row.texts, *row.passages)))
         return row
 
     def _check(self, text: str, name: str) -> None:
@@ -162,9 +174,14 @@ class _Rows:
         if not any(map(str.isalnum, text)) and not len(self._tokenizer.encode_batch([text])[0]):
             raise BadRecord(f"no tokens in a {name}")
 
-    def _check_test(self, text: str) -> None:
-        if self._test is not None and self._test.matches(text):
+    def check_test(self, text: str) -> None:
+        """Raises BadRecord for text of the test."""
+        if self.is_test(text):
             raise BadRecord(CONTAMINATED)
+
+    def is_test(self, text: str) -> bool:
+        """Whether it has text of the test."""
+        return self._test is not None and self._test.matches(text)
 
 
 class _Finder:
@@ -174,12 +191,13 @@ class _Finder:
         self._rows = _Rows(source, Tokenizer.load(folder / "tokenizer", saved=True), test)
 
     def __call__(self, unit: Unit) -> _Found:
-        keys: dict[bytes, None] = {}
+        keys, left_out = dict[bytes, None](), dict[bytes, None]()
         scored = bare = None
         for record in unit.records:
             try:
                 if self._rows.source.is_passage(record):
-                    keys[self._rows.passage(record)[0]] = None
+                    key, text = self._rows.passage(record)
+                    (left_out if self._rows.is_test(text) else keys)[key] = None
                     continue
                 row = self._rows.row(record)
             except BadRecord:  # the second pass reports it
@@ -191,7 +209,8 @@ class _Finder:
                 bare = bare or (record.file, record.line)
             if self._rows.source.corpus is None:
                 keys.update(dict.fromkeys(map(_key, row.passages)))
-        return _Found(np.array([*keys], f"S{_KEY_BYTES}"), scored, bare)
+        found, out = (np.array([*each], f"S{_KEY_BYTES}") for each in (keys, left_out))
+        return _Found(found, out, scored, bare)
 
 
 class RetrievalWriter(UnitWriter):
@@ -211,13 +230,16 @@ class RetrievalWriter(UnitWriter):
     def _documents(self, record: Record) -> list[Parsed]:
         if self._rows.source.is_passage(record):
             key, text = self._rows.passage(record)
+            self._rows.check_test(text)
             # Numbers follow the order of first places, so an earlier number is of an earlier line.
             if self._number([key])[0] != self._next:
                 raise BadRecord(f"duplicate id: {self._rows.source.parse_passage(record)[0]!r}")
             return [self._passage(record, text)]
         row = self._rows.row(record)
         numbers = self._number(list(map(_key, row.passages)))
-        if missing := np.flatnonzero(numbers < 0).tolist():
+        if (numbers == _LEFT_OUT).any():
+            raise BadRecord(CONTAMINATED)
+        if missing := np.flatnonzero(numbers == _MISSING).tolist():
             raise BadRecord(f"no passage has this id: {row.passages[missing[0]]!r}")
         row = replace(row, numbers=tuple(numbers.tolist()))
         split = self._split(record, row.texts[0])
@@ -235,13 +257,13 @@ class RetrievalWriter(UnitWriter):
         return Parsed(record.file, record.line, PASSAGES, [text], None)
 
     def _number(self, keys: list[bytes]) -> Int64:
-        """The numbers of passages; -1 where there is none."""
+        """The numbers of passages; negative where there is none."""
         wanted = np.array(keys, f"S{_KEY_BYTES}")
         # Beyond the last key, any place will do: its key differs.
         place = np.minimum(np.searchsorted(self._keys, wanted), max(0, len(self._keys) - 1))
         if not len(self._keys):
-            return np.full(len(keys), -1)
-        return np.where(self._keys[place] == wanted, self._numbers[place], -1)
+            return np.full(len(keys), _MISSING)
+        return np.where(self._keys[place] == wanted, self._numbers[place], _MISSING)
 
     def _hashes(self, splits: dict[str, list[tuple[Parsed, Encoded]]]) -> U64:
         found = [origin.row for members in splits.values() for origin, _ in members]

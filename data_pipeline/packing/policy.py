@@ -42,12 +42,16 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
 
 
 def count_digest(spec: PackSpec, policy: Policy) -> str:
-    """Hex digest of a packing, equal for packings with equal numbers of examples."""
+    """Hex digest of a packing, equal for packings with equal numbers of examples and checks."""
     spec = replace(spec, of_pairs=None)  # the layout of other datasets
     # `concat` and `padded` fill the first side only: T5's objectives share their counts.
     if policy in ("concat", "padded") and not spec.text_pairs:
         spec = replace(spec, sides=None)
-    return packing_digest(spec, policy)
+    digest = packing_digest(spec, policy)
+    if spec.parts is None or spec.parts.score_range is None:
+        return digest
+    # Counting checks the scores, and cached counts of another loss would skip that.
+    return hashlib.sha256(f"{digest} {spec.parts.score_range}".encode()).hexdigest()
 
 
 def _description(parts: Parts) -> str:

@@ -28,7 +28,7 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
 
 
 def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
-    """Rejects rows with fewer negatives than an example needs, and sequences without room.
+    """Rejects rows with too few negatives or unusable scores, and sequences without room.
 
     Args:
         files: names of the source files that `shard.origin` refers to.
@@ -53,6 +53,17 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
             f"reads {needed} (too few in {wrong.size} of the {len(counts)} rows of its shard); "
             "lower objective.negatives, or remove such rows"
         )
+    if spec.parts.score_range is not None:
+        least, most = spec.parts.score_range
+        wrong = np.flatnonzero(~((shard.labels >= least) & (shard.labels <= most)))
+        if wrong.size:
+            row = np.searchsorted(shard.label_start, wrong[0], side="right") - 1
+            file, line = shard.origin[row].tolist()
+            raise DataError(
+                f"{files[file]}:{line}: the row has the score {shard.labels[wrong[0]]:g}, and this "
+                f"loss needs scores from {least:g} to {most:g}; use objective.loss=softmax, or "
+                "mse, margin_mse or kl, which take any scores"
+            )
     texts = 2 if spec.parts.layout == "choices" else 2 + needed  # in a sequence
     special = spec.prefix + spec.suffix + spec.parts.between * (texts - 1)
     if spec.sequence_length < special + texts:

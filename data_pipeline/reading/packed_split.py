@@ -79,6 +79,8 @@ class PackedSplit:
         if self._is_retrieval:
             dataset.passages  # noqa: B018  # whole on this node before the first step
         self._seed = seed
+        # Every seed is scored with the same passages of held-out rows.
+        self._choice_seed = 0 if split == "heldout" else seed
         self._open: OrderedDict[int, PackedShard] = OrderedDict()
         self._plan_bytes = 0  # of the shards in `_open`
         self._lock = threading.Lock()
@@ -117,7 +119,8 @@ class PackedSplit:
             from data_pipeline.reading.retrieval_rows import positions
 
             shards = [opened[shard] for shard in at.shard.tolist()]
-            return positions(shards, at.index, self._keys(at), self._dataset.passages, self._spec)
+            keys = self._keys(at, self._choice_seed)
+            return positions(shards, at.index, keys, self._dataset.passages, self._spec)
         ends = [
             opened[shard].rows[index, 5]
             for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)
@@ -159,7 +162,7 @@ class PackedSplit:
             row=np.repeat(np.arange(len(shards)), end - first),
             column=column,
             length=length,
-            key=self._keys(at),
+            key=self._keys(at, self._seed),
             weight=weight,
             isolated=self._policy in ("best_fit", "padded") and self._spec.parts is None,
             random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)])
@@ -172,10 +175,11 @@ class PackedSplit:
             return examples
         from data_pipeline.reading.retrieval_rows import complete
 
-        return complete(examples, shards, at.index, self._dataset.passages, self._spec)
+        keys = self._keys(at, self._choice_seed)
+        return complete(examples, shards, at.index, keys, self._dataset.passages, self._spec)
 
-    def _keys(self, at: Location) -> U64:
-        return combine(self._seed, _EXAMPLE, at.epoch, self.ids(at))
+    def _keys(self, at: Location, seed: int) -> U64:
+        return combine(seed, _EXAMPLE, at.epoch, self.ids(at))
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
         """Returns the (source file, line) of each chunk of B examples, example by example."""

@@ -35,7 +35,7 @@ def choose(shards: Sequence[PackedShard], index: Int64, key: U64, negatives: int
 
     Args:
         shards: of each row; its index in the shard is `index`.
-        key: uint64 [B], which differs from epoch to epoch.
+        key: uint64 [B], which in training differs from epoch to epoch.
     """
     places = zip(shards, (2 * index).tolist(), strict=True)
     # Of each row: the first positive, the first negative, and the end.
@@ -104,18 +104,20 @@ def complete(
     queries: Examples,
     shards: Sequence[PackedShard],
     index: Int64,
+    key: U64,
     passages: Passages,
     spec: PackSpec,
 ) -> Examples:
-    """Adds the passages of an epoch to B examples, which have a query each.
+    """Adds passages to B examples, which have a query each.
 
     Args:
         shards: of each example; its index in the shard is `index`.
+        key: as for `choose`.
     """
     parts, labels = spec.parts, queries.labels
     assert parts is not None
     assert labels is not None
-    chosen = choose(shards, index, queries.key, parts.negatives)
+    chosen = choose(shards, index, key, parts.negatives)
     length = np.concatenate((queries.length[:, None], passages.length[chosen.number]), axis=1)
     layout = _lay_out(length.astype(np.int64), spec)
     # Tokens of queries and of passages come from two arrays, and are merged chunk by chunk.

@@ -87,7 +87,7 @@ class Folder:
         )
 
 
-def judged(files: tuple[str, ...], splits: int, columns: tuple[str, str, str]) -> Iterator[Record]:
+def judged(files: tuple[str, ...], splits: int) -> Iterator[Record]:
     """Yields a row for each judged query, with the ids of its documents.
 
     The line of a row is the line of the query's first judgment. Bad lines are records with a
@@ -96,7 +96,6 @@ def judged(files: tuple[str, ...], splits: int, columns: tuple[str, str, str]) -
     Args:
         files: the judgments of each split first, and the queries last.
         splits: number of splits.
-        columns: names of the query, its positives and its negatives in the rows.
     """
     texts: dict[str, str] = {}
     for record in read_records(files[-1:], lines):
@@ -127,10 +126,9 @@ def judged(files: tuple[str, ...], splits: int, columns: tuple[str, str, str]) -
         for number, (query, found) in enumerate(scores.items(), start=1):
             positives = [name for name, score in found.items() if score > 0]
             negatives = [name for name, score in found.items() if score <= 0]
-            values = (texts[query], positives, negatives)
-            data = encoded(dict(zip(columns, values, strict=True)))
+            row = {"query": texts[query], "positive": positives, "negatives": negatives}
             read = (split + number / len(scores)) / splits
-            yield Record.of(split, first[query], data, read)
+            yield Record.of(split, first[query], encoded(row), read)
 
 
 def _judgment(line: bytes) -> tuple[str, str, int]:

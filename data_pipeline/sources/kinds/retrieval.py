@@ -21,6 +21,7 @@ from data_pipeline.sources.columns import (
     column,
     items,
     label_text,
+    listed,
     nested,
     number,
     row_of,
@@ -33,6 +34,7 @@ from samestep.tasks import TaskKind
 
 _NEGATIVES = ("negatives", "negative")
 _SCORES = "scores"
+_COLUMNS = ("query", "positive", "negatives", "scores")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class Config(TableConfig):
             raise ConfigError(
                 f"beir is {self.beir.path}, which has rows and passages. Leave paths, heldout, "
                 "dataset, header and passages out."
+            )
+        elif any(getattr(self, name) != getattr(Config, name) for name in _COLUMNS):
+            raise ConfigError(
+                f"beir is {self.beir.path}, whose rows have columns of their own. Leave "
+                f"{listed(_COLUMNS)} out."
             )
 
     def build(self) -> Retrieval:
@@ -151,8 +158,7 @@ class Retrieval(TableSource, TaskSource):
 
     def records(self) -> Iterator[Record]:
         if self.config.beir is not None:
-            names = (self.config.query, self.config.positive, self.config.negatives[0])
-            return judged(self.files, self._row_files, names)
+            return judged(self.files, self._row_files)
         if self.corpus is None:
             return super().records()
         # The files of passages come behind, in an order of their own.
@@ -200,6 +206,7 @@ class Retrieval(TableSource, TaskSource):
             raise BadRecord(f"no {config.positive}")
         named = (name for name in config.negatives if name in self.columns or name in row)
         negatives = [each for name in named for each in self._passages(row, name)]
+        _check_distinct(positives, negatives)
         scores = self._scores(row, len(positives) + len(negatives))
         return RetrievalRow(
             (config.query_prompt + query,),
@@ -239,3 +246,12 @@ class Retrieval(TableSource, TaskSource):
         if not np.isfinite(scores).all():
             raise BadRecord(f"{name} holds what is no finite number: {brief(values)}")
         return tuple(scores.tolist())
+
+
+def _check_distinct(positives: list[str], negatives: list[str]) -> None:
+    if both := set(positives) & set(negatives):
+        raise BadRecord(f"a negative equals a positive: {brief(min(both))}")
+    for name, side in (("positive", positives), ("negative", negatives)):
+        if len(set(side)) < len(side):
+            again = next(each for index, each in enumerate(side) if each in side[:index])
+            raise BadRecord(f"a {name} comes twice: {brief(again)}")

@@ -343,16 +343,15 @@ def test_scores_are_of_the_rank_of_the_positive() -> None:
     assert [float(each) for each in loss.metrics["accuracy"]] == [first, 5]
 
 
-def test_labels_that_a_loss_is_not_defined_for_are_refused() -> None:
-    for loss, value, limits in (("binary", 1.5, "0 to 1"), ("pairwise", -0.5, "0 to 64")):
-        objective: Any = ranking.Config(loss, negatives=2).build(VOCABULARY)
-        examples, _ = rows(objective)
-        assert examples.labels is not None
-        examples.labels.values[4] = value
-        with pytest.raises(ConfigError, match=rf"row 1 .* {value}.* labels from {limits}"):
-            objective.collate(examples, LENGTH)
-    any_order: Any = ranking.Config("pairwise", negatives=2, pair_weights="none").build(VOCABULARY)
-    assert any_order.collate(examples, LENGTH)["labels"][1, 1] == -0.5
+def test_losses_name_the_scores_that_they_are_defined_for() -> None:
+    for expected, loss, settings in (
+        ((0, 1), "binary", {}),
+        ((0, 64), "pairwise", {}),
+        (None, "pairwise", {"pair_weights": "none"}),
+        (None, "listwise", {}),
+    ):
+        config: Any = ranking.Config(loss, negatives=2, **settings)
+        assert config.build(VOCABULARY).pack_spec(LENGTH).parts.score_range == expected
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -39,7 +39,7 @@ from trainer.objectives.task_rows import (
 RankingLoss: TypeAlias = Literal["binary", "softmax", "listwise", "pairwise"] | TeacherLoss
 
 _SCORES = ("accuracy", "mrr", "ndcg")
-_LIMITS: Mapping[str, tuple[float, float]] = {"binary": (0, 1), "pairwise": (0, 64)}
+_RANGES: Mapping[str, tuple[float, float]] = {"binary": (0, 1), "pairwise": (0, 64)}
 """Labels that a loss is defined for: probabilities, and relevances r of gain 2^r - 1."""
 _OF_LOSS = {"positive_weight": "binary", "pair_weights": "pairwise", "temperature": "kl"}
 
@@ -102,15 +102,14 @@ class Ranking(PooledTask):
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
         self.score_names = _SCORES
+        is_bounded = config.loss != "pairwise" or config.pair_weights != "none"
         self._parts = replace(
             self._parts,
             choices=1 + config.negatives,
             arrangement="choices",
             negatives=config.negatives,
+            score_range=_RANGES.get(config.loss) if is_bounded else None,
         )
-        self._limits = _LIMITS.get(config.loss)
-        if config.loss == "pairwise" and config.pair_weights == "none":
-            self._limits = None
         self._loss = (
             PLAIN.get(config.loss)
             or {
@@ -124,17 +123,6 @@ class Ranking(PooledTask):
         labels = labels_of(examples)
         assert (labels.count == self._parts.choices).all(), "a row has too few or many labels"
         values = labels.values.reshape(-1, self._parts.choices)
-        if self._limits is not None:
-            least, most = self._limits
-            outside = ~((values >= least) & (values <= most)).all(1)
-            if outside.any():
-                row = int(outside.argmax())
-                raise ConfigError(
-                    f"row {labels.document[row]} of the split has the scores "
-                    f"{', '.join(f'{value:g}' for value in values[row])}, and this loss needs "
-                    f"labels from {least:g} to {most:g}. Use objective.loss=softmax, or "
-                    f"{', '.join(TEACHER_LOSSES)}, which take any scores."
-                )
         return {"labels": values.copy()}
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.building import pool
+from data_pipeline.building import decontamination, pool
 from data_pipeline.building.build import build
 from data_pipeline.building.config import Config
 from data_pipeline.building.export import export
 from data_pipeline.building.slices import Slice
+from data_pipeline.building.units import CONTAMINATED
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import Shard
@@ -27,8 +28,9 @@ from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.packed_split import PackedSplit
+from data_pipeline.sources import BadRecord
 from data_pipeline.sources.beir import Folder
-from data_pipeline.sources.kinds import retrieval
+from data_pipeline.sources.kinds import jsonl, retrieval
 from data_pipeline.sources.table import HubDataset
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import ConfigError, CorruptError, DataError
@@ -198,6 +200,13 @@ def test_an_example_depends_on_its_row_and_epoch_alone(built: Path) -> None:
     assert other.tokens.tolist() != everything.tokens.tolist()
 
 
+def test_held_out_rows_have_the_same_passages_for_every_seed(built: Path) -> None:
+    first, other = (read(built, 0, split="heldout", seed=seed) for seed in (5, 6))
+    assert first.tokens.tolist() == other.tokens.tolist()
+    assert first.key.tolist() != other.key.tolist(), "masks and dropout are the seed's"
+    assert {each.size for each in (first.key, other.key)} == {HELDOUT}
+
+
 PROMPTS = {"query_prompt": "query: ", "passage_prompt": "passage: "}
 
 
@@ -336,6 +345,12 @@ BAD: dict[str, tuple[Any, str]] = {
         "scores holds what is no finite number",
     ),
     "large score": ({**GOOD, "scores": [1e39]}, "scores holds what is no finite number"),
+    "both": ({**GOOD, "negatives": ["a", "the dog"]}, "a negative equals a positive: 'the dog'"),
+    "positive twice": ({**QUERY, "positive": ["a", "a"]}, "a positive comes twice: 'a'"),
+    "negative twice": (
+        {**GOOD, "negatives": ["b", "a"], "negative": "a"},
+        "a negative comes twice: 'a'",
+    ),
     "no tokens": ({**GOOD, "negatives": ["\u200b"]}, "no tokens in a positive or negative"),
 }
 
@@ -355,6 +370,31 @@ def test_bad_rows_are_named(name: str, folder: Path, tmp_path: Path) -> None:
     assert sum(manifest.documents_rejected.values()) == 1
     spec = PackSpec(48, 1, 1, parts=Parts("retrieval", between=2))
     assert len(read(tmp_path / "data", 0, spec).key) == 2
+
+
+def test_scores_that_a_loss_is_not_defined_for_are_named(folder: Path, tmp_path: Path) -> None:
+    """When shards are counted, and not with cached counts of a loss that takes any."""
+    rows = [{**GOOD, "query": f"fox {number}", "scores": [0.5]} for number in range(3)]
+    file = write(tmp_path / "rows.jsonl", [*rows, {**GOOD, "scores": [1.5]}])
+    config = config_of(folder, tmp_path / "data", retrieval.Config((file,)), heldout_fraction=0.0)
+    build(config)
+
+    def split(score_range: tuple[float, float] | None) -> PackedSplit:
+        parts = Parts("retrieval", score_range=score_range)
+        spec = PackSpec(48, 1, 1, parts=parts)
+        return PackedSplit(Dataset.open(tmp_path / "data"), "train", spec, "padded", 5)
+
+    assert split(None).counts.sum() == split((0, 64)).counts.sum() == 4
+    with pytest.raises(DataError, match=rf"{file}:4: the row has the score 1.5, .* from 0 to 1;"):
+        split((0, 1))
+
+
+def test_an_id_that_comes_twice_in_a_row_is_named(tmp_path: Path) -> None:
+    passages = (write(tmp_path / "passages.jsonl", [{"_id": 1, "text": "a fox"}]),)
+    file = write(tmp_path / "rows.jsonl", [{**QUERY, "positive": 1, "negatives": ["1"]}])
+    source = retrieval.Config((file,), passages=passages).build()
+    with pytest.raises(BadRecord, match="a negative equals a positive: '1'"):
+        source.parse_row(next(source.records()))
 
 
 def test_scores_of_some_rows_only(folder: Path, tmp_path: Path) -> None:
@@ -407,10 +447,41 @@ def test_bad_folders_of_beir_are_named(name: str, folder: Path, tmp_path: Path) 
 def test_wrong_settings_of_the_source() -> None:
     with pytest.raises(ConfigError, match="beir is x, which has rows and passages"):
         retrieval.Config(("a.jsonl",), beir=Folder("x"))
+    for name, value in (("negatives", ()), ("query", "q"), ("positive", "p"), ("scores", None)):
+        with pytest.raises(ConfigError, match="beir is x, whose rows have columns of their own"):
+            retrieval.Config(beir=Folder("x"), **{name: value})
     with pytest.raises(ConfigError, match=r"beir.split and beir.heldout are both 'dev'"):
         Folder("x", "dev", "dev")
     with pytest.raises(ConfigError, match=r"nowhere has no queries.jsonl"):
         Folder("nowhere").queries()
+
+
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_rows_with_a_passage_of_the_test_are_left_out(
+    by_ids: bool, folder: Path, tmp_path: Path
+) -> None:
+    test = decontamination.Config(jsonl.Config((write(tmp_path / "t.jsonl", [{"text": TEXT}]),)))
+    texts = {"1": TEXT, "2": "a dog", "3": "a fox"}
+    corpus = [{"_id": name, "text": each} for name, each in texts.items()]
+    rows = [("who", "2", ["1"]), ("what", "3", ["2"]), ("why", "1", ["3"])]
+    names = {name: name for name in texts} if by_ids else texts
+    lines = [
+        {"query": query, "positive": names[positive], "negatives": [names[n] for n in negatives]}
+        for query, positive, negatives in rows
+    ]
+    passages = (write(tmp_path / "corpus.jsonl", corpus),) if by_ids else ()
+    source = retrieval.Config((write(tmp_path / "rows.jsonl", lines),), passages=passages)
+    settings = {"heldout_fraction": 0.0, "decontaminate": test}
+    manifest = build(config_of(folder, tmp_path / "data", source, **settings))
+    assert manifest is not None
+    assert manifest.documents_rejected == {CONTAMINATED: 2 + by_ids}
+    spec = PackSpec(48, 1, 1, parts=Parts("retrieval", between=2, negatives=1))
+    found = read(tmp_path / "data", 0, spec)
+    assert texts_of(found, tmp_path / "data") == [["what", "a fox", "a dog"]]
+    if by_ids:
+        write(tmp_path / "rows.jsonl", [*lines, {"query": "who", "positive": "4"}])
+        with pytest.raises(DataError, match=r"rows.jsonl:4: no passage has this id: '4'"):
+            build(config_of(folder, tmp_path / "again", source, **settings))
 
 
 def test_numbers_of_passages_are_exact(tmp_path: Path) -> None:
