@@ -1,28 +1,33 @@
-"""Folders in the layout of BEIR (Thakur et al. 2021), read as rows of retrieval.
+"""Folders in the layout of BEIR (Thakur et al. 2021): to train on, as rows, and to evaluate on.
 
 corpus.jsonl       {"_id": "d1", "title": "optional", "text": "..."}
 queries.jsonl      {"_id": "q1", "text": "..."}
 qrels/train.tsv    query-id <TAB> corpus-id <TAB> score, after a line with these three names
 
-All may be compressed (.gz, .zst).
+An id may be a whole number. All files may be compressed (.gz, .zst).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Generator, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from data_pipeline.sources import UTF8, BadRecord, Record
-from data_pipeline.sources.columns import brief, label_text, row_of, text, whole
+from data_pipeline.sources import UTF8, BadRecord, Record, checked_text, decode_utf8
+from data_pipeline.sources.columns import brief, column, label_text, row_of, text, whole
 from data_pipeline.sources.files import read_records
-from data_pipeline.sources.kinds.jsonl import encoded, lines
+from data_pipeline.sources.kinds.jsonl import encoded, lines, values
 from data_pipeline.sources.table import Found
 from samestep import storage
 from samestep.errors import ConfigError
 from samestep.storage import objects
 
-_HEADER = b"query-id\tcorpus-id\tscore"
+T = TypeVar("T")
+Reading: TypeAlias = Generator[Record, None, T]
+"""Yields bad lines, as records with a `problem`, and returns the content of the others."""
+
+_HEADER = ["query-id", "corpus-id", "score"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,18 @@ class Folder:
         )
 
 
+class Judged(NamedTuple):
+    """The judgments of a query.
+
+    Attributes:
+        line: of the first.
+        scores: by document.
+    """
+
+    line: int
+    scores: dict[str, int]
+
+
 def judged(files: tuple[str, ...], splits: int) -> Iterator[Record]:
     """Yields a row for each judged query, with the ids of its documents.
 
@@ -97,48 +114,87 @@ def judged(files: tuple[str, ...], splits: int) -> Iterator[Record]:
         files: the judgments of each split first, and the queries last.
         splits: number of splits.
     """
-    texts: dict[str, str] = {}
-    for record in read_records(files[-1:], lines):
-        try:
-            row = row_of(record.content())
-            name = label_text(row.get("_id"))
-            if name in texts:
-                raise BadRecord(f"duplicate id: {name!r}")
-            texts[name] = text(row, "text")
-        except BadRecord as error:
-            yield Record(len(files) - 1, record.line, b"", 0.0, str(error))
+    queries = yield from texts(files, len(files) - 1, has_title=False)
     # Judgments of a query need not follow each other, so a split is read whole before its rows.
     for split in range(splits):
-        first: dict[str, int] = {}
-        scores: dict[str, dict[str, int]] = {}
-        for record in read_records(files[split : split + 1], lines):
-            if record.line == 1 and record.data.strip() == _HEADER:
+        found = yield from judgments(files, split, queries)
+        for number, (name, (line, scores)) in enumerate(found.items(), start=1):
+            positives = [document for document, score in scores.items() if score > 0]
+            negatives = [document for document, score in scores.items() if score <= 0]
+            row = {"query": queries[name], "positive": positives, "negatives": negatives}
+            yield Record.of(split, line, encoded(row), (split + number / len(found)) / splits)
+
+
+def texts(files: tuple[str, ...], index: int, has_title: bool) -> Reading[dict[str, str]]:
+    """Reads the texts of a file by id.
+
+    Args:
+        index: of the file in `files`.
+        has_title: whether a title is part of a text. Queries have none.
+    """
+    found: dict[str, str] = {}
+    for record in read_records(files[index : index + 1], values):
+        try:
+            name, content = document(record.content(), has_title)
+            if name in found:
+                raise BadRecord(f"duplicate id: {name!r}")
+            found[name] = content
+        except BadRecord as error:
+            yield Record(index, record.line, b"", 0.0, str(error))
+    return found
+
+
+def judgments(
+    files: tuple[str, ...],
+    index: int,
+    queries: Container[str],
+    documents: Container[str] | None = None,
+) -> Reading[dict[str, Judged]]:
+    """Reads the judgments of a file by query.
+
+    Args:
+        index: of the file in `files`.
+        queries, documents: ids; None allows any document.
+    """
+    found: dict[str, Judged] = {}
+    for record in read_records(files[index : index + 1], lines):
+        try:
+            line = decode_utf8(record.content())
+            fields = [field.strip() for field in line.split("\t")]
+            if record.line == 1 and fields == _HEADER:
                 continue
-            try:
-                query, document, score = _judgment(record.content())
-                if query not in texts:
-                    raise BadRecord(f"query-id names no query: {query!r}")
-                first.setdefault(query, record.line)
-                if scores.setdefault(query, {}).setdefault(document, score) != score:
-                    raise BadRecord(f"judged before, with another score: {document!r}")
-            except BadRecord as error:
-                yield Record(split, record.line, b"", 0.0, str(error))
-        for number, (query, found) in enumerate(scores.items(), start=1):
-            positives = [name for name, score in found.items() if score > 0]
-            negatives = [name for name, score in found.items() if score <= 0]
-            row = {"query": texts[query], "positive": positives, "negatives": negatives}
-            read = (split + number / len(scores)) / splits
-            yield Record.of(split, first[query], encoded(row), read)
+            if len(fields) != len(_HEADER):
+                reason = "not query-id, corpus-id and score with tabs between"
+                raise BadRecord(f"{reason}: {brief(line)}")
+            name, document, digits = fields
+            score = whole(digits[1:] if digits[:1] in ("-", "+") else digits)
+            if score is None:
+                raise BadRecord(f"the score is not a whole number: {brief(digits)}")
+            if name not in queries:
+                raise BadRecord(f"query-id names no query: {brief(name)}")
+            if documents is not None and document not in documents:
+                raise BadRecord(f"corpus-id names no document: {brief(document)}")
+            score = -score if digits.startswith("-") else score
+            scores = found.setdefault(name, Judged(record.line, {})).scores
+            # The same judgment twice is harmless; of two different ones, none could be chosen.
+            if scores.setdefault(document, score) != score:
+                raise BadRecord(f"judged before, with another score: {brief(document)}")
+        except BadRecord as error:
+            yield Record(index, record.line, b"", 0.0, str(error))
+    return found
 
 
-def _judgment(line: bytes) -> tuple[str, str, int]:
-    try:
-        query, document, relevance = (field.strip() for field in line.decode().split("\t"))
-    except ValueError:
-        raise BadRecord(
-            f"not query-id, corpus-id and score with tabs between: {brief(line)}"
-        ) from None
-    score = whole(relevance.removeprefix("-"))
-    if score is None:
-        raise BadRecord(f"the score is not a whole number: {relevance!r}")
-    return query, document, -score if relevance.startswith("-") else score
+def document(data: bytes, has_title: bool = True) -> tuple[str, str]:
+    """Returns the id of a document and its text, which may be empty, with a title in front.
+
+    Raises:
+        BadRecord: one of them is missing or has another type.
+    """
+    row = row_of(data)
+    name, title = column(row, "_id"), row.get("title") if has_title else None
+    if isinstance(name, bool) or not isinstance(name, (str, int)):
+        raise BadRecord(f"column '_id' is neither text nor a whole number: {brief(name)}")
+    if not isinstance(title or "", str):
+        raise BadRecord("column 'title' is not text")
+    content = f"{title or ''} {text(row, 'text')}".strip()
+    return label_text(name), content and checked_text(content, "text")

@@ -115,6 +115,10 @@ def test_pooling_and_mixing(
         ("first", "-1"): [text[0, 2] for text in each],
         ("mean", "2"): [text[:, 2].mean(0) for text in each],
         ("max", "1,-1"): [text[:, 1:].max(0) for text in each],
+        ("last", "2"): [text[-1, 2] for text in each],
+        ("weighted", "2"): [
+            np.average(text[:, 2], 0, np.arange(1, len(text) + 1)) for text in each
+        ],
     }
     for (pool, layers), expected in pooled.items():
         found = features(f"{pool}{layers}", "--pool", pool, "--layers", layers, *options)

@@ -136,11 +136,12 @@ def register_features(commands: Commands) -> None:
     add("--mix", choices=("mean", "concat"), help="combine the vectors of several layers into one")
     add(
         "--pool",
-        choices=("mean", "first", "max", "none"),
-        help="combine the vectors of a text's tokens into one: their mean, the first ([CLS]), or "
-        "the maximum; none keeps every token, all texts end to end, and writes where each text "
-        "begins to FILE.offsets.npy (default: mean; a folder of sentence-transformers pools, "
-        "normalizes and truncates as it says)",
+        choices=("mean", "first", "last", "max", "weighted", "none"),
+        help="combine the vectors of a text's tokens into one: their mean, the first ([CLS]), the "
+        "last, the maximum, or a mean weighted by position, which counts token i i times; none "
+        "keeps every token, all texts end to end, and writes where each text begins to "
+        "FILE.offsets.npy (default: mean; a folder of sentence-transformers pools, normalizes and "
+        "truncates as it says)",
     )
     add(
         "--batch-tokens",

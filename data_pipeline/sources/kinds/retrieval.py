@@ -14,11 +14,10 @@ from typing import ClassVar
 import numpy as np
 
 from data_pipeline.sources import BadRecord, Record, TaskSource, checked_text
-from data_pipeline.sources.beir import Folder, judged
+from data_pipeline.sources.beir import Folder, document, judged
 from data_pipeline.sources.columns import (
     Row,
     brief,
-    column,
     items,
     label_text,
     listed,
@@ -187,13 +186,8 @@ class Retrieval(TableSource, TaskSource):
         Raises:
             BadRecord: one of them is missing or blank.
         """
-        row = row_of(record.content())
-        name, title = label_text(column(row, "_id")), row.get("title") or ""
-        if not isinstance(title, str):
-            raise BadRecord("column 'title' is not text")
-        return name, self.config.passage_prompt + checked_text(
-            f"{title} {text(row, 'text')}".strip(), "passage"
-        )
+        name, content = document(record.content())
+        return name, self.config.passage_prompt + checked_text(content, "passage")
 
     def parse_row(self, record: Record) -> RetrievalRow:
         return self.decode_row(record.content())

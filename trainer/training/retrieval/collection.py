@@ -1,38 +1,20 @@
-"""Documents, queries and judgments in the layout of BEIR (Thakur et al. 2021).
-
-corpus.jsonl       {"_id": "d1", "title": "optional", "text": "..."}
-queries.jsonl      {"_id": "q1", "text": "..."}
-qrels/test.tsv     query-id <TAB> corpus-id <TAB> score, after a line with these three names
-
-The JSON Lines may be compressed (.gz, .zst).
-"""
+"""Folders in the layout of BEIR, to score retrievers on; see `data_pipeline.sources.beir`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypeVar
 
-from data_pipeline.sources.files import read_records
-from data_pipeline.sources.kinds.jsonl import lines
-from samestep.errors import DataError
-from samestep.stored_json import JsonError, parse_json
-from samestep.untrusted import inside, read_regular
+from data_pipeline.sources import beir
+from samestep.errors import ConfigError, DataError
 from trainer.training.retrieval.measures import scores
 
 logger = logging.getLogger(__name__)
 
-_HEADER = ("query-id", "corpus-id", "score")
-_MOST_RELEVANT = 2**31
-_ENDINGS = ("", ".gz", ".zst")
-
-
-class _Document(TypedDict):
-    _id: str
-    text: str
-    title: NotRequired[str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,39 +43,26 @@ class Collection:
             split: name of the file of judgments, such as test.
 
         Raises:
-            DataError: a file is missing or damaged, an id comes twice, a query is empty,
-                or a judgment names no document or query.
+            DataError: a file is missing or damaged, an id comes twice, a query with a relevant
+                document is empty, or a judgment names no document or query.
         """
-        corpus, asked, file = files_of(folder, split)
-        documents, queries = _texts(corpus), _texts(asked)
-        if without := [name for name, text in queries.items() if not text]:
-            raise DataError(
-                f"the query {without[0]!r} of {folder} has an empty text. Remove it, and its "
-                "judgments."
-            )
-        judgments: dict[str, dict[str, int]] = {}
-        for number, query, document, relevance in _judgments(file):
-            for name, known, what in ((query, queries, "query"), (document, documents, "document")):
-                if name not in known:
-                    raise DataError(
-                        f"{file}:{number} names the {what} {name!r}, which {folder} does not have. "
-                        "Remove the line, or use the judgments that belong to it."
-                    )
-            # The same judgment twice is harmless; of two different ones, none could be chosen.
-            if judgments.setdefault(query, {}).setdefault(document, relevance) != relevance:
-                raise DataError(
-                    f"{file}:{number} judges document {document!r} for query {query!r} a second "
-                    "time, and differently. Remove one of the lines."
-                )
+        files = tuple(map(str, files_of(folder, split)))
+        documents = _complete(files, beir.texts(files, 0, has_title=True))
+        queries = _complete(files, beir.texts(files, 1, has_title=False))
+        judged = _complete(files, beir.judgments(files, 2, queries, documents))
         # Without a relevant document, ndcg and recall would divide by 0.
-        judged = {query for query, found in judgments.items() if max(found.values()) > 0}
-        if not judged:
-            raise DataError(f"{file} has no relevant document for any query. Use another split.")
+        relevant = {name for name, (_, found) in judged.items() if max(found.values()) > 0}
+        if not relevant:
+            raise DataError(
+                f"{files[2]} has no relevant document for any query. Use another split."
+            )
+        if empty := [judged[name].line for name in relevant if not queries[name]]:
+            raise DataError(f"{files[2]}:{min(empty)}: empty query. Remove it, and its judgments.")
         return cls(
             dict(sorted(documents.items())),
-            {query: text for query, text in queries.items() if query in judged},
-            judgments,
-            len(queries) - len(judged),
+            {name: text for name, text in queries.items() if name in relevant},
+            {name: found for name, (_, found) in judged.items()},
+            len(queries) - len(relevant),
             sum(not text for text in documents.values()),
         )
 
@@ -119,67 +88,26 @@ def files_of(folder: Path, split: str) -> tuple[Path, Path, Path]:
     Raises:
         DataError: one is missing.
     """
-    texts = _one_of(folder, "corpus.jsonl"), _one_of(folder, "queries.jsonl")
-    judgments = inside(folder, f"qrels/{split}.tsv")
-    if not judgments.is_file():
-        there = ", ".join(sorted(path.stem for path in folder.glob("qrels/*.tsv"))) or "none"
-        raise DataError(
-            f"{folder} has no qrels/{split}.tsv. Name the split of another file; there: {there}."
-        )
-    return (*texts, judgments)
-
-
-def _one_of(folder: Path, name: str) -> Path:
-    files = [inside(folder, name + ending) for ending in _ENDINGS]
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
-        raise DataError(
-            f"{folder} has no {name}. Name a folder in BEIR's layout: corpus.jsonl, "
-            "queries.jsonl and qrels/test.tsv."
-        )
-    return found
-
-
-def _texts(file: Path) -> dict[str, str]:
-    """The texts of a file by id."""
-    texts: dict[str, str] = {}
-    for record in read_records((str(file),), lines):
-        place = f"{file}:{record.line}"
-        if record.problem:
-            raise DataError(f"{place}: {record.problem}. Copy or download the file again.")
-        try:
-            row = parse_json(record.data, _Document)
-        except JsonError as error:
-            raise DataError(f"{place}: {error}. Correct the line.") from error
-        text = f"{row.get('title', '')} {row['text']}".strip()
-        if row["_id"] in texts:
-            raise DataError(
-                f"{place} has the id {row['_id']!r}, as an earlier line has. Give each its own."
-            )
-        texts[row["_id"]] = text
-    return texts
-
-
-def _judgments(file: Path) -> Iterator[tuple[int, str, str, int]]:
+    found = beir.Folder(str(folder), split)
     try:
-        content = read_regular(file).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot read {file}: {error}. It lists query-id, corpus-id and score of each judgment."
-        ) from error
-    for number, line in enumerate(content.split("\n"), 1):
-        fields = tuple(field.strip() for field in line.split("\t"))
-        # Blank lines, also the empty one after the last line end, and the header.
-        if fields in ((), ("",)) or (number == 1 and fields == _HEADER):
-            continue
-        try:
-            query, document, relevance = fields
-            score = int(relevance)
-            if abs(score) > _MOST_RELEVANT:
-                raise ValueError
-            yield number, query, document, score
-        except ValueError:
-            raise DataError(
-                f"{file}:{number} is {line[:80]!r}. Write query-id, corpus-id and a whole number, "
-                "with tabs between."
-            ) from None
+        return Path(found.corpus()), Path(found.queries()), Path(*found.find()["files"])
+    except ConfigError as error:
+        files = folder.glob("qrels/*.tsv*")
+        there = ", ".join(sorted(path.name.partition(".tsv")[0] for path in files)) or "none"
+        raise DataError(f"{error} Splits that are there: {there}.") from error
+
+
+def _complete(files: tuple[str, ...], reading: beir.Reading[T]) -> T:
+    """What is read of one of the files.
+
+    Raises:
+        DataError: a line is bad.
+    """
+    try:
+        bad = next(reading)
+    except StopIteration as end:
+        content: T = end.value
+        return content
+    raise DataError(
+        f"{files[bad.file]}:{bad.line}: {bad.problem}. Correct the file, or download it again."
+    )
