@@ -85,6 +85,6 @@ def test_spellings_of_published_folders(tmp_path: Path) -> None:
     assert found.unjudged == 1
     # A folder to evaluate on is a folder to train on.
     files = (f"{file}.gz", str(folder / "queries.jsonl"))
-    (row,) = judged(files, 1, ("query", "positive", "negatives"))
+    (row,) = judged(files, 1)
     assert (row.line, row.problem) == (2, None)
     assert json.loads(row.data) == {"query": "who", "positive": ["1"], "negatives": ["2"]}
