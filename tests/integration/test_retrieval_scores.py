@@ -120,7 +120,7 @@ def test_a_suite_has_a_mean_and_a_damaged_folder_costs_no_other(
 def test_a_reranker_sorts_what_was_found(
     finished_run: Path, collection: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    from trainer.inference.retrieval.rerank import Reranker
+    from trainer.inference.retrieval.rerank import CrossEncoder
     from trainer.training.retrieval.collection import Collection
 
     # A query is a document with all its words, and the reranker's weights are random.
@@ -136,7 +136,8 @@ def test_a_reranker_sorts_what_was_found(
     alone = evaluated(samestep, tmp_path, finished_run, *retrieval, *rerank[:3], 90)
     read = Collection.read(collection, "test")
     names = list(read.documents)
-    rankings = Reranker(str(model), 64)(read, [names] * len(read.queries), 90)
+    reranker = CrossEncoder(str(model), "--rerank", 64)
+    rankings = reranker.reranked(read, [names] * len(read.queries), 90)
     assert alone["reranked"] == read.scores(("ndcg@10", "recall@20"), rankings)
 
 

@@ -12,7 +12,7 @@ import transformers
 
 from tests import beir
 from tests.outputs import fill, random_parameters
-from trainer.inference.retrieval.rerank import Reranker
+from trainer.inference.retrieval.rerank import CrossEncoder
 from trainer.training.retrieval.collection import Collection
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -50,9 +50,10 @@ def pairs_of(collection: Collection) -> list[tuple[str, str]]:
 def test_scores_are_those_of_transformers_in_any_batches(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     collection = Collection.read(beir.write(tmp_path / "set", documents=30, queries=4), "test")
-    names = [list(collection.documents)] * 4
+    queries = list(collection.queries.values())
+    texts = [list(collection.documents.values())] * len(queries)
     found = [
-        np.concatenate(Reranker(str(folder), size).scores(collection, [*collection.queries], names))
+        np.concatenate(CrossEncoder(str(folder), "--rerank", size).scores(queries, texts))
         for size in (16384, 64)
     ]
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
@@ -78,11 +79,12 @@ def test_scores_are_those_of_a_cross_encoder(tmp_path: Path) -> None:
     )
     expected = theirs.predict(pairs_of(collection))
     names = list(collection.documents)
-    reranker = Reranker(str(folder))
-    found = reranker.scores(collection, [*collection.queries], [names] * len(collection.queries))
+    reranker = CrossEncoder(str(folder), "--rerank")
+    queries, texts = list(collection.queries.values()), list(collection.documents.values())
+    found = reranker.scores(queries, [texts] * len(queries))
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
     # The best ten of each query, as their `rank` orders them; below, the order that was given.
-    rankings = reranker(collection, [names] * len(found), 20)
+    rankings = reranker.reranked(collection, [names] * len(found), 20)
     for (query, text), ranking in zip(collection.queries.items(), rankings, strict=True):
         documents = [collection.documents[name] for name in names[:20]]
         ranked = [names[row["corpus_id"]] for row in theirs.rank(text, documents)]

@@ -17,8 +17,9 @@ from samestep.stored_json import damage_of, parse_json
 from samestep.untrusted import read_regular
 from trainer.inference.retrieval.embed import made_of, write_missing
 from trainer.inference.retrieval.jobs import alone, meet
-from trainer.inference.retrieval.negatives import BATCH_TOKENS, Choice, Chosen, CrossEncoder, Miner
+from trainer.inference.retrieval.negatives import BATCH_TOKENS, Choice, Chosen, Miner
 from trainer.inference.retrieval.pairs import Pairs
+from trainer.inference.retrieval.rerank import CrossEncoder
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.inference.retrieval.vectors import Vectors
 from trainer.strategies.world import World
@@ -77,7 +78,9 @@ def mine(
     """
     json_lines.check_new(output.file, "--output")
     encoder = SentenceEncoder(checkpoint, given)
-    teacher = None if output.teacher is None else CrossEncoder(output.teacher)
+    teacher = None
+    if output.teacher is not None:
+        teacher = CrossEncoder(output.teacher, "--teacher", BATCH_TOKENS)
     work = output.file.with_name(f"{output.file.name}.work")
     make_folder(work)
     with alone(work, world):

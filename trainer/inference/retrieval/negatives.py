@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_pipeline.building import task_rows
 from samestep.errors import ConfigError, DataError
-from samestep.examples import TaskRow
 from samestep.hashing import combine, name_key
-from trainer.inference.label import Labeler
 from trainer.inference.retrieval.pairs import Pairs, Row
+from trainer.inference.retrieval.rerank import CrossEncoder
 from trainer.inference.retrieval.sentences import SentenceEncoder
 from trainer.inference.retrieval.vectors import Vectors
 from trainer.training.retrieval import search
@@ -160,7 +158,7 @@ class Miner:
             places = self._choice(row.name, scores, min(of_positives.values()))
             own = [of_positives[number] for number in row.positives]
             chosen.append(Chosen(row, ranked[places].tolist(), own + scores[places].tolist()))
-        return chosen if self._teacher is None else self._teacher.scored(self._pairs, chosen)
+        return chosen if self._teacher is None else _rescored(self._teacher, self._pairs, chosen)
 
     def _on_grid(self, vectors: Tensor) -> Tensor:
         """Rounds vectors, fp64, which have length 1 if they are compared by cosine."""
@@ -170,49 +168,23 @@ class Miner:
         return (exact * grid).round() / grid
 
 
-class CrossEncoder:
-    """A fine-tuned model that scores a query and a passage that it reads together.
-
-    Attributes:
-        identity: changes with the weights.
+def _rescored(teacher: CrossEncoder, pairs: Pairs, chosen: Sequence[Chosen]) -> list[Chosen]:
+    """Replaces scores by a teacher's.
 
     Raises:
-        ConfigError: it predicts something else than one number.
+        DataError: the teacher's tokenizer makes no tokens of a text.
     """
-
-    def __init__(self, checkpoint: str) -> None:
-        self._labeler = Labeler(checkpoint)
-        self.identity = self._labeler.identity
-        if self._labeler.is_classifier:
-            raise ConfigError(
-                f"--teacher {checkpoint} predicts {len(self._labeler.labels)} classes. Name a "
-                "model that predicts one score of a query and a passage."
+    texts = [
+        [pairs.texts[number] for number in (*each.row.positives, *each.negatives)]
+        for each in chosen
+    ]
+    scores = teacher.scores([each.row.query for each in chosen], texts)
+    for passages, values in zip(texts, scores, strict=True):
+        if np.isneginf(values).any():
+            raise DataError(
+                f"the teacher's tokenizer makes no tokens of the passage "
+                f"{passages[int(values.argmin())][:80]!r}. Remove it."
             )
-
-    def scored(self, pairs: Pairs, chosen: Sequence[Chosen]) -> list[Chosen]:
-        """Replaces the scores.
-
-        Raises:
-            DataError: the model's tokenizer makes no tokens of a text.
-        """
-        numbers = [[*each.row.positives, *each.negatives] for each in chosen]
-        texts = [
-            (each.row.query, pairs.texts[number])
-            for each, some in zip(chosen, numbers, strict=True)
-            for number in some
-        ]
-        rows = []
-        unlabeled = [TaskRow(each, label=0.0) for each in texts]
-        encoded = task_rows.encode(unlabeled, self._labeler.tokenizer, "classification")
-        for row, (query, passage) in zip(encoded, texts, strict=True):
-            if isinstance(row, str):
-                raise DataError(
-                    f"the teacher cannot read the query {query[:80]!r} with the passage "
-                    f"{passage[:80]!r}: {row}. Remove the text."
-                )
-            rows.append(row)
-        scores = iter(self._labeler(rows, BATCH_TOKENS)[:, 0].tolist())
-        return [
-            each._replace(scores=[next(scores) for _ in some])
-            for each, some in zip(chosen, numbers, strict=True)
-        ]
+    return [
+        each._replace(scores=values.tolist()) for each, values in zip(chosen, scores, strict=True)
+    ]

@@ -18,7 +18,7 @@ from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
 from samestep.progress import Progress
 from samestep.terminal import Console
-from trainer.inference.retrieval.rerank import Reranker
+from trainer.inference.retrieval.rerank import CrossEncoder
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.training.retrieval.collection import Collection
 from trainer.training.retrieval.measures import depth_of
@@ -130,7 +130,7 @@ class Evaluator:
         checkpoint: of the encoder; see `SentenceEncoder`.
         given: see `SentenceEncoder`.
         measures: see `measures.scores`.
-        rerank: checkpoint of a `Reranker`; None has none.
+        rerank: checkpoint of a `CrossEncoder`; None has none.
         top: number of documents of each query that the reranker sorts.
     """
 
@@ -152,7 +152,7 @@ class Evaluator:
         # Before a model is loaded: an unknown measure should not cost that time.
         depth = depth_of(self.measures)
         names = _names(folders)
-        reranker = None if self.rerank is None else Reranker(self.rerank)
+        reranker = None if self.rerank is None else CrossEncoder(self.rerank, "--rerank")
         # A single folder is read first: if it is damaged, no model needs to be loaded.
         encoder = SentenceEncoder(self.checkpoint, self.given) if len(folders) > 1 else None
         suite = Suite({}, {})
@@ -176,7 +176,7 @@ class Evaluator:
         self,
         collection: Collection,
         encoder: SentenceEncoder,
-        reranker: Reranker | None,
+        reranker: CrossEncoder | None,
         depth: int,
     ) -> Scored:
         # Documents are embedded block by block, as `nearest` asks for them, and not kept.
@@ -190,7 +190,8 @@ class Evaluator:
         size = dict(zip(_SIZES, (len(rankings), len(names)), strict=True))
         scores, reranked = collection.scores(self.measures, rankings), None
         if reranker is not None:
-            reranked = collection.scores(self.measures, reranker(collection, rankings, self.top))
+            rankings = reranker.reranked(collection, rankings, self.top)
+            reranked = collection.scores(self.measures, rankings)
         return Scored(scores, reranked, size)
 
 
