@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import zipfile
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 
 from tests.integration.commands import Samestep, Start
 from tests.waiting import until
+from trainer.inference.retrieval import jobs
+from trainer.strategies.world import World
 
 TEXTS = [f"the class statement {' defines a name' * (number % 7)} {number}" for number in range(60)]
 
@@ -138,17 +138,17 @@ def test_killed_and_with_other_processes_it_writes_the_same(
 def test_a_second_job_is_refused_and_the_first_goes_on(
     finished_run: Path, corpus: Path, tmp_path: Path, start: Start
 ) -> None:
-    corpus.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS * 10))
-    command = ("embed", finished_run, corpus, "--texts-per-file", 1, "--processes", 2, "--output")
-    first = start(*command, tmp_path / "vectors")
-    until((tmp_path / "vectors/.lock").exists)
-    os.killpg(first.popen.pid, signal.SIGSTOP)  # it must not end before the second one begins
-    second = start(*command, tmp_path / "vectors").wait()
-    os.killpg(first.popen.pid, signal.SIGCONT)
-    assert "another job writes" in second.message
-    assert second.code == 2
-    assert first.wait().code == 0
-    assert len(list((tmp_path / "vectors").glob("*.npy"))) == 600
+    """The first job is this test, which cannot end too early, and then a real one."""
+    command = ("embed", finished_run, corpus, "--texts-per-file", 8, "--output")
+    folder = tmp_path / "vectors"
+    folder.mkdir()
+    with jobs.alone(folder, World.start(60)):
+        second = start(*command, folder, "--processes", 2).wait()
+        assert "another job writes" in second.message
+        assert second.code == 2
+        assert not list(folder.glob("*.npy"))
+    assert start(*command, folder, "--processes", 2).wait().code == 0
+    assert not (folder / ".lock").exists()
 
 
 def test_another_job_and_a_full_disk_are_named(

@@ -104,8 +104,10 @@ def cross_encoder(weights: Weights) -> Mapping[str, object]:
 
     By default, it would squash the score of a model with one label by a sigmoid.
     """
-    if weights.step is None and isinstance(weights.folder, Path):
+    if not weights.objective and isinstance(weights.folder, Path):
         file = inside(weights.folder, "config.json")
+        if not file.is_file():  # an adapter
+            return {}
         with damage_of(file, CheckpointError, "Copy the folder again."):
             content = read_json(file, dict[str, object])
         return {name: content[name] for name in _ACTIVATIONS if name in content}

@@ -39,7 +39,7 @@ def pooling_of(weights: Weights, pool: Pool | None = None) -> Pooling | None:
     Args:
         pool: replaces a folder's, which may be one that samestep does not compute.
     """
-    if weights.step is not None:
+    if weights.objective:  # of a run; its step 0, computed again, has no step
         return of_run(weights.objective)
     return Pooling.of(weights.folder, pool) if isinstance(weights.folder, Path) else None
 
