@@ -151,14 +151,15 @@ def _terminate(child: int, script: int) -> None:
     """
     # A shell that has just been forked loses a signal, so it is sent until there is an end. The
     # command gets one: its second would stop a run without a checkpoint.
+    of_shell = _arguments(script)
     while _started(child):
-        is_shell = _arguments(child) == _arguments(script)
+        is_shell = _arguments(child) in (of_shell, b"")  # nothing of one that ends just now
         _send(child, signal.SIGTERM)
         if not is_shell:
             return
         time.sleep(0.01)
     ended = time.monotonic()
-    while (started := _session(script) - {script}) and time.monotonic() < ended + 2:
+    while (started := _session(script) - {script}) and time.monotonic() < ended + 10:
         for pid in started:
             _send(pid, signal.SIGTERM if time.monotonic() < ended + 1 else signal.SIGKILL)
         time.sleep(0.01)
