@@ -137,6 +137,14 @@ def source(kind: str, folder: Path, rows: int = 240) -> dict[str, Any]:
     return {"kind": kind, "paths": [str(train)], "heldout": [str(heldout)], **SOURCES[kind]}
 
 
+def build_rows(folder: Path, source: Mapping[str, Any], tokenizer: Path, **changes: Any) -> Path:
+    """Builds a dataset from the section `source`; returns its folder, FOLDER/data."""
+    tree = {"source": dict(source), "tokenizer": {"path": str(tokenizer)}, "workers": 1}
+    tree |= {"output": str(folder / "data"), **changes}
+    assert main(["data", "build", str(_write_yaml(folder / "data.yaml", tree))]) == 0
+    return folder / "data"
+
+
 def build_words(folder: Path, rows: Rows, **tokenizer: Any) -> Path:
     """Builds a dataset of rows with a text, tokenized as whole words; returns its folder."""
     build = {

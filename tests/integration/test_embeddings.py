@@ -233,15 +233,9 @@ def test_prompts_of_a_dataset_are_exported(
     rows = [{"query": row["a"], "positive": row["b"]} for row in pairs(60)]
     tasks.write(tmp_path / "rows.jsonl", rows)
     prompts = {"query_prompt": "find ", "passage_prompt": "text "}
-    data = {
-        "source": {"kind": "retrieval", "paths": [str(tmp_path / "rows.jsonl")], **prompts},
-        "tokenizer": {"path": str(dataset_folder / "tokenizer")},
-        "workers": 1,
-        "output": str(tmp_path / "data"),
-    }
-    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
-    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
-    run = ("training.steps=1", *SHORT, f"data.path={tmp_path / 'data'}", f"output={tmp_path / 'r'}")
+    source = {"kind": "retrieval", "paths": [str(tmp_path / "rows.jsonl")], **prompts}
+    dataset = tasks.build_rows(tmp_path, source, dataset_folder / "tokenizer")
+    run = ("training.steps=1", *SHORT, f"data.path={dataset}", f"output={tmp_path / 'r'}")
     assert samestep("train", folder / "contrastive.yaml", *run, "objective.positive=0").code == 0
     assert samestep("export", tmp_path / "r", tmp_path / "hf").code == 0
     settings = json.loads((tmp_path / "hf" / "config_sentence_transformers.json").read_text())
@@ -334,25 +328,17 @@ def retrieval(
         for number, row in enumerate(found)
         if row["label"] == "same"
     ]
-    tasks.write(folder / "train.jsonl", rows[:120])
-    tasks.write(folder / "dev.jsonl", rows[120:])
-    data = {
-        "source": {
-            "kind": "retrieval",
-            "paths": [str(folder / "train.jsonl")],
-            "heldout": [str(folder / "dev.jsonl")],
-        },
-        "tokenizer": {"path": str(dataset_folder / "tokenizer")},
-        "workers": 1,
-        "output": str(folder / "data"),
+    source = {
+        "kind": "retrieval",
+        "paths": [str(tasks.write(folder / "train.jsonl", rows[:120]))],
+        "heldout": [str(tasks.write(folder / "dev.jsonl", rows[120:]))],
     }
-    (folder / "data.yaml").write_text(yaml.safe_dump(data))
-    assert main(["data", "build", str(folder / "data.yaml")]) == 0
+    dataset = tasks.build_rows(folder, source, dataset_folder / "tokenizer")
     file = tasks.write_experiment("regression", folder, finished_run)
     tree = yaml.safe_load(file.read_text())
     del tree["init_from"]
     tree["model"] = STUDENT
-    tree["data"] |= {"path": str(folder / "data"), "sequence_length": 80}
+    tree["data"] |= {"path": str(dataset), "sequence_length": 80}
     lengths = {"query_length": 14, "passage_length": 16}
     tree["objective"] = {"kind": "contrastive", "negatives": 3, **lengths}
     file.write_text(yaml.safe_dump(tree))

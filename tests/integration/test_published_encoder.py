@@ -73,19 +73,12 @@ def test_its_embeddings_are_trained_further(
     rows = [{key: text.format(number) for key, text in pair.items()} for number in range(8)]
     tasks.write(tmp_path / "rows.jsonl", rows)
     source = {"kind": "classification", "texts": ["a", "b"], "labels": ["same", "other"]}
-    data = {
-        "source": {**source, "paths": [str(tmp_path / "rows.jsonl")]},
-        "tokenizer": {"path": str(folder)},
-        "heldout_fraction": 0,
-        "workers": 1,
-        "output": str(tmp_path / "data"),
-    }
-    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
-    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
+    source["paths"] = [str(tmp_path / "rows.jsonl")]
+    dataset = tasks.build_rows(tmp_path, source, folder, heldout_fraction=0)
     experiment = {
         "init_from": str(folder),
         "data": {
-            "path": str(tmp_path / "data"),
+            "path": str(dataset),
             "sequence_length": 64,
             "packing": "padded",
             "lanes": 4,
@@ -119,17 +112,11 @@ def test_it_is_trained_further_and_fine_tuned(
 ) -> None:
     rows = [{"text": " ".join(tasks._words(number, 20))} for number in range(40)]
     tasks.write(tmp_path / "texts.jsonl", rows)
-    data = {
-        "source": {"kind": "jsonl", "paths": [str(tmp_path / "texts.jsonl")]},
-        "tokenizer": {"path": str(folder)},
-        "workers": 1,
-        "output": str(tmp_path / "data"),
-    }
-    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data))
-    assert samestep("data", "build", tmp_path / "data.yaml").code == 0
+    source = {"kind": "jsonl", "paths": [str(tmp_path / "texts.jsonl")]}
+    dataset = tasks.build_rows(tmp_path, source, folder)
     experiment = {
         "init_from": str(folder),
-        "data": {"path": str(tmp_path / "data"), "sequence_length": 32, "lanes": 4},
+        "data": {"path": str(dataset), "sequence_length": 32, "lanes": 4},
         "objective": {"kind": "mlm"},
         "optimizer": {"kind": "adamw", "lr": 1e-4},
         "training": {"steps": 2, "global_batch_size": 4, "evaluate_every": None},

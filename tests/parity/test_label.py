@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
-    BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -20,10 +18,9 @@ from transformers import (
 
 from data_pipeline.building import task_rows
 from samestep.examples import TaskRow
-from tests.outputs import fill, random_parameters
+from tests.parity import folders
 from trainer.inference.label import Labeler
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = ("the", "dog", "cat", "runs", "sleeps", "here", "good")
 BART = BartConfig(
     vocab_size=16,
@@ -44,15 +41,7 @@ BART = BartConfig(
 GPT2 = GPT2Config(
     vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=32, num_labels=3, pad_token_id=0
 )
-BERT = BertConfig(
-    vocab_size=16,
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=24,
-    max_position_embeddings=32,
-    num_labels=3,
-)
+BERT = folders.tiny_bert(num_labels=3)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +59,13 @@ def test_rows_are_pooled_where_the_model_pools(
 ) -> None:
     """The tokenizer has [CLS], as BART's has <s>."""
     model = kind(config).eval()
-    fill(model, random_parameters(model))
-    model.save_pretrained(tmp_path)
-    (tmp_path / "vocab.txt").write_text("\n".join((*SPECIAL, *WORDS)) + "\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
+    folders.save(model, tmp_path, WORDS)
     labeler = Labeler(str(tmp_path))
     assert labeler.objective.pooled == pooled
     texts = ["the dog runs", "cat sleeps here good the dog", "good"]
     rows = [TaskRow((text,), 0.0) for text in texts]
     found = labeler(task_rows.encode(rows, labeler.tokenizer, "classification"), 1000)
-    ids = {word: number for number, word in enumerate((*SPECIAL, *WORDS))}
+    ids = {word: number for number, word in enumerate((*folders.SPECIAL, *WORDS))}
     for text, own in zip(texts, found, strict=True):
         tokens = torch.tensor([[2, *(ids[word] for word in text.split()), 3]])
         expected = model(tokens).logits.softmax(-1)[0]

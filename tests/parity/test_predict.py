@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoTokenizer, BertConfig, pipeline
+from transformers import AutoTokenizer, pipeline
 
 import samestep
 from samestep.errors import ConfigError
-from tests.outputs import fill, random_parameters
+from tests.parity import folders
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = ("the", "dog", "cat", "run", "##s", "sleep", "here", "good", ",", ".")
 TEXTS = ["the dog runs here", "good", "cat sleeps , the dog sleeps here .", "the cat"]
 PAIRS = [("the dog runs", "the dog sleeps here"), ("cat", "good dog")]
@@ -24,23 +22,13 @@ PAIRS = [("the dog runs", "the dog sleeps here"), ("cat", "good dog")]
 def folder_of(kind: str, folder: Path, *labels: str) -> Path:
     """A tiny BERT of transformers with random weights, as `save_pretrained` writes it."""
     names = dict(enumerate(labels))
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
+    config = folders.tiny_bert(
         id2label=names,
         label2id={name: number for number, name in names.items()},
         problem_type="regression" if len(labels) == 1 else None,
     )
     model = getattr(transformers, f"BertFor{kind}")(config).eval()
-    fill(model, random_parameters(model))
-    model.save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join((*SPECIAL, *WORDS)) + "\n")
-    tokenizer = {"do_lower_case": True, "tokenizer_class": "BertTokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    folders.save(model, folder, WORDS, tokenizer_class="BertTokenizer")
     return folder
 
 

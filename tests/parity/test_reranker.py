@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,29 +10,16 @@ import torch
 import transformers
 
 from tests import beir
-from tests.outputs import fill, random_parameters
+from tests.parity import folders
 from trainer.inference.retrieval.rerank import CrossEncoder
 from trainer.training.retrieval.collection import Collection
-
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def save(folder: Path, labels: int = 1) -> Path:
     """A random BERT of 32 positions, which some pairs exceed."""
-    config = transformers.BertConfig(
-        vocab_size=16,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        num_labels=labels,
-    )
+    config = folders.tiny_bert(num_labels=labels)
     model = transformers.BertForSequenceClassification(config).eval()
-    fill(model, {name: 2 * value for name, value in random_parameters(model).items()})
-    model.save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join((*SPECIAL, *beir.WORDS)) + "\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
+    folders.save(model, folder, beir.WORDS, scale=2)
     return folder
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from data_pipeline.building.task_rows import join, pack
 from samestep.errors import ConfigError
 from samestep.examples import Examples, TaskRow, Vocabulary
-from trainer.models.families import bert
+from tests.unit.objectives.tiny_bert import tiny_bert
 from trainer.models.inputs import Inputs
 from trainer.objectives import Predictions
 from trainer.objectives.kinds import contrastive, distillation, ranking
@@ -36,11 +36,9 @@ Row = list[np.ndarray[Any, Any]]
 
 
 def model(dropout: float = 0.0) -> Any:
-    config = bert.Config(
-        100,
+    return tiny_bert(
         layers=1,
         width=8,
-        heads=2,
         ffn_width=16,
         max_positions=LENGTH,
         head="classification",
@@ -48,11 +46,6 @@ def model(dropout: float = 0.0) -> Any:
         dropout=dropout,
         attention_dropout=0.0,
     )
-    built = config.build()
-    with torch.no_grad():
-        for name, each in built.named_parameters():
-            each.copy_(10 * built.initial_values(name, 0, each.numel(), 0).view_as(each))
-    return built
 
 
 def rows(objective: Any, count: int = 5, scores: bool = True) -> tuple[Examples, list[Row]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from data_pipeline.building.task_rows import join, pack
 from samestep.errors import ConfigError
 from samestep.examples import Examples, Labels, Vocabulary
-from trainer.models.families import bert
+from tests.unit.objectives.tiny_bert import tiny_bert
 from trainer.models.inputs import Inputs
 from trainer.objectives.kinds import contrastive, cosine
 
@@ -22,22 +22,15 @@ LENGTH = 24
 
 
 def model(dropout: float = 0.0) -> Any:
-    config = bert.Config(
-        100,
+    return tiny_bert(
         layers=2,
         width=16,
-        heads=2,
         ffn_width=32,
         max_positions=LENGTH,
         head="embedding",
         dropout=dropout,
         attention_dropout=0.0,
     )
-    built = config.build()
-    with torch.no_grad():
-        for name, each in built.named_parameters():
-            each.copy_(10 * built.initial_values(name, 0, each.numel(), 0).view_as(each))
-    return built
 
 
 def rows(objective: Any, count: int = 6, labels: Any = None) -> tuple[Examples, list[Any]]:
@@ -110,6 +103,39 @@ def contrastive_loss(
     return torch.stack(losses).mean()
 
 
+def assert_is_loss(
+    objective: Any,
+    built: Any,
+    batch: dict[str, Tensor],
+    parts: list[int],
+    expected: Tensor,
+    anchors: int,
+) -> None:
+    """Compares loss and gradients of a batch, in micro-batches of these rows, with a loss."""
+    batches = [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
+    ]
+    with torch.no_grad():
+        table = torch.cat([objective.summary(built, each) for each in batches])
+    columns = torch.split(objective.over_batch(table), parts)
+    weights = [objective.weights(each)["examples"] for each in batches]
+    totals = {"examples": torch.tensor(sum(weights))}
+    assert totals["examples"] == anchors
+    value = count = 0.0
+    for each, own in zip(batches, columns, strict=True):
+        loss = objective.loss(built, {**each, "over_batch": own}, totals)
+        loss.total.backward()
+        value, count = value + loss.metrics["loss"][0], count + loss.metrics["loss"][1]
+    assert count == anchors
+    assert float(value / count) == pytest.approx(expected.item(), rel=1e-5)
+    found = {name: each.grad for name, each in built.named_parameters()}
+    built.zero_grad()
+    expected.backward()
+    actual = {name: each.grad for name, each in built.named_parameters()}
+    torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("parts", [[6], [4, 2], [1, 2, 3]])
 def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int], symmetric: bool) -> None:
@@ -118,29 +144,9 @@ def test_the_contrastive_loss_is_over_the_whole_batch(parts: list[int], symmetri
     examples, texts = rows(objective, labels=[1, 0, 1, 1, 2, 1])
     examples.weight[-1] = 0
     batch = tensors(objective.collate(examples, LENGTH))
-    batches = [
-        dict(zip(batch, values, strict=True))
-        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
-    ]
     built = model()
-    with torch.no_grad():
-        table = torch.cat([objective.summary(built, each) for each in batches])
-    columns = torch.split(objective.over_batch(table), parts)
-    weights = [objective.weights(each)["examples"] for each in batches]
-    totals = {"examples": torch.tensor(sum(weights))}
-    assert totals["examples"] == 3
-    value = count = 0.0
-    for each, own in zip(batches, columns, strict=True):
-        loss = objective.loss(built, {**each, "over_batch": own}, totals)
-        loss.total.backward()
-        value, count = value + loss.metrics["loss"][0], count + loss.metrics["loss"][1]
-    found = {name: each.grad for name, each in built.named_parameters()}
-    built.zero_grad()
     expected = contrastive_loss(built, texts, [0, 2, 3], 5, symmetric)
-    assert float(value / count) == pytest.approx(expected.item(), rel=1e-5)
-    expected.backward()
-    actual = {name: each.grad for name, each in built.named_parameters()}
-    torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
+    assert_is_loss(objective, built, batch, parts, expected, anchors=3)
 
 
 def table_of(embeddings: Tensor, texts: list[list[int]]) -> Tensor:
@@ -244,30 +250,8 @@ def test_hard_negatives_of_all_rows_are_candidates(parts: list[int]) -> None:
     examples, texts = retrieval(2)
     examples.weight[-1] = 0
     batch = tensors(objective.collate(examples, length))
-    batches = [
-        dict(zip(batch, values, strict=True))
-        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
-    ]
     built = model()
-    with torch.no_grad():
-        table = torch.cat([objective.summary(built, each) for each in batches])
-    columns = torch.split(objective.over_batch(table), parts)
-    totals = {
-        "examples": torch.tensor(sum(objective.weights(each)["examples"] for each in batches))
-    }
-    assert totals["examples"] == 5
-    value = 0.0
-    for each, own in zip(batches, columns, strict=True):
-        loss = objective.loss(built, {**each, "over_batch": own}, totals)
-        loss.total.backward()
-        value += float(loss.metrics["loss"][0]) / 5
-    found = {name: each.grad for name, each in built.named_parameters()}
-    built.zero_grad()
-    expected = hard_loss(built, texts, 5)
-    assert value == pytest.approx(expected.item(), rel=1e-5)
-    expected.backward()
-    actual = {name: each.grad for name, each in built.named_parameters()}
-    torch.testing.assert_close(found, actual, rtol=1e-4, atol=1e-4)
+    assert_is_loss(objective, built, batch, parts, hard_loss(built, texts, 5), anchors=5)
 
 
 def test_equal_and_likely_hard_negatives_are_masked() -> None:

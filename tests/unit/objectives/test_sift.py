@@ -11,8 +11,9 @@ from torch import Tensor
 
 from samestep.errors import ConfigError
 from samestep.examples import Vocabulary
+from tests.unit.objectives.tiny_bert import tiny_bert
 from trainer.models import Model
-from trainer.models.families import bert, gpt2
+from trainer.models.families import gpt2
 from trainer.models.inputs import Inputs
 from trainer.models.sampling import normal
 from trainer.objectives.kinds import classification, question_answering, regression, sift, tagging
@@ -32,13 +33,8 @@ OF = {
 
 def make(kind: str, **changes: Any) -> Model:
     head, labels = LABELS[kind]
-    shape: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 32} | changes
-    config = bert.Config(100, max_positions=16, head=head, labels=labels, **shape)  # type: ignore[arg-type]
-    model = config.build()
-    with torch.no_grad():
-        for name, each in model.named_parameters():
-            each.copy_(10 * model.initial_values(name, 0, each.numel(), 0).view_as(each))
-    return model
+    shape = {"layers": 2, "width": 16, "ffn_width": 32} | changes
+    return tiny_bert(max_positions=16, head=head, labels=labels, **shape)
 
 
 def batch_of(kind: str, rows: int = 4) -> dict[str, Tensor]:
