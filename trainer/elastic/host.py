@@ -23,6 +23,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from samestep.errors import CheckpointError
 from samestep.stored_json import JsonError, checked, parse_json
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
@@ -34,6 +35,7 @@ _NAME = re.compile(r"\.host-(\d{8,})")
 _RENEW_SECONDS, _RENEW_SECONDS_IN_STORE = 2.0, 10.0
 _KEEP_SECONDS = 15.0  # after the host's last word
 _SILENT_SECONDS, _SILENT_SECONDS_IN_STORE = 12.0, 45.0
+_LOOKS = 10  # for a record that is there but cannot be read, as others come in its place
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Record:
 
     Attributes:
         number: one more than the number of the host before it.
-        host, port: where agents reach it.
+        host, port: where agents reach it; "" and 0 in a record that is not completely written.
         renewals: how often it has renewed the record, or -1 if it has left.
         token: differs from the token of any other record.
     """
@@ -77,14 +79,20 @@ class Records:
         """
         # Time before the look: a pause of this process after it must not count as silence.
         now = time.monotonic()
-        number = self.newest_number()
-        content = files.read_if_there(self._folder / _name(number)) if number else None
-        if content is None:
-            return None
+        for _ in range(_LOOKS):
+            number = self.newest_number()
+            if not number:
+                return None
+            # The next host may have removed it since the look.
+            content = files.read_if_there(self._folder / _name(number))
+            if content is not None:
+                break
+        else:
+            raise CheckpointError(f"{self._folder / _name(number)} cannot be read")
         try:
             stored = parse_json(content, dict[str, object])
             found = checked({**stored, "number": number}, Record)
-        except JsonError:  # its host was killed when it wrote it
+        except JsonError:  # its host still writes it, or was killed when it did
             found = Record(number, "", 0, 0, "")
         if found != self._seen:
             self._seen, self._since = found, now

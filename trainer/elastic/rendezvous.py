@@ -228,6 +228,8 @@ class Rendezvous:
         self.host, self._port = self._first
         if current is not None and current.host:
             self.host, self._port = current.host, current.port
+        elif current is not None and self._records is not None and not self._records.is_silent:
+            return ConnectionRefusedError("another agent becomes the host")
         # On this machine, nobody listens there any more, so the host has ended.
         listening = _listen(self.host, self._port)
         if listening is None and self._records is not None and self._records.is_silent:

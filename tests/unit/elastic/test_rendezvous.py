@@ -18,10 +18,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from samestep.environment import open_files
-from samestep.errors import ConfigError, LaunchError, RendezvousError, UnreachableError
+from samestep.errors import CheckpointError, ConfigError, LaunchError, RendezvousError, UnreachableError
 from samestep.storage.channel import Channel
 from tests.ports import free_port
 from tests.waiting import until
+from trainer.checkpoint import files
 from trainer.elastic import host, rendezvous, rounds, secret
 from trainer.elastic.host import Records, Renewal
 from trainer.elastic.rendezvous import Rendezvous, RunEnded
@@ -409,6 +410,45 @@ def test_of_many_that_become_the_host_one_does(tmp_path: Path) -> None:
         created = list(pool.map(lambda port: Records(folder).create(1, "host", port), range(8)))
     (record,) = [record for record in created if record is not None]
     assert Records(folder).newest() == record
+
+
+def test_a_record_that_goes_while_it_is_read_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next host removes the record of the host before it."""
+    records, read = Records(tmp_path), files.read_if_there
+    assert records.create(1, "host", 1) is not None
+
+    def replaced(path: Path) -> bytes | None:
+        if path.name == ".host-00000001":
+            assert Records(tmp_path).create(2, "host", 2) is not None
+        return read(path)
+
+    monkeypatch.setattr(files, "read_if_there", replaced)
+    found = records.newest()
+    assert found is not None
+    assert (found.number, found.port) == (2, 2)
+
+    (tmp_path / ".host-00000003").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="host-00000003 cannot be read"):
+        records.newest()
+
+
+def test_a_record_that_is_still_written_is_waited_for(join: Join, elsewhere: str) -> None:
+    """Else two agents would be hosts: the one that writes it, and the one that looks."""
+    folder = Path("checkpoints")
+    folder.mkdir()
+    (folder / ".host-00000004").touch()
+    records = Records(folder.absolute())
+    waiting = join(agent(free_port(), 1, 1), 1)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.5)
+    (found,) = folder.glob(".host-*")
+    assert found.name == ".host-00000004"
+    assert waiting.result(10) is not None  # as its writer was killed
+    record = records.newest()
+    assert record is not None
+    assert record.number == 5
 
 
 def test_a_pause_of_the_watcher_is_no_silence_of_the_host(tmp_path: Path, elsewhere: str) -> None:
