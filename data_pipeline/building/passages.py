@@ -104,11 +104,13 @@ def number(
             meter.advance(unit.share, unit.size, len(unit.records))
     ordered = [found[index] for index in range(len(found))]
     scored = _check_scores(source, ordered)
+    # Units with the passages "a b", "b c" and "d a" have the keys a b b c d a, and the sizes 2 2 2.
     sizes = [len(each.keys) for each in ordered]
     keys = np.concatenate([np.zeros(0, f"S{_KEY_BYTES}"), *(each.keys for each in ordered)])
     # Of equal keys, a stable sort has the earliest one first.
     order = np.argsort(keys, kind="stable")
     by_key = keys[order]
+    # Sorted, they are a a b b c d, from the places 0 5 1 2 3 4: the first of each are 0 1 3 4.
     is_first = np.ones(len(keys), dtype=np.bool_)
     is_first[1:] = by_key[1:] != by_key[:-1]
     # Numbers go by the first place of each passage, and the table is sorted by key: the places
@@ -117,6 +119,7 @@ def number(
     numbers = np.empty(len(places), dtype=np.int64)
     numbers[np.argsort(places)] = np.arange(len(places))
     left_out = np.setdiff1d(np.concatenate([keys[:0], *(each.left_out for each in ordered)]), keys)
+    # An id that also has a clean line, a duplicate, keeps the number of that one.
     table = by_key[is_first]
     at = np.searchsorted(table, left_out)
     arrays = {
@@ -126,8 +129,10 @@ def number(
     for path, array in arrays.items():
         with atomic_write(path) as file:
             np.save(file, array)
+    # Units begin at the places 0, 2 and 4, before which 0, 2 and 3 passages are new.
     first = np.searchsorted(np.sort(places), np.cumsum(sizes) - sizes)
     digest = hashlib.blake2b(digest_size=16)
+    # Sizes belong to it: the same keys in other units are other shards.
     for array in (keys, np.array(sizes), left_out):
         digest.update(array.tobytes())
     return Numbers(first, digest.hexdigest(), scored)
@@ -296,6 +301,7 @@ class RetrievalWriter(UnitWriter):
         if members[0][0].split == PASSAGES:
             return write_shard(self._folder / name, tokens, origins, self._dtype)
         rows = [origin.row for origin, _ in members if isinstance(origin.row, RetrievalRow)]
+        # Numbers 3 7 9 of one positive and two negatives are the sides [3] and [7, 9].
         sides = [np.split(np.array(row.numbers, np.uint32), [len(row.positives)]) for row in rows]
         return write_shard(
             self._folder / name,

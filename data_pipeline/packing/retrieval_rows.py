@@ -39,10 +39,12 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
     """
     assert spec.parts is not None
     needed = spec.parts.negatives
+    # A row with 1 positive and 3 negatives, then one with 2 and 0, have the starts 0 1 4 6 6.
     if len(shard.passage_start) != 2 * len(shard.length) + 1:
         raise DataError("a shard of retrieval has no passages. Build the dataset again.")
     counts = sizes(shard.passage_start)
     scores = np.diff(shard.label_start)
+    # A teacher scores all passages of all rows, or there is none.
     if scores.any() and not np.array_equal(scores, counts.sum(axis=1)):
         raise DataError("a shard of retrieval lacks scores of a row. Build the dataset again.")
     wrong = np.flatnonzero((counts[:, 1] < needed) | (counts[:, 0] < 1))
@@ -57,6 +59,7 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
         least, most = spec.parts.score_range
         wrong = np.flatnonzero(~((shard.labels >= least) & (shard.labels <= most)))
         if wrong.size:
+            # Rows of 4 and 2 scores start at 0 and 4, so that score 5 is of row 1.
             row = np.searchsorted(shard.label_start, wrong[0], side="right") - 1
             file, line = shard.origin[row].tolist()
             raise DataError(
@@ -64,6 +67,7 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
                 f"loss needs scores from {least:g} to {most:g}; use objective.loss=softmax, or "
                 "mse, margin_mse or kl, which take any scores"
             )
+    # A cross-encoder reads a query with one passage at a time, an encoder all texts of a row.
     texts = 2 if spec.parts.layout == "choices" else 2 + needed  # in a sequence
     special = spec.prefix + spec.suffix + spec.parts.between * (texts - 1)
     if spec.sequence_length < special + texts:

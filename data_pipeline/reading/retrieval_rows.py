@@ -42,15 +42,19 @@ def choose(shards: Sequence[PackedShard], index: Int64, key: U64, negatives: int
     starts = np.array([shard.passage_start[first : first + 3] for shard, first in places])
     counts = np.diff(starts).reshape(-1, 2)
     found = zip(shards, starts[:, 0].tolist(), starts[:, 2].tolist(), strict=True)
+    # All passages of all rows, one after the other. Two rows with 1 + 2 and 2 + 1 of them have the
+    # row 0 0 0 1 1 1 and the slot 0 1 2 0 1 2.
     number = np.concatenate([shard.passages[first:end] for shard, first, end in found])
     total = counts.sum(axis=1)
     row = np.repeat(np.arange(len(index)), total)
     slot = ranges(np.zeros_like(total), total)
     is_negative = slot >= counts[row, 0]
+    # By row, positives before negatives, and by hash within each side.
     order = np.lexsort((combine(key[row], _PASSAGE, slot), is_negative, row))
     # The rank of each passage among the positives or the negatives of its row.
     sides = counts.reshape(-1)
     rank = ranges(np.zeros_like(sides), sides)
+    # Of each row, in this order: the first positive, then the first negatives.
     chosen = order[rank < np.where(is_negative[order], negatives, 1)]
     shape = len(index), 1 + negatives
     return _Chosen(number[chosen].astype(np.int64).reshape(shape), slot[chosen].reshape(shape))
@@ -75,6 +79,7 @@ def _lay_out(length: Int64, spec: PackSpec) -> _Layout:
     assert parts is not None
     special = spec.prefix + spec.suffix
     length = length.copy()
+    # A limit counts special tokens, and `length` does not.
     for limit, side in ((parts.query_length, length[:, :1]), (parts.passage_length, length[:, 1:])):
         if limit is not None:
             np.minimum(side, limit - special, out=side)
@@ -82,6 +87,7 @@ def _lay_out(length: Int64, spec: PackSpec) -> _Layout:
     text = np.arange(texts)[None]
     if parts.layout == "choices":  # of texts 0 1 2: sequences 0 1 and 0 2
         text = np.stack(np.broadcast_arrays(text[:, :1], text[:, 1:]), axis=2).reshape(1, -1)
+        # Each sequence is placed by itself, as a row of two texts.
         length = length[:, text[0]].reshape(-1, 2)
     kept, column = place(length, spec)
     text = np.broadcast_to(text, (rows, text.shape[1]))
@@ -123,11 +129,13 @@ def complete(
     # Tokens of queries and of passages come from two arrays, and are merged chunk by chunk.
     is_query = layout.text == 0
     query_start = np.cumsum(queries.length) - queries.length
+    # Of a query, the number is that of the positive, and is not used.
     number = np.take_along_axis(chosen.number, np.maximum(layout.text - 1, 0), axis=1)
     kept = layout.length.reshape(-1)
     tokens = np.empty(kept.sum(), dtype=np.int32)
     of_query = np.repeat(is_query.reshape(-1), kept)
     begin = np.broadcast_to(query_start[:, None], is_query.shape)[is_query]
+    # Truncated texts keep their first tokens.
     tokens[of_query] = queries.tokens[ranges(begin, layout.length[is_query])]
     tokens[~of_query] = passages.read(number[~is_query], layout.length[~is_query])
     rows, chunks = layout.text.shape

@@ -63,6 +63,7 @@ class Folder:
         """
         splits = [each for each in (self.split, self.heldout) if each is not None]
         files = tuple(self._one_of(f"qrels/{split}.tsv") for split in splits)
+        # With "train" and "dev", the files of judgments are 0 and 1, and file 1 is held out.
         first_heldout = None if self.heldout is None else len(files) - 1
         return {
             "files": files,
@@ -119,6 +120,7 @@ def judged(files: tuple[str, ...], splits: int) -> Iterator[Record]:
     for split in range(splits):
         found = yield from judgments(files, split, queries)
         for number, (name, (line, scores)) in enumerate(found.items(), start=1):
+            # TREC judges from 0 (not relevant) upward, and some collections mark spam by -1 or -2.
             positives = [document for document, score in scores.items() if score > 0]
             negatives = [document for document, score in scores.items() if score <= 0]
             row = {"query": queries[name], "positive": positives, "negatives": negatives}
@@ -167,6 +169,7 @@ def judgments(
                 reason = "not query-id, corpus-id and score with tabs between"
                 raise BadRecord(f"{reason}: {brief(line)}")
             name, document, digits = fields
+            # `int` would also take "1_000" and digits of other scripts.
             score = whole(digits[1:] if digits[:1] in ("-", "+") else digits)
             if score is None:
                 raise BadRecord(f"the score is not a whole number: {brief(digits)}")

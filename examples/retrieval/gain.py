@@ -112,7 +112,7 @@ class Gain:
             number = ("--negatives", str(options.negatives), "--range", options.range)
             length = ("--max-length", MAX_LENGTH)
             command("mine", self._model, options.pairs, *number, *length, "--output", file)
-        return build({"kind": "retrieval", "paths": [str(file)]}, self._model, folder)
+        return build(file, self._model, folder)
 
     def _train(self, arm: str, dataset: Path, seed: int, objective: dict[str, Any]) -> Path:
         """Trains a run to its end; returns its folder."""

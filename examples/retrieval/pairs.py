@@ -96,25 +96,22 @@ def write_collection(pairs: Iterable[Pair], folder: Path) -> None:
 
 
 def build_pairs(pairs: Iterable[Pair], model: str | Path, folder: Path) -> Path:
-    """Builds a dataset of pairs for `objective: contrastive`; returns its folder.
+    """Builds a dataset of pairs of kind `retrieval`; returns its folder.
 
     Args:
         model: the tokenizer's folder or address.
         folder: for the rows and the dataset.
     """
     file = folder / "rows.jsonl"
-    rows = ({"query": query, "positive": text, "label": "pair"} for query, text in pairs)
-    write_lines(file, rows)
-    texts, labels = ["query", "positive"], ["pair", "other"]
-    source = {"kind": "classification", "paths": [str(file)], "texts": texts, "labels": labels}
-    return build(source, model, folder)
+    write_lines(file, ({"query": query, "positive": text} for query, text in pairs))
+    return build(file, model, folder)
 
 
-def build(source: Mapping[str, Any], model: str | Path, folder: Path) -> Path:
-    """Builds a dataset without held-out rows; returns its folder."""
+def build(rows: Path, model: str | Path, folder: Path) -> Path:
+    """Builds a dataset of kind `retrieval` without held-out rows; returns its folder."""
     file, output = folder / "data.yaml", folder / "data"
     recipe = {
-        "source": source,
+        "source": {"kind": "retrieval", "paths": [str(rows)]},
         "tokenizer": {"path": str(model)},
         "heldout_fraction": 0,
         "workers": 1,

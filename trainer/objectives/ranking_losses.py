@@ -69,6 +69,7 @@ def pairwise(scores: Tensor, labels: Tensor, pair_weights: PairWeights) -> Tenso
 
     Passages of equal score are ranked in their order.
     """
+    # [B, M, M]: labels 1 0 0 have the pairs (0, 1) and (0, 2).
     is_pair = labels[:, :, None] > labels[:, None, :]
     loss = F.softplus(scores[:, None, :] - scores[:, :, None]) / math.log(2)
     if pair_weights != "none":
@@ -81,8 +82,10 @@ def _ndcg_weights(scores: Tensor, labels: Tensor, pair_weights: PairWeights) -> 
     """The weight of each pair, [B, M, M]."""
     count = scores.shape[1]
     places = torch.arange(1, count + 1, device=scores.device)
+    # 1, 1.58 and 2 for the places 1, 2 and 3.
     discount = torch.log2(1.0 + places)
     gain = 2**labels - 1
+    # Of all passages with the label 0, it is 0, and the clamp keeps the gains 0 / 0 from NaN.
     best = (gain.sort(descending=True).values / discount).sum(1, keepdim=True)
     gain = gain / best.clamp(min=1e-10)
     # Ranks from 0: scores 0.2 0.9 0.5 have the order 1 2 0, and the ranks 2 0 1.

@@ -109,6 +109,7 @@ class Config(TableConfig):
             found, behind = self.beir.find(), (self.beir.queries(),)
             patterns = (self.beir.corpus(),)
         corpus = Corpus(**TableConfig(patterns, encoding=self.encoding).find())
+        # Files of rows or judgments, of passages, and BEIR's queries, which no record is read from.
         found["files"] = (*found["files"], *corpus.files, *behind)
         return Retrieval(**found, labels=(), config=self, corpus=corpus)
 
@@ -142,6 +143,7 @@ class Retrieval(TableSource, TaskSource):
     @property
     def columns(self) -> tuple[str, ...]:
         config = self.config
+        # A missing usual column is no error, a missing one that the settings name is.
         named = () if config.negatives == _NEGATIVES else config.negatives
         scores = () if config.scores in (None, _SCORES) else (config.scores,)
         return (config.query, config.positive, *named, *filter(None, scores))
@@ -178,6 +180,7 @@ class Retrieval(TableSource, TaskSource):
         if self.is_passage(record):
             return self.parse_passage(record)[1]
         row = self.parse_row(record)
+        # Ids of passages are no text to look for tokens or contamination in.
         return "\n".join(row.texts if self.corpus is not None else (*row.texts, *row.passages))
 
     def parse_passage(self, record: Record) -> tuple[str, str]:

@@ -88,9 +88,11 @@ class Choice:
         if self.relative_margin is not None:
             # Of the magnitude: 5 % below a similarity of -0.2 is -0.21.
             limits.append(positive - abs(positive) * self.relative_margin)
+        # A range of 10-100 are the places 10 to 99: the ten nearest may be right answers.
         places = np.arange(self.skipped, min(self.last, len(scores)))
         places = places[scores[places] <= min(limits)]
         if self.how == "random":
+            # A hash of the query and the place: the same at any number of processes.
             keys = combine(self.seed, name_key("negatives"), name_key(query), places)
             places = places[np.argsort(keys, kind="stable")]
         return np.sort(places[: self.negatives])
@@ -132,12 +134,14 @@ class Miner:
         texts = self._encoder.for_role("query", [row.query for row in rows])
         queries = self._on_grid(self._encoder(texts, BATCH_TOKENS))
         positives = [sorted(self._positives[row.query]) for row in rows]
+        # The vectors of all positives are kept as the blocks pass by.
         wanted = np.unique(np.concatenate(positives))
         held: dict[int, Tensor] = {}
 
         def blocks() -> Iterator[tuple[int, Tensor]]:
             for first, vectors in self._vectors.blocks():
                 block = self._on_grid(vectors)
+                # A block of the passages 1,000 to 1,999 has the wanted ones in that range.
                 low, high = np.searchsorted(wanted, (first, first + len(block)))
                 held.update((number, block[number - first].clone()) for number in wanted[low:high])
                 yield first, block

@@ -90,6 +90,7 @@ class Suite:
         """Prints a row for each collection and the mean, and a row below each for the reranker."""
         # Rich would squeeze the table into 80 columns of a file.
         console = Console() if sys.stdout.isatty() else Console(width=1000)
+        # A row: cranfield  225  1,400  0.399518  0.538039
         table = Table(box=None)
         table.add_column("folder")
         rows = {**self.scored}
@@ -183,6 +184,7 @@ class Evaluator:
         queries = encoder(encoder.for_role("query", list(collection.queries.values())))
         queries = queries.to(encoder.placed)
         blocks = _embedded(encoder, list(collection.documents.values()))
+        # A reranker sorts 100 documents even where nDCG@10 reads ten.
         deepest = depth if reranker is None else max(depth, self.top)
         names = list(collection.documents)
         rankings = nearest(encoder.pooling.similarity, queries, blocks, names, deepest)
@@ -209,5 +211,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
     if len({*paths}) < len(paths):
         twice = next(path for path, count in Counter(paths).items() if count > 1)
         raise ConfigError(f"--retrieval names {twice} twice. Leave one out.")
+    # beir/scifact and old/scifact would be two rows of one name.
     counts = Counter(path.name for path in paths)
     return [path.name if counts[path.name] == 1 else str(path) for path in paths]
