@@ -59,10 +59,11 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
     if key is None or _threshold(p) == -(2**31):
         return x
     if positions is None:
-        place = torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device)
-    else:
-        width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-        place = (positions.int()[..., None] * x.shape[-1] + width).flatten(1)
+        positions = torch.arange(x.shape[1:-1].numel(), dtype=torch.int32, device=x.device)[None]
+    # Two short ranges in place of one with a number for each element, because torch-xla would write
+    # all its numbers into the graph.
+    width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    place = (positions.int()[..., None] * x.shape[-1] + width).flatten(1)
     # Indices are hashed once for all rows. Both inputs are then well mixed, so half the mixer is
     # enough per element: the comparison depends mostly on the high bits, which the last product
     # mixes best.
