@@ -1,4 +1,4 @@
-"""Selects positions under torch-xla; reports results beside the CPU's, and operations of the graph."""
+"""Selects positions under torch-xla; reports differences from the CPU, and what the graph has."""
 
 from __future__ import annotations
 

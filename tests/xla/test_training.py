@@ -393,6 +393,6 @@ def test_selected_positions_are_a_product_unless_they_are_many(xla: Xla) -> None
     assert [each["operations"] for each in found[:2]] == [["dot"]] * 2
     assert "gather" in found[2]["operations"]
     assert "dot" not in found[2]["operations"]
-    for (taken, gradient) in (each["errors"] for each in found):
+    for taken, gradient in (each["errors"] for each in found):
         assert taken == 0
         assert gradient < 1e-6
