@@ -118,7 +118,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure(row: Row) -> dict[str, Any]:
-    """Dumps and compiles a row in processes of their own, and plans it."""
+    """Dumps and compiles a row, in separate processes."""
     python = os.environ["SAMESTEP_XLA_PYTHON"]
     common = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     with tempfile.TemporaryDirectory() as folder:
@@ -147,11 +147,11 @@ def measure(row: Row) -> dict[str, Any]:
     if compiled.returncode:
         return {"error": compiled.stderr[-2000:]}
     found: dict[str, Any] = json.loads(compiled.stdout.splitlines()[-1])
-    return found | {"plan": plan(row)}
+    return found
 
 
 def plan(row: Row) -> dict[str, float]:
-    """GiB of a chip by `samestep plan`, of the state alone and in all."""
+    """Bytes of a chip by `samestep plan`: the state, all at the peak, and sent."""
     file = ROOT / "configs/pretrain" / f"{row.recipe}.yaml"
     done = subprocess.run(
         [
@@ -347,7 +347,7 @@ def table(rows: list[tuple[Row, dict[str, Any]]]) -> str:
             message = re.findall("RESOURCE_EXHAUSTED[^\n]*|[^\n]+", found["error"])[-1]
             cells += [message[:200], "", "", ""]
         else:
-            planned = found["plan"]
+            planned = plan(row)
             cells += [f"{found['seconds']:.0f}"] + [
                 f"{found[own] / MIB:,.0f} ({planned[other] / MIB:,.0f})"
                 for own, other in (("arguments", "state"), ("needed", "total"), ("sent", "sent"))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.accelerators.kernels import fuses_trained_bias, gathers_rows, without_autocast
+from trainer.accelerators.kernels import fuses_trained_bias, indexes_fast, without_autocast
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import FusedAttention, Mask
 from trainer.models.layers import Projection
@@ -63,7 +63,7 @@ def take(x: Tensor, positions: Tensor | None) -> Tensor:
     if positions is None:
         return x
     index = positions.long()[..., None]
-    if gathers_rows(x.device) or positions.shape[1] > x.shape[2]:
+    if indexes_fast(x.device) or positions.shape[1] > x.shape[2]:
         return x.take_along_dim(index, dim=1)
     chosen = index == torch.arange(x.shape[1], device=x.device)
     # Autocast would round x.

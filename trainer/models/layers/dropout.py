@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainer.accelerators.kernels import numbers
+
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
@@ -59,11 +61,10 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
     if key is None or _threshold(p) == -(2**31):
         return x
     if positions is None:
-        positions = torch.arange(x.shape[1:-1].numel(), dtype=torch.int32, device=x.device)[None]
-    # Two short ranges in place of one with a number for each element, because torch-xla would write
-    # all its numbers into the graph.
-    width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-    place = (positions.int()[..., None] * x.shape[-1] + width).flatten(1)
+        place = numbers(x.shape[1:].numel(), x.device)
+    else:
+        width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+        place = (positions.int()[..., None] * x.shape[-1] + width).flatten(1)
     # Indices are hashed once for all rows. Both inputs are then well mixed, so half the mixer is
     # enough per element: the comparison depends mostly on the high bits, which the last product
     # mixes best.
